@@ -19,6 +19,7 @@ import torch
 
 import tether
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
+from tether.assembly.named_inputs import FIRST_ROWS
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
 from tether.commands.cli import main
@@ -143,15 +144,15 @@ def test_config_check_looks_for_what_the_configuration_names(cli: Cli, inputs: P
     assert cli(*check, *wrong[3:], "custom_reward_function.name=compute_scores").code == 0
 
 
-def test_config_check_reads_the_first_rows(cli: Cli, inputs: Path, tmp_path: Path):
+def test_config_check_reads_the_rows(cli: Cli, inputs: Path, tmp_path: Path):
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
     train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
     write_jsonl(train, [{"question": row["prompt"]} for row in rows])
-    write_jsonl(val, [*rows[:3], rows[3] | {"reward_model": None}])
+    write_jsonl(val, [*rows[:1] * FIRST_ROWS, rows[3] | {"reward_model": None}])
     check = ["config", "check", *base_overrides(inputs, tmp_path), *GRPO, f"data.train_files={train}"]
     said = refused(cli(*check, f"data.val_files={val}")).splitlines()
     assert said[0].startswith(f"data.train_files: {train}: not in the row layout: no `prompt`, `reward_model`, ")
-    assert said[1].startswith(f"data.val_files: {val} row 3: no `reward_model`, so no ground truth.")
+    assert said[1].startswith(f"data.val_files: {val} row {FIRST_ROWS}: no `reward_model`, so no ground truth.")
     assert len(said) == 2
     assert cli(*check, "data.prompt_key=question", "data.data_source=tiny/sums", "--no-files").code == 0
 

@@ -1,5 +1,6 @@
 """Tools and environments as a user writes them: well-behaved ones, and others."""
 
+import json
 import os
 import random
 import sys
@@ -23,6 +24,12 @@ class Calculator:
             sys.exit(3)
         if expression == "die":
             os._exit(3)
+        if expression == "note":
+            error = ValueError("the reason")
+            error.add_note("see the manual")
+            raise error
+        if expression == "group":
+            raise ExceptionGroup("several", [ValueError("the first")])
         return f"{eval(expression):.{self.digits}f}{more or ''}"
 
 
@@ -67,6 +74,8 @@ class Count:
             os._exit(3)
         if said == "raise":
             raise RuntimeError("no more")
+        if said == "library":
+            json.loads("{")
         return f"{self.about} {self.count} {self.drawn}", float(self.count), self.count == self.goal
 
 

@@ -1,7 +1,12 @@
 """Tools of MCP servers: connected by each worker, called like others, and named where they are not there."""
 
 import json
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ from tether.tools import CallRequest, Talkers, ToolPool, read_tools
 pytest.importorskip("mcp")
 
 SERVER = '''
+import sys
+
 from mcp.server import MCPServer
 
 server = MCPServer("sums")
@@ -30,13 +37,21 @@ def fail() -> str:
 
 
 @server.tool()
+def hang() -> str:
+    """Does not come back."""
+    import time
+    time.sleep(1000)
+    return ""
+
+
+@server.tool()
 def end() -> str:
     """Ends the server."""
     import os
     os._exit(3)
 
 
-server.run()
+server.run(*sys.argv[1:2], **{"port": int(port) for port in sys.argv[2:]})
 '''
 
 
@@ -54,8 +69,8 @@ def sums(folder: Path) -> dict[str, object]:
     return {"sums": {"command": sys.executable, "args": [str(folder / "server.py")]}}
 
 
-def pool_of(path: str) -> ToolPool:
-    return ToolPool(Talkers(read_tools(path)), num_workers=1, timeout=60.0, startup_timeout=120.0)
+def pool_of(path: str, timeout: float = 60.0) -> ToolPool:
+    return ToolPool(Talkers(read_tools(path)), num_workers=1, timeout=timeout, startup_timeout=120.0)
 
 
 def call(pool: ToolPool, name: str, **arguments: object) -> object:
@@ -64,7 +79,7 @@ def call(pool: ToolPool, name: str, **arguments: object) -> object:
 
 def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
     with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
-        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail", "end"]
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail", "hang", "end"]
         about = pool.schemas[0]["function"]
         assert about["description"] == "The sum of two numbers."
         assert set(about["parameters"]["properties"]) == {"a", "b"}
@@ -88,10 +103,52 @@ def test_a_server_that_ended_is_connected_again(tmp_path: Path) -> None:
         assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
 
 
+@contextmanager
+def listening(folder: Path, port: int) -> Iterator[None]:
+    """A server at an address, which is killed at the end."""
+    process = subprocess.Popen([sys.executable, str(folder / "server.py"), "streamable-http", str(port)])
+    while True:
+        assert process.poll() is None
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            break
+        time.sleep(0.1)
+    yield
+    process.kill()
+    process.wait()
+
+
+def test_a_server_at_an_address_may_be_started_again(tmp_path: Path) -> None:
+    sums(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as server:
+        server.enter_context(listening(tmp_path, port))
+        with pool_of(entry(tmp_path, {"sums": {"url": f"http://127.0.0.1:{port}/mcp"}})) as pool:
+            assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+            server.close()
+            assert "MCPError: Connection closed" in call(pool, "add", a=2, b=40).error
+            assert "ConnectError: All connection attempts failed" in call(pool, "add", a=2, b=40).error
+            server.enter_context(listening(tmp_path, port))
+            call(pool, "add", a=2, b=40)  # may find what the one before has tried
+            assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+
+
+def test_calls_of_a_server_that_is_gone_fail_and_the_run_goes_on(tmp_path: Path) -> None:
+    """A call that hangs ends its worker; the one in its place does not find the server, and knows its tools."""
+    with pool_of(entry(tmp_path, sums(tmp_path)), timeout=10.0) as pool:
+        (tmp_path / "server.py").unlink()
+        assert "within the deadline of 10 s" in call(pool, "hang").error
+        assert "MCPError: Connection closed" in call(pool, "add", a=2, b=40).error
+        (tmp_path / "server.py").write_text(SERVER)
+        call(pool, "add", a=2, b=40)  # as above
+        assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail", "hang", "end"]
+
+
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail, end"),
+        ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail, hang, end"),
         ({"tool_selected_list": "add"}, "tool_selected_list is 'add', not a list of names"),
         ({"mcp_servers_config_path": None}, r"tools\[0\].mcp.mcp_servers_config_path is missing"),
         ({"mcp_servers_config_path": "nowhere.json"}, "mcp_servers_config_path=nowhere.json: no such file"),

@@ -58,6 +58,8 @@ def test_verls_tools_and_interactions_are_taken():
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("exit", "SystemExit: 3"),
+        ("note", "^ValueError: the reason$"),
+        ("group", "^ValueError: the first$"),
         ("die", "ended with exit code 3"),
         ("loop", "gave no answer within the deadline of 2 s"),
         ("'x' * 10**7", "it returned 10 MiB"),
@@ -109,6 +111,8 @@ def test_an_environment_is_stepped_turn_by_turn():
         (("x", "1.0", False), "TypeError: step returned the reward '1.0', which is no number"),
         (("x", 0.0, "no"), "TypeError: step returned done='no', neither True nor False"),
         (("x", 0.0, 2), "TypeError: step returned done='2', neither True nor False"),
+        ((["x"], 0.0, False), "TypeError: step returned the message 'x', not {role, content}"),
+        ((5, 0.0, False), "TypeError: step returned the reply '5', neither text nor a list of messages"),
         (("x", None, None), ""),
         (("x", 1, 1), ""),
     ],
@@ -119,6 +123,22 @@ def test_what_an_environment_returns_is_of_its_types(says, error):
     assert found.error == error
     if not error:
         assert (found.reward, found.done) == (float(says[1] or 0), bool(says[2]))
+
+
+def line_of(text):
+    return next(n for n, line in enumerate(OWN.read_text().splitlines(), 1) if text in line)
+
+
+def test_what_an_environment_raises_is_placed():
+    """In the user's own file, also where a library raised it; a tool's error, which the policy reads, is not."""
+    with pool_of(tool(), count=EnvironmentSpec(f"{OWN}:Count")) as pool:
+        assert step(pool, "raise").error == f"RuntimeError: no more ({OWN} line {line_of('no more')})"
+        found = step(pool, "library", row=1).error
+        assert found.startswith("json.decoder.JSONDecodeError: ")
+        assert found.endswith(f"({OWN} line {line_of('json.loads')})")
+        assert call(pool, ("expression", "1 / 0")).error == "ZeroDivisionError: division by zero"
+    with pytest.raises(ValueError, match=rf"Broken cannot be made .*KeyError: 'no server'\) \({OWN} line \d+\)"):
+        pool_of(tool("Broken"))
 
 
 def test_the_reward_of_a_tool_is_a_number():

@@ -316,13 +316,18 @@ def test_the_batches_of_a_finished_checkpoint_are_learned_in_turns_again(inputs:
         (["actor_rollout_ref.rollout.temperature=0.5"], True),
         (["trainer.async_mode=one_step_off", "actor_rollout_ref.rollout.max_staleness=1"], True),
         (["actor_rollout_ref.actor.optim.lr=1e-5"], False),
+        (["actor_rollout_ref.rollout.max_num_seqs=3", "data.val_batch_size=1", "reward_model.num_workers=1"], False),
+        (["custom_reward_function.path=reward.py"], True),  # the same path, of another text
     ],
 )
 def test_batches_that_other_settings_drew_are_sampled_again(
     changes: list[str], again: bool, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """With a staleness of 1 instead of 2, step 2 would learn from a batch that is two updates old."""
-    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1", *MODES["fully_async"]]
+    reward = tmp_path / "reward.py"
+    reward.write_text((inputs / "reward.py").read_text())
+    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1", *MODES["fully_async"],
+               f"custom_reward_function.path={reward}"]  # fmt: skip
     run = build_run(load_config(None, options))
     ahead = run.trainer.rollouts
 
@@ -334,13 +339,16 @@ def test_batches_that_other_settings_drew_are_sampled_again(
     run.trainer.fit(stop)
     run.close()
     assert [drawn.version for drawn in pickle.loads((tmp_path / "global_step_1" / FILE).read_bytes())] == [0, 0]
+    if "reward.py" in changes[0]:
+        reward.write_text(reward.read_text() + "\n# repaired\n")
+        changes = ["custom_reward_function.name=compute_score"]
     resumed = build_run(load_config(None, [*options, *changes]))
     assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
     metrics = measured(resumed.trainer.fit() or tmp_path)
     resumed.close()
     assert metrics[3]["training/staleness"] <= (1 if again else 2)
     assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
-    assert not again or changes[0].partition("=")[0] in caplog.text
+    assert not again or changes[0].partition("=")[0].rpartition(".")[0] in caplog.text
 
 
 def test_a_bound_beyond_the_steps_is_refused(inputs: Path, tmp_path: Path):

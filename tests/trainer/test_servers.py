@@ -228,6 +228,10 @@ def test_a_run_goes_on_after_kills(inputs: Path, monkeypatch: pytest.MonkeyPatch
     check_steps(whole, 1, 2, 3)
     check_steps(killed, 1, 2, 3)
     assert same(weights(whole / "global_step_3"), weights(killed / "global_step_3"))
+    failures = [
+        sum(step.get("transfer/server_failures", 0) for step in measured(run).values()) for run in (whole, killed)
+    ]
+    assert failures == [0, 1]
 
 
 @pytest.mark.slow

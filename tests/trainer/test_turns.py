@@ -159,15 +159,25 @@ def test_mistakes_are_one_clear_error(more: list[str], message: str, inputs: Pat
         ({"agent_name": 7}, "train.jsonl row 1: `agent_name` is 7"),
         ({"agent_name": "nowhere.py:Class"}, "row 1: actor_rollout_ref.rollout.multi_turn agent_name: class_name=now"),
         ({"extra_info": {"interaction_kwargs": {"name": "judge"}}}, "row 1: `extra_info.interaction_kwargs.name` is"),
+        ({"extra_info": {"interaction_kwargs": "judge"}}, "row 1: `extra_info.interaction_kwargs` is 'judge', not an"),
+        (
+            {"extra_info": {"tools_kwargs": '{"ask": {}}'}},
+            "row 1: `extra_info.tools_kwargs` is '{\"ask\": {}}', not an",
+        ),
+        ({"extra_info": {"tools_kwargs": {"ask": "x"}}}, "row 1: `extra_info.tools_kwargs.ask` is 'x', not an object"),
     ],
 )
 def test_a_row_whose_agent_is_not_there_is_named(row: dict, message: str, inputs: Path, tmp_path: Path) -> None:
     records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
     file = write_jsonl(tmp_path / "train.jsonl", [records[0], records[1] | row])
     overrides = [*turn_overrides(inputs, tmp_path / "run"), f"data.train_files={file}", "data.train_batch_size=2"]
+    loaded = load_config(None, [*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=2"])
     with pytest.raises(ValueError, match="row 1") as error:
-        build_run(load_config(None, [*overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=2"])).close()
+        build_run(loaded).close()
     assert message in str(error.value)
+    (problem,) = missing_inputs(loaded.config, rows=None)
+    assert message.rpartition("class_name=")[2].removeprefix("row 1: ") in problem.what
+    assert not missing_inputs(loaded.config, rows=1)
 
 
 def test_a_row_with_an_agent_needs_turns(inputs: Path, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +27,7 @@ from tether.config import (
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
-from tether.data.rows import TOOL_AGENT
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_ground_truth, check_source
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -34,23 +36,30 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
-from tether.tools import EnvironmentSpec, ToolSpec, read_environments, read_tools
+from tether.tools import LIBRARY, EnvironmentSpec, ToolSpec, read_environments, read_tools
 
 if TYPE_CHECKING:
-    from tether.data.rows import Rows
+    from tether.data.rows import Row, Rows
 
 _NOT_FOUND = 3
 _FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
 
 
-def missing_inputs(config: RunConfig, sections: tuple[str, ...] = ("",)) -> list[Problem]:
+FIRST_ROWS = 100
+"""Rows of a file that are looked at where all of them are read soon after."""
+
+
+def missing_inputs(
+    config: RunConfig, sections: tuple[str, ...] = ("",), rows: int | None = FIRST_ROWS
+) -> list[Problem]:
     """Everything that the configuration names and that is not there. A user's file is parsed, and not run.
 
     Args:
         config: of a run.
         sections: beginnings of the keys that are looked at.
+        rows: to look at of each file of rows; None: all.
     """
-    named = _of_control(config) if config.env.train.id is not None else _of_text(config)
+    named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
         if is_object(value) or not key.startswith(sections):
@@ -82,16 +91,14 @@ def models_read_replies(config: RunConfig) -> bool:
     return config.reward_model.enable or judges
 
 
-FIRST_ROWS = 100
-"""Rows of a file that are looked at."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
-NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
-"""Ends what is said of rows that a tool or an environment answers, where rows have one turn."""
+_NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
+_NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, what it names, a function that raises ValueError where that is not there)"""
 
 
-def _of_text(config: RunConfig) -> Named:
+def _of_text(config: RunConfig, first: int | None) -> Named:
     model, data, custom = config.actor_rollout_ref.model, config.data, config.custom_reward_function
     policy = partial(_model, weights=reads_weights(config, "actor", "reference"))
     yield "actor_rollout_ref.model.path", model.path, policy
@@ -104,7 +111,7 @@ def _of_text(config: RunConfig) -> Named:
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
-        rows = partial(_rows, config)
+        rows = partial(_rows, config, first)
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
     if custom.path:
@@ -171,24 +178,70 @@ def _of_both(config: RunConfig) -> Named:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
 
 
-def _rows(config: RunConfig, name: str) -> None:
+def _rows(config: RunConfig, first: int | None, name: str) -> None:
     """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them."""
-    kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn.enable
-    if kind == "environment" and not turns:
-        raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
+    kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn
+    if kind == "environment" and not turns.enable:
+        raise ValueError(f"{name}: an environment, which {_NEEDS_TURNS}")
     if kind != "file":
         return
-    rows, rules = rows_of(config, name, FIRST_ROWS), _rules_score(config)
+    rows, rules, defined = rows_of(config, name, first), _rules_score(config), set[str]()
+    interactions: Sequence[str] | None = None
+    with suppress(ValueError):  # which is told of its own key
+        interactions = interactions_of(config)
     for row in (rows[number] for number in range(len(rows))):
         agent = row.agent_name
-        if agent is not None and not turns and (agent == TOOL_AGENT or is_own_function(agent)):
-            raise ValueError(f"{row.place}: `agent_name` is {agent!r}, which {NEEDS_TURNS}")
-        if agent is None and rules:  # else an environment may score it
-            try:
+        try:
+            if problem := agent_problem(config, row, interactions):
+                raise ValueError(problem)
+            if agent is not None and is_own_function(agent) and agent not in defined:
+                _definition(agent)
+                defined.add(agent)
+            if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
                 check_ground_truth(row.data_source, row.ground_truth)
-            except ValueError as error:
-                raise ValueError(f"{row.place}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from None
+
+
+def interactions_of(config: RunConfig) -> Sequence[str]:
+    """Names that rows of `tool_agent` may give in `extra_info.interaction_kwargs.name`.
+
+    Raises:
+        ValueError: the file of `interaction_config_path` cannot be read.
+    """
+    path = config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
+    return list(read_environments(path)) if path else []
+
+
+def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | None) -> str:
+    """What is wrong with who answers a row, as far as names tell; empty: nothing.
+
+    Args:
+        config: of the run.
+        row: of its data.
+        interactions: see `interactions_of`; None: they are not known.
+    """
+    rollout, name = config.actor_rollout_ref.rollout, row.agent_name
+    if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
+        own = "or your own class: FILE.py:CLASS"
+        return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own}"
+    if not rollout.multi_turn.enable:
+        return "" if name in (None, SINGLE_TURN) else f"`agent_name` is {name!r}, which {_NEEDS_TURNS}"
+    if (name or rollout.agent.default_agent_loop) != TOOL_AGENT:
+        return ""
+    of_tools, of_interaction = (row.extra_info.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs"))
+    objects = {"tools_kwargs": of_tools, "interaction_kwargs": of_interaction}
+    if isinstance(of_tools, Mapping):
+        objects |= {f"tools_kwargs.{tool}": kwargs or {} for tool, kwargs in of_tools.items()}
+    for key, found in objects.items():
+        if not isinstance(found, Mapping):
+            return f"`extra_info.{key}` is {str(found)[:80]!r}, not an object with keys"
+    wanted = of_interaction.get("name")
+    if wanted is not None and interactions is not None and wanted not in interactions:
+        there = f"{TURNS}.interaction_config_path has {', '.join(interactions) or 'none: give interaction_config_path'}"
+        return f"`extra_info.interaction_kwargs.name` is {wanted!r}; {there}"
+    return ""
 
 
 def _rules_score(config: RunConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from tether.assembly.common import (
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron, megatron_line
+from tether.assembly.named_inputs import TURNS
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -49,7 +51,8 @@ from tether.assembly.roles import build_roles
 from tether.assembly.router_replay import check_router_replay
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
-from tether.config import DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
+from tether.checkpoints import sha256_of
+from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
@@ -59,7 +62,7 @@ from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.tools import ToolPool
+from tether.tools import ToolPool, ToolSpec, read_environments, read_tools
 from tether.trainer import (
     Persistence,
     SamplingAhead,
@@ -106,7 +109,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
-        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
+        persistence = Persistence(store, identity | _scoring_files(config), loaded.to_yaml(), loaded.has_secrets)
         groups = build_groups(config, device, directory / "ranks", resources)
         rewards = build_rewards(config, groups)
         resources.callback(rewards.close)
@@ -206,7 +209,9 @@ def _sampling_ahead(
 
 def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
     """Whether the batches that wait in a checkpoint are those that this configuration draws; warns where not."""
-    changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW)
+    changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
+    before, now = json.loads((checkpoint / "identity.json").read_text()), _scoring_files(loaded.config)
+    changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
     if changes:
         what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"
         warn(f"{what}: {'; '.join(changes)}")
@@ -242,6 +247,20 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
     if isinstance(scores := reward_model_path(config), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
     return identity
+
+
+def _scoring_files(config: RunConfig) -> dict[str, str]:
+    """Key -> fingerprint of files of the user's that score or answer; a resumed run may have others."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    named = {"custom_reward_function.path": [config.custom_reward_function.path or ""]}
+    if path := turns.tool_config_path:
+        tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
+        named[f"{TURNS}.tool_config_path"] = [path, *tools]
+    if path := turns.interaction_config_path:
+        classes = [environment.class_name for environment in read_environments(path).values()]
+        named[f"{TURNS}.interaction_config_path"] = [path, *classes]
+    files = {key: [Path(name.partition(":")[0]).expanduser() for name in names] for key, names in named.items()}
+    return {key: " ".join(sha256_of([file for file in found if file.is_file()])) for key, found in files.items()}
 
 
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.assembly.named_inputs import NEEDS_TURNS
+from tether.assembly.named_inputs import agent_problem, interactions_of
 from tether.batch import Prompt
 from tether.config import RunConfig
 from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, own_tools
 from tether.rollout.turns import Agent, Conversations, TurnLimits, TurnTemplate, agent_of
-from tether.tools import FORMATS, LIBRARY, Talkers, ToolPool, environment_named, read_environments, read_tools
+from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
 
 _SECTION = "actor_rollout_ref.rollout.multi_turn"
 _STARTUP = 300.0  # seconds: an environment may load a dataset
-_NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 
 
 def build_tool_pool(config: RunConfig) -> ToolPool | None:
@@ -64,29 +62,20 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
     Raises:
         ValueError: of such rows, up to ten; or turns are switched on, and no row has several.
     """
-    turns, known, refused = config.actor_rollout_ref.rollout.multi_turn, set[str](), set[str]()
-    named = set(read_environments(turns.interaction_config_path)) if turns.interaction_config_path else set()
+    turns, interactions = config.actor_rollout_ref.rollout.multi_turn, interactions_of(config)
+    told, known = set[str](), set[str]()
     has_turns, names_interaction = False, False
 
     def check(row: Row) -> None:
         nonlocal has_turns, names_interaction
-        name, agent = row.agent_name, row_agent(config, row)
+        if problem := agent_problem(config, row, interactions):
+            if problem in told:  # all rows of a source may have the same
+                return
+            told.add(problem)
+            raise ValueError(problem)
+        agent = row_agent(config, row)
         has_turns |= agent.has_tools or agent.environment is not None
         names_interaction |= agent_of(TOOL_AGENT, row.extra_info).environment is not None
-        if name is not None and name not in (SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
-            raise ValueError(
-                f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, or your own "
-                "class: FILE.py:CLASS"
-            )
-        if name not in (None, SINGLE_TURN) and name not in refused and tools is None:
-            refused.add(name)  # all rows of a source may have the same
-            raise ValueError(f"`agent_name` is {name!r}, which {NEEDS_TURNS}")
-        if agent.has_tools and agent.environment is not None and agent.environment not in named:
-            there = ", ".join(sorted(named)) or "none: give interaction_config_path"
-            raise ValueError(
-                f"`extra_info.interaction_kwargs.name` is {agent.environment!r}; {_SECTION}.interaction_config_path "
-                f"has {there}"
-            )
         own = None if agent.has_tools else agent.environment
         if tools is not None and own is not None and own not in known:
             known.add(own)  # one that fails is told once, and not started again for each row

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,12 +104,13 @@ def _load(
     *,
     files: bool = False,
     of_reward: bool = False,
+    every_row: bool = False,
 ) -> LoadedConfig:
     """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it.
 
-    `of_reward` looks at no more than what a reward needs that is tried without sampling.
+    `of_reward`: only of what a reward needs that is tried without sampling; `every_row`: not of the first ones alone.
     """
-    from tether.assembly.named_inputs import missing_inputs, missing_reward_inputs
+    from tether.assembly.named_inputs import FIRST_ROWS, missing_inputs, missing_reward_inputs
     from tether.config import load_config
 
     path, overrides = _split(arguments)
@@ -117,7 +119,7 @@ def _load(
         raise ValueError(
             f"{path} and {named} are two configurations. give the file, or --config-path and --config-name"
         )
-    look = missing_reward_inputs if of_reward else missing_inputs
+    look = missing_reward_inputs if of_reward else partial(missing_inputs, rows=None if every_row else FIRST_ROWS)
     return load_config(path or named, overrides, look if files else lambda config: [])
 
 
@@ -347,7 +349,7 @@ def check(
     config_name: ConfigName = None,
 ) -> None:
     """Check a configuration; prints every problem at once."""
-    loaded = _load(arguments, config_path, config_name, files=files)
+    loaded = _load(arguments, config_path, config_name, files=files, every_row=True)
     for note in loaded.notes:
         typer.echo(f"note: {note}")
     typer.echo("the configuration is sound")

@@ -7,7 +7,7 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import DRAW, changes_since, saved_values
+from tether.config.changes import DRAW, NO_DRAW, changes_since, saved_values
 from tether.config.devices import device_count, models_of, placed, pools
 from tether.config.explain import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
@@ -24,6 +24,7 @@ from tether.config.support.live_keys import live_keys
 
 __all__ = [
     "DRAW",
+    "NO_DRAW",
     "ConfigError",
     "FunctionPart",
     "JudgePart",

@@ -14,6 +14,18 @@ RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
 DRAW = ("data.", "algorithm.", "actor_rollout_ref.rollout.", "reward_model.", "custom_reward_function.",
         "trainer.async_mode", "trainer.seed")  # fmt: skip
 """Begin the keys that decide what a batch is: which prompts, sampled how, scored and chosen by what."""
+_OF_SAMPLER = (
+    "val_kwargs.", "log_prob_", "max_num_", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill",
+    "enable_prefix_caching", "free_cache_engine", "tensor_model_parallel_size", "load_format", "server_", "parity_freq",
+    "update_weights_bucket_megabytes", "weight_transfer", "agent.num_workers", "multi_turn.max_kept_tokens",
+)  # fmt: skip
+_OF_REWARD = ("num_workers", "micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+NO_DRAW = (
+    "data.val_",
+    *(f"actor_rollout_ref.rollout.{key}" for key in _OF_SAMPLER),
+    *(f"reward_model.{key}" for key in _OF_REWARD),
+)
+"""Begin those among them that do not: of memory, of the machine, of validation."""
 
 
 def saved_values(saved: Path) -> dict[str, object] | None:
@@ -24,18 +36,22 @@ def saved_values(saved: Path) -> dict[str, object] | None:
         return None
 
 
-def changes_since(saved: Path, now: LoadedConfig, among: tuple[str, ...] = ("",)) -> list[str]:
+def changes_since(
+    saved: Path, now: LoadedConfig, among: tuple[str, ...] = ("",), without: tuple[str, ...] = ()
+) -> list[str]:
     """List ``key: value then -> value now`` for every setting that is not what the file says.
 
     Args:
         saved: the ``run.yaml`` of a checkpoint.
         now: the configuration of the run that resumes.
         among: how the keys that are compared begin.
+        without: how those among them begin that are not.
     """
     then = saved_values(saved)
     if then is None:
         return [f"{saved} was written by a version with other keys, so its settings cannot be compared"]
     values = values_of(now.config)
-    compared = [key for key in values if key.startswith(among) and key not in RESUMING]
+    wanted = [key for key in values if key.startswith(among) and not key.startswith(without)]
+    compared = [key for key in wanted if key not in RESUMING]
     different = [key for key in compared if values[key] != then.get(key)]
     return [f"{key}: {show(then.get(key))} -> {show(values[key])}" for key in different]

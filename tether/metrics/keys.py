@@ -176,6 +176,11 @@ LENGTHS: Mapping[str, MetricInfo] = {
         "Bytes of the policy's weights that went to servers, or to the devices that sample, each the whole policy.",
         when="on several devices, or with servers",
     ),
+    "transfer/server_failures": MetricInfo(
+        "How often a server that died or hung was started again, or one that had lost its weights got them again.",
+        "0",
+        when="with servers",
+    ),
     "global_seqlen/busiest_over_mean": MetricInfo(
         "Work of the busiest device over the mean, of layers and attention, summed over mini-batches.",
         "near 1",

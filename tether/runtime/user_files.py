@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -11,10 +12,32 @@ from types import CodeType, ModuleType
 
 from tether.spelling import ask, closest, did_you_mean
 
+_TETHER = Path(__file__).parents[1]
+_LIBRARIES = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib"))
+
 
 def raised_by_tether(error: BaseException) -> bool:
     """Whether tether's own code raised an error, not a library or the user's: what it says is then for the user."""
-    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parents[1])
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(_TETHER)
+
+
+def words_of(error: BaseException) -> str:
+    """The type and text of an error, of the first one of a group; also where `str(error)` raises itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    told = traceback.TracebackException(type(error), error, None)
+    told.__notes__ = None  # which would come last
+    return [*told.format_exception_only()][-1].strip()
+
+
+def place_of(error: BaseException) -> str:
+    """Where the user's code was when a call of it failed: " (FILE line N)"; empty where tether raised the error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TETHER)]
+    if not own or frames[-1] is not own[-1]:
+        return ""
+    users = [frame for frame in own if not any(Path(frame.filename).is_relative_to(folder) for folder in _LIBRARIES)]
+    return f" ({(users or own)[-1].filename} line {(users or own)[-1].lineno})"
 
 
 def missing_file(path: Path) -> str:

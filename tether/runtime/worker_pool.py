@@ -35,11 +35,11 @@ class Work(Generic[Answer]):
     """The work of a pool."""
 
     serve: str
-    """``module:function``, for `SupervisedProcess.spawn`. It receives `begin` first, and answers in JSON: with any
+    """``module:function``, for `SupervisedProcess.spawn`. It receives what `begin` gives, and answers in JSON: with any
     number of lists [what it does next], for messages, then with a string, what is wrong, or with what it has to say
     (`WorkerPool.about`). Every later request is a pickled list of payloads, each with an answer of its own."""
-    begin: object
-    """Pickled."""
+    begin: Callable[[Any], object]
+    """Of `WorkerPool.about`, or None for the first workers; pickled."""
     name: str
     """For messages: the process of the ..."""
     load: Callable[[bytes], Answer]
@@ -216,7 +216,7 @@ class WorkerPool(Generic[Answer]):
     def _start(self) -> SupervisedProcess:
         # Sets of strings have one order in all workers.
         worker = SupervisedProcess.spawn(self._work.serve, limit=self._work.limit, environment={"PYTHONHASHSEED": "0"})
-        worker.send(pickle.dumps(self._work.begin), self._startup_timeout)
+        worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker
 
     def _await_ready(self, worker: SupervisedProcess) -> None:

@@ -13,6 +13,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 from mcp.types import Tool
 
+from tether.runtime.user_files import words_of
 from tether.tools.spec import McpSpec
 from tether.types import JsonObject
 
@@ -25,20 +26,23 @@ class McpServer:
 
     Args:
         where: see `McpSpec.servers`.
-
-    Raises:
-        Exception: whatever the connection raises, or `TimeoutError`.
     """
 
     def __init__(self, where: Mapping[str, Any]) -> None:
         self._where, self._loop = where, asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._connect()
-        self.tools: dict[str, JsonObject] = {
+
+    def tools(self) -> dict[str, JsonObject]:
+        """By name: as OpenAI's functions have it.
+
+        Raises:
+            Exception: whatever the connection raises, or `TimeoutError`.
+        """
+        return {
             tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in self._listed()
         }
-        """By name: as OpenAI's functions have it."""
 
     def _connect(self) -> None:
         self._client: Future[Client] = Future()
@@ -94,21 +98,35 @@ class McpTool:
         return self._server.call(self._name, arguments)
 
 
-def connected(spec: McpSpec) -> list[tuple[JsonObject, McpTool]]:
-    """The tools of an entry, each with its schema.
+Found = list[tuple[str, JsonObject]]
+"""Names of servers, each with the schema of one of its tools."""
+
+
+def connected(spec: McpSpec, known: Found | None) -> list[tuple[str, JsonObject, McpTool]]:
+    """The tools of an entry, each with the name of its server and its schema.
+
+    Args:
+        spec: the entry.
+        known: what this found in another process. No server is waited for then: until one answers, its calls fail.
 
     Raises:
         ValueError: a server that cannot be reached, or has not the tools that are selected.
     """
-    found: dict[str, tuple[JsonObject, McpTool]] = {}
-    for name, where in spec.servers.items():
+    servers = {name: McpServer(where) for name, where in spec.servers.items()}
+    found = _asked(spec, servers) if known is None else known
+    return [(name, schema, McpTool(servers[name], schema["function"]["name"])) for name, schema in found]
+
+
+def _asked(spec: McpSpec, servers: Mapping[str, McpServer]) -> Found:
+    found: dict[str, tuple[str, JsonObject]] = {}
+    for name, server in servers.items():
         try:
-            server = McpServer(where)
+            tools = server.tools()
         except (Exception, NotInTime) as error:
-            why = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise ValueError(f"{spec.file}: mcpServers.{name} does not answer as an MCP server ({why})") from error
-        for tool, function in server.tools.items():
-            found.setdefault(tool, ({"type": "function", "function": function}, McpTool(server, tool)))
+            why = f"mcpServers.{name} does not answer as an MCP server ({words_of(error)})"
+            raise ValueError(f"{spec.file}: {why}") from error
+        for tool, function in tools.items():
+            found.setdefault(tool, (name, {"type": "function", "function": function}))
     if missing := [tool for tool in spec.selected if tool not in found]:
         there = f"{spec.file} has {', '.join(found) or 'none'}"
         raise ValueError(f"{spec.place}.mcp.tool_selected_list: there is no tool {missing[0]}; {there}")

@@ -77,7 +77,7 @@ class ToolPool(WorkerPool[Reply]):
     def __init__(self, talkers: Talkers, *, num_workers: int, timeout: float, startup_timeout: float = 60.0) -> None:
         work = Work(
             serve="tether.tools.worker:serve",
-            begin=(talkers, timeout),
+            begin=lambda told: (talkers, told["of_servers"] if told else {}, timeout),
             name="tools and environments",
             load=_load,
             failed=lambda reason, _: Reply(error=reason),

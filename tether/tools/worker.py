@@ -13,13 +13,12 @@ import json
 import os
 import pickle
 import random
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
-from tether.runtime.user_files import definition
+from tether.runtime.user_files import definition, place_of, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import EnvironmentSpec, McpSpec, Talkers, ToolSpec, environment_named, schema_problem
 from tether.types import JsonObject, Message
@@ -28,17 +27,17 @@ _MESSAGE_HEAD = 500  # characters
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the trainer is gone: first the pickled (`Talkers`, seconds of a call), see `Work.begin`."""
+    """Answer requests until the trainer is gone: first the pickled arguments of `Desk` and the seconds of a call."""
     first = channel.receive()
     if first is None:
         return
-    talkers, timeout = pickle.loads(first)
+    talkers, known, timeout = pickle.loads(first)
     try:
-        desk = Desk(talkers, loads=lambda what: channel.send(json.dumps([what]).encode()))
+        desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
-    channel.send(json.dumps({"schemas": desk.schemas}).encode())
+    channel.send(json.dumps({"schemas": desk.schemas, "of_servers": desk.of_servers}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
             channel.beat(timeout)  # begun: a call that ends this process is not made again
@@ -65,13 +64,16 @@ class Desk:
 
     Args:
         talkers: which.
+        known: `of_servers` of another process, which this one replaces.
         loads: called before a class is loaded, with its place and name.
 
     Raises:
         ValueError: a class that cannot be loaded or made.
     """
 
-    def __init__(self, talkers: Talkers, loads: Callable[[str], None]) -> None:
+    def __init__(
+        self, talkers: Talkers, known: Mapping[str, list[tuple[str, JsonObject]]], loads: Callable[[str], None]
+    ) -> None:
         self._environments, self._call_format = dict(talkers.environments), talkers.call_format
         self._classes: dict[str, Any] = {}
         for name, environment in self._environments.items():
@@ -81,10 +83,14 @@ class Desk:
         self._sessions: dict[int, _Session] = {}
         self._batch = -1
         self.schemas: list[JsonObject] = []
+        self.of_servers: dict[str, list[tuple[str, JsonObject]]] = {}
+        """Of each entry for MCP servers: tools, each with the name of its server."""
         for spec in talkers.tools:
             if isinstance(spec, McpSpec):
                 loads(f"{spec.place}: connecting to {', '.join(spec.servers)}")
-                for schema, tool in _connected(spec):
+                found = _connected(spec, known.get(spec.place))
+                self.of_servers[spec.place] = [(server, schema) for server, schema, _ in found]
+                for _, schema, tool in found:
                     self._keep(schema, tool, spec.place)
             else:
                 loads(f"{spec.place}: loading {spec.class_name}")
@@ -120,7 +126,9 @@ class Desk:
                 return _call(self._tools[request.name], request)
             return self._step(request, beat)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-            return Reply(error=traceback.format_exception_only(error)[-1].strip()[:_MESSAGE_HEAD])
+            # What a tool raises is read by the policy, which must not depend on where files lie.
+            place = place_of(error) if isinstance(request, StepRequest) else ""
+            return Reply(error=words_of(error)[:_MESSAGE_HEAD] + place)
         finally:
             if os.getpid() != own:
                 os._exit(0)  # a copy of the worker, forked by a tool, that came back from the call
@@ -182,9 +190,11 @@ def _stepped(result: Any) -> Reply:
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(f"step returned {str(result)[:100]!r}, not (reply, reward, done)")
     said, reward, done = result
+    if not isinstance(said, str | list | tuple | None):
+        raise TypeError(f"step returned the reply {str(said)[:100]!r}, neither text nor a list of messages")
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
     for message in messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise TypeError(f"step returned the message {str(message)[:100]!r}, not {{role, content}}")
     if not messages and not done:
         raise TypeError("step returned neither a reply nor done=True, so the policy could not go on")
@@ -244,8 +254,8 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found = getattr(importlib.import_module(module), name)
         except Exception as error:
-            why = traceback.format_exception_only(error)[-1].strip()
-            raise ValueError(f"{spec.place}.class_name={spec.class_name}: cannot be imported ({why})") from error
+            what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
+            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
     wanted = {"step": "reset", "generate_response": "start_interaction"}
@@ -257,12 +267,12 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found.prepare(**spec.config)
         except Exception as error:
-            why = traceback.format_exception_only(error)[-1].strip()
-            raise ValueError(f"{spec.place}: {spec.class_name} cannot be prepared ({why})") from error
+            what = f"{spec.place}: {spec.class_name} cannot be prepared"
+            raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     return found
 
 
-def _connected(spec: McpSpec) -> list[tuple[JsonObject, Any]]:
+def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]]:
     """See `tether.tools.mcp_servers.connected`, which needs an extra.
 
     Raises:
@@ -273,7 +283,7 @@ def _connected(spec: McpSpec) -> list[tuple[JsonObject, Any]]:
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
         raise ValueError(f"{what}. Run: pip install 'tether[mcp]'") from error
-    found: list[tuple[JsonObject, Any]] = servers.connected(spec)
+    found: list[tuple[str, JsonObject, Any]] = servers.connected(spec, known)
     return found
 
 
@@ -281,5 +291,5 @@ def _made(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
     try:
         return tool_class(**arguments)
     except Exception as error:
-        why = traceback.format_exception_only(error)[-1].strip()
-        raise ValueError(f"{spec.place}: {spec.class_name} cannot be made with config {spec.config} ({why})") from error
+        what = f"{spec.place}: {spec.class_name} cannot be made with config {spec.config}"
+        raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error

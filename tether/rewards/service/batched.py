@@ -30,7 +30,7 @@ class BatchedRewards:
     def __init__(self, custom: CustomReward, *, timeout: float, startup_timeout: float = 60.0) -> None:
         work = Work[Answers](
             serve="tether.rewards.service.worker:serve",
-            begin=(replace(custom, arguments=LISTS), ProgramOptions(), timeout),
+            begin=lambda _: (replace(custom, arguments=LISTS), ProgramOptions(), timeout),
             name="reward function",
             load=lambda answer: [load_answer(one.encode()) for one in json.loads(answer)],
             failed=lambda reason, seconds: [(RewardError(reason), seconds)],

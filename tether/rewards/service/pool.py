@@ -38,7 +38,7 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
         self._durations: list[float] = []
         work = Work(
             serve="tether.rewards.service.worker:serve",
-            begin=(custom, programs or ProgramOptions(), timeout),
+            begin=lambda _: (custom, programs or ProgramOptions(), timeout),
             name="reward function",
             load=load_answer,
             failed=lambda reason, seconds: (RewardError(reason), seconds),

@@ -35,7 +35,8 @@ from tether.rollout.servers.server import Server
 from tether.runtime.interrupt import give_up_if_interrupted
 
 _log = logging.getLogger(__name__)
-_TRIES = 4  # without a turn between them that is heard, before the run ends
+_TRIES = 4  # without a turn between them that is heard, before the run ends; two where the server gives one reason
+_SAYS = 60.0  # seconds without a token between two lines about that
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
 _INTERRUPTS = 0.05  # seconds between two attempts to break off what is sampled
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
@@ -103,7 +104,8 @@ class ServedEngine:
         self._held: WeightUpdate | None = None
         self._newer: WeightUpdate | None = None  # that came while rows were sampled
         self._is_sampling = False
-        self._told = 0
+        self._revivals = 0
+        self._told = (0, 0)
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`; rows that are being sampled are broken off, and go on with them."""
@@ -138,9 +140,10 @@ class ServedEngine:
         self._take(self._export())
 
     def moved(self) -> dict[str, float]:
-        """Bytes of weights that went to the servers since it was last asked, as a metric."""
-        before, self._told = self._told, sum(server.moved for server in self.servers)
-        return {"transfer/weights_bytes": float(self._told - before)}
+        """Bytes of weights that went to the servers, and failures of servers, since it was last asked, as metrics."""
+        before, self._told = self._told, (sum(server.moved for server in self.servers), self._revivals)
+        names = ("transfer/weights_bytes", "transfer/server_failures")
+        return {name: float(now - then) for name, now, then in zip(names, self._told, before, strict=True)}
 
     def _cure(self, cure: Callable[[Connections, float], None]) -> None:
         for server in self.servers:
@@ -208,15 +211,17 @@ class ServedEngine:
                     asked[row] = rows[row].draw
             return asked
 
-        failed = 0
+        failed, faults = 0, dict[Server, str]()
         while len(finished) < total:
             before = tokens
             failures = self._ask({row: rows[row].draw for row in range(total) if row not in finished}, hear, go_on)
             failed = 1 if tokens > before else failed + 1
             for server, error in failures.items():
-                if failed == _TRIES:
-                    what = f"{self.speaks.title} failed {_TRIES} times on the same rows"
+                fault, fault_before = server.fault(), faults.get(server)
+                if failed == _TRIES or (failed > 1 and fault and fault == fault_before):
+                    what = f"{self.speaks.title} failed {failed} times on the same rows"
                     raise ServersFailed(f"{what}, at last: {server.explained(error)}")
+                faults[server] = fault
                 self._revive(server, error)
             if self._newer is not None:
                 self._take(self._newer)
@@ -342,6 +347,7 @@ class ServedEngine:
 
     def _revive(self, server: Server, error: Exception, *, restart: bool = True) -> None:
         """Start a server again, where it is ours, and give it the present weights."""
+        self._revivals += 1
         for attempt in range(_TRIES):
             next_step = "The server is started again" if restart else "It gets them again"
             _log.warning("%s. %s", server.explained(error), next_step)
@@ -445,6 +451,7 @@ class _Watch:
     def __init__(self, servers: Sequence[Server]) -> None:
         self._alive = dict.fromkeys(servers, time.monotonic())
         self._tokens: dict[Server, float | None] = dict.fromkeys(servers)
+        self._told = dict(self._alive)  # when its silence was told last
 
     def lives(self, server: Server) -> None:
         """It finished a row."""
@@ -467,4 +474,8 @@ class _Watch:
                 self._alive[server] = time.monotonic()
             elif silent > server.patience:
                 found.append(server)
+            elif time.monotonic() - max(self._alive[server], self._told[server]) > _SAYS:
+                self._told[server] = time.monotonic()
+                what = "%s: %s has sampled no token for %.0f s; after %g s without one it counts as hanging"
+                _log.warning(what, server.url, server.speaks.title, silent, server.patience)
         return found

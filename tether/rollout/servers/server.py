@@ -308,6 +308,10 @@ class Server:
             return str(error)
         return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
 
+    def fault(self) -> str:
+        """The first error in the log of one of ours, where it tells more than that a process was gone; else empty."""
+        return next((error for error in self._first_error() if "EngineDeadError" not in error), "")
+
     def _first_error(self) -> list[str]:
         errors = (found[1] for line in self._log() if "WARNING" not in line and (found := _ERROR.search(line)))
         return [f"Its first error: {error[:600]}" for error in islice(errors, 1)]

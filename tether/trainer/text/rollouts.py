@@ -117,7 +117,8 @@ class TextRollouts:
     transfers: Callable[[], dict[str, float]] = dict
     """Bytes and seconds of transfers to other processes since the last call."""
     moved: Callable[[], dict[str, float]] = dict
-    """Bytes of weights that went to servers since the last call, also between steps and while a batch is drawn."""
+    """Bytes of weights that went to servers and failures of these since the last call, also between steps and while a
+    batch is drawn."""
     prove: Callable[[], None] | None = None
     """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
 
