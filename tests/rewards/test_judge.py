@@ -349,6 +349,13 @@ def test_nonsense_never_scores(server: ModelServer, raw: bytes) -> None:
     assert isinstance(ask(server), RewardError)
 
 
+def test_a_cut_answer_shows_its_end(server: ModelServer) -> None:
+    server.raw = b'{"choices": [{"message": {"content": "Score: 1 and then"}, "finish_reason": "length"}]}'
+    found = ask(server)
+    assert isinstance(found, RewardError)
+    assert found.message.endswith("(finish_reason is length); it ends in 'Score: 1 and then'")
+
+
 def test_an_endless_answer_is_an_error(server: ModelServer) -> None:
     server.raw = b" " * (1 << 24) + b'{"choices": [{"message": {"content": "Score: 1"}}]}'
     found = ask(server, attempts=1, timeout=30.0)
@@ -363,6 +370,12 @@ def scored(server: ModelServer, api: str, written=("abc", [5, 6, 7])) -> object:
     model = ServedRewardModel(lambda _: written, endpoint(server, "/classify"), api, "rm")
     with RemoteRewards(model, 2) as rewards:
         return rewards.score([request()])[0]
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_a_conversation_that_no_text_stands_for_is_sent_as_tokens(server: ModelServer, api: str) -> None:
+    assert scored(server, api, (None, [5, 6, 7])) == Score(3.0)
+    assert server.bodies[0]["input" if api == "vllm" else "input_ids"] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("api", ["vllm", "sglang"])

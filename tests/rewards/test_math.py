@@ -1,9 +1,10 @@
 import threading
+import time
 
 import pyarrow.parquet as pq
 import pytest
 
-from tether.rewards.rules.math import boxed, dapo, equal
+from tether.rewards.rules.math import boxed, dapo, equal, geo3k
 
 SAME = [
     ("\\frac12", "0.5"),
@@ -71,6 +72,40 @@ def test_same_value(answer, truth):
 @pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
 def test_different_value(answer, truth):
     assert not equal(answer, truth)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9^{9^{9^{9}}}", "10^{8}!", "\\binom{10^8}{5 \\cdot 10^7}", "\\sum_{k=1}^{10^9} k^{-k}", "(" * 3000 + ")" * 3000],
+)
+def test_an_answer_that_takes_for_ever_is_a_wrong_one(answer):
+    """It would be an error of its row otherwise, which is left out of the update."""
+    assert not equal(answer, "42")
+
+
+def test_a_response_of_many_tags_is_read_at_once():
+    """Of a regular expression that goes back to each of them, this would take minutes."""
+    many = "<think>" + "</think>\\boxed{" * 20_000
+    begun = time.process_time()
+    assert geo3k("hiyouga/geometry3k", many, "4", {})["score"] == 0.0
+    assert geo3k("hiyouga/geometry3k", many + "4}", "4", {})["score"] == 1.0
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<think>a</think>\\boxed{4}", 1.0),
+        ("<think>a</think>b\n\\boxed{4} c", 1.0),
+        ("<think>a</think>\\boxed{5}", 0.1),
+        ("<think>\\boxed{4}</think>", 0.9),
+        (" <think>a</think>\\boxed{4}", 0.9),
+        ("a</think>\\boxed{4}", 0.9),
+        ("<think>a</think>\\boxed{4", 0.0),
+    ],
+)
+def test_geo3k(reply, score):
+    assert geo3k("hiyouga/geometry3k", reply, "4", {})["score"] == pytest.approx(score)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
+import inspect
+import re
+
 import pytest
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
 
 from tether.rewards.outcome import RewardRequest, Score
-from tether.rewards.rules.reasoning_gym import score
+from tether.rewards.rules.reasoning_gym import BY_EVAL, BY_SYMPY, score
 from tether.rewards.service.pool import RewardPool
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -81,3 +85,72 @@ def test_the_first_word_is_right_or_wrong(reply, expected):
         "needle_haystack", "Kaylum", extract="first_word", params={"min_num_statements": 2, "max_num_statements": 4}
     )
     assert score("reasoning_gym", reply, "Kaylum", entry) == expected
+
+
+EVALUATED = sorted(BY_EVAL | BY_SYMPY)
+
+
+def test_every_task_that_evaluates_answers_is_known():
+    """Another version of the package may have more of them."""
+    found = set()
+    for task, (dataset, _) in DATASETS.items():
+        source = inspect.getsource(dataset.score_answer)
+        if re.search(r"\beval\(|\bexec\(|parse_expr\(|sympify\(", source):
+            found.add(task)
+    assert found - {"number_sorting"} == set(EVALUATED)  # which evaluates the row's own answer
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "__import__('pathlib').Path({file!r}).touch()",
+        "[__import__('pathlib').Path({file!r}).touch()]",
+        "sin(__import__('pathlib').Path({file!r}).touch())",
+        "sin('open(str({file!r}), chr(119))')",
+        "(lambda: open({file!r}, 'w'))()",
+        "[open({file!r}, 'w') for _ in [1]]",
+        "open({file!r}, 'w')!",
+        " open({file!r}, 'w')",
+        "f'{{open({file!r}, chr(119))}}'",
+    ],
+)
+@pytest.mark.parametrize("task", EVALUATED)
+def test_no_answer_is_run(task, code, tmp_path):
+    entry = reasoning_gym.create_dataset(task, size=1, seed=0)[0]
+    extra_info = row(task, entry["answer"], "full", metadata=entry["metadata"])
+    written = tmp_path / "written"
+    assert score(f"reasoning_gym/{task}", code.format(file=str(written)), None, extra_info) <= 0.05
+    assert not written.exists()
+
+
+def test_the_check_notices_an_answer_that_is_run(tmp_path):
+    """The negative control: the package's own scorer runs it."""
+    tasks = reasoning_gym.create_dataset("countdown", size=1, seed=0)
+    tasks.score_answer(f"open({str(tmp_path / 'written')!r}, 'w')", tasks[0])
+    assert (tmp_path / "written").exists()
+
+
+def test_answers_cannot_read_what_is_expected():
+    entry = reasoning_gym.create_dataset("string_insertion", size=1, seed=0)[0]
+    code = "__import__('sys')._getframe(1).f_locals['entry']['answer']"
+    assert score("reasoning_gym/string_insertion", code, None, row("string_insertion", entry["answer"], "full")) == 0.0
+
+
+@pytest.mark.parametrize("task", EVALUATED)
+def test_the_own_answers_of_tasks_that_evaluate_them_are_right(task):
+    for entry in reasoning_gym.create_dataset(task, size=20, seed=1):
+        extra_info = row(task, entry["answer"], "full", metadata=entry["metadata"])
+        assert score(f"reasoning_gym/{task}", entry["answer"], None, extra_info) == 1.0
+
+
+def test_lists_earn_their_part():
+    entry = reasoning_gym.create_dataset("string_insertion", size=1, seed=0)[0]
+    extra_info = row("string_insertion", entry["answer"], "full")
+    assert score("reasoning_gym/string_insertion", str(list(entry["answer"])), None, extra_info) == 0.1
+
+
+@pytest.mark.parametrize("answer", ["9**9**9**9", "factorial(10**9)"])
+def test_an_expression_that_takes_for_ever_is_a_wrong_one(answer):
+    entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
+    extra_info = row("countdown", entry["answer"], "full", metadata=entry["metadata"])
+    assert score("reasoning_gym/countdown", answer, None, extra_info) == 0.01

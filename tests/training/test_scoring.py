@@ -148,9 +148,9 @@ def test_control_tokens_in_a_response_are_text():
     ids = reader.ids(request(said, messages=[{"role": "user", "content": "1+1?<|im_end|>"}]))
     assert [ids.count(token) for token in (EOS_ID, think, reply)] == [3, 1, 0]
     assert tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{said}<|im_end|>\n")
-    refused = reader.written(request(said))
-    assert isinstance(refused, RewardError)
-    assert "a server reads control tokens" in refused.message
+    assert reader.written(request(said)) == (None, reader.ids(request(said)))  # a server would read its text otherwise
+    text, ids = reader.written(request("I agree"))
+    assert tokenizer(text)["input_ids"] == ids
 
 
 def test_ids_are_read_as_they_are(model, plain):

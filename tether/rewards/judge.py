@@ -142,7 +142,8 @@ class RemoteJudge:
                     return RewardError(f"the judge gave no answer but {failed[:_SHOWN]}")
                 reason = choice.get("finish_reason")
                 if reason not in (None, "stop"):  # half an answer may end in half a number
-                    return RewardError(f"the judge did not end its answer by itself (finish_reason is {reason})")
+                    how = f"did not end its answer by itself (finish_reason is {reason})"
+                    return RewardError(f"the judge {how}; it ends in {end_of(text)!r}")
                 return self.judge.read(text)
         raise EndpointError(f"the server at {self.endpoint.url} gave no chat completion: {str(answer)[:300]}")
 

@@ -69,7 +69,7 @@ def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
 
 
 def served_reward_models_read_text(cfg: RunConfig) -> Problem | None:
-    """vLLM's /classify takes no token ids."""
+    """Older versions of vLLM take no token ids at /classify."""
     model = cfg.reward_model
     served = model.enable and model.server.url is not None and model.server.api == "vllm"
     if not served or model.model.input_tokenizer is not None:

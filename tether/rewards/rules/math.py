@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
+from tether.rewards.rules.bounded import TooMuch, bounded
 from tether.rewards.rules.extract import last_boxed, required
 from tether.types import ExtraInfo
 
 # math-verify warns that its own timeouts are off. They are off on purpose: they are SIGALRM, which fails outside a
-# main thread and would cut short another alarm. The deadline of the reward pool kills a comparison that hangs.
+# main thread, would cut short another alarm, and does not end a power of large numbers.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 _ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _ANSWER_PHRASE = re.compile(r"(?i)answers?(?:\s*:|\s+is\b|\s+are\b)\s*([^\n]+)")
-_THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+_SHORT = re.compile(r"[\w\s.,/$()+-]{0,30}")
+"""Answers that are compared at once, whatever they are."""
 _DAPO_WINDOW = 300
 _FORMAT = 0.1  # share of geo3k's score
 
@@ -25,7 +28,8 @@ _FORMAT = 0.1  # share of geo3k's score
 def equal(answer: str, ground_truth: str) -> bool:
     r"""Do two LaTeX answers have the same value, as ``\frac12`` and 0.5, ``x = 3`` and 3, or ``10\%`` and 10 do?
 
-    An answer that cannot be parsed is a wrong answer.
+    An answer that cannot be parsed is a wrong answer, and so is one that takes seconds to compare, as
+    ``9^{9^{9}}`` does, or a gigabyte: an error would leave it out of the update, and many of them end the run.
 
     Raises:
         Exception: the comparison itself failed, so neither "equal" nor "different" is known.
@@ -33,8 +37,21 @@ def equal(answer: str, ground_truth: str) -> bool:
     answer, ground_truth = _normalised(answer), _normalised(ground_truth)
     if answer == ground_truth:
         return True
-    gold, given = (parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None) for text in (ground_truth, answer))
-    return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+    gold = _parsed(ground_truth)
+    if _SHORT.fullmatch(answer):
+        return _verified(gold, answer)
+    try:
+        return bool(bounded(_verified, gold, answer))
+    except TooMuch:
+        return False
+
+
+def _verified(gold: list[Any], answer: str) -> bool:
+    return bool(verify(gold, _parsed(answer), timeout_seconds=None, raise_on_error=True))
+
+
+def _parsed(text: str) -> list[Any]:
+    return list(parse(rf"\boxed{{{text}}}", _LATEX, parsing_timeout=None))
 
 
 def _normalised(answer: str) -> str:
@@ -79,5 +96,14 @@ def geo3k(
 ) -> dict[str, object]:
     r"""0.9 for the right answer in the last ``\boxed{...}``, 0.1 for ``<think>...</think>`` before it; with "acc"."""
     right = boxed(data_source, solution_str, ground_truth, extra_info)
-    formatted = _THOUGHT.fullmatch(solution_str) is not None
+    formatted = _is_thought(solution_str)
     return {"score": (1 - _FORMAT) * right + _FORMAT * formatted, "acc": bool(right)}
+
+
+def _is_thought(text: str) -> bool:
+    r"""Whether it begins with ``<think>``, and ``</think>``, ``\boxed{`` and ``}`` follow each other in it."""
+    for mark in ("</think>", "\\boxed{"):
+        before, found, text = text.partition(mark)
+        if not found or (mark == "</think>" and not before.startswith("<think>")):
+            return False
+    return "}" in text

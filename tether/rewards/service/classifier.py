@@ -10,8 +10,8 @@ from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, ou
 from tether.rewards.service.endpoint import Endpoint, EndpointError
 
 Api = Literal["vllm", "sglang"]
-Written: TypeAlias = tuple[str, Sequence[int]]
-"""A conversation as the reward model reads it: its text, and the token ids of that."""
+Written: TypeAlias = tuple[str | None, Sequence[int]]
+"""A conversation as the reward model reads it: its text, or None where that is read as other tokens, and its tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class ServedRewardModel:
             )
         return outcome_of(score)
 
-    def _body(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
+    def _body(self, text: str | None, ids: Sequence[int]) -> dict[str, Any]:
         if self.api == "sglang":
             return {"model": self.model, "input_ids": list(ids)}
+        # Token ids only where they have to be: older versions of vLLM take text alone.
         # The raw output, not its sigmoid: `activation` before vLLM 0.11.2, `use_activation` since.
         raw = {"activation": False, "use_activation": False}
-        return {"model": self.model, "input": text, "add_special_tokens": False, **raw}
+        return {"model": self.model, "input": list(ids) if text is None else text, "add_special_tokens": False, **raw}
 
 
 def _vllm(answer: Any) -> tuple[float | None, int | None]:

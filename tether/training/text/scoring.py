@@ -200,18 +200,13 @@ class ConversationReader:
             return RewardError(f"the token {max(ids)} is beyond the {self.vocabulary} tokens of the reward model")
         return without_padding(ids, self.pad_id)
 
-    def written(self, request: RewardRequest) -> tuple[str, TokenList] | RewardError:
-        """The same with the text of the ids; without a tokenizer it is empty."""
+    def written(self, request: RewardRequest) -> tuple[str | None, TokenList] | RewardError:
+        """The same with the text that a tokenizer reads as these ids; None: there is no such text."""
         ids = self.ids(request)
         if isinstance(ids, RewardError) or self.tokenizer is None:
-            return ids if isinstance(ids, RewardError) else ("", ids)
-        text = decode(self.tokenizer, ids)
-        if tokenize([text], self.tokenizer)[0].tolist() != ids:
-            return RewardError(
-                "the reward model's tokenizer writes the conversation as other text than it reads: a server reads "
-                "control tokens in a response as such, or the tokenizer is not exact"
-            )
-        return text, ids
+            return ids if isinstance(ids, RewardError) else (None, ids)
+        text = decode(self.tokenizer, ids)  # in which a control token that a response spells out is one
+        return (text if tokenize([text], self.tokenizer)[0].tolist() == ids else None), ids
 
     @cached_property
     def _control(self) -> ControlTokens:

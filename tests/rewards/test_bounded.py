@@ -1,0 +1,41 @@
+import os
+import signal
+import time
+
+import pytest
+
+from tether.rewards.rules.bounded import TooMuch, bounded
+
+
+def test_a_result_arrives():
+    assert bounded(lambda a, b: a < b, 1, 2) is True
+    assert bounded(float, "0.25") == 0.25
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: 9**9**9 > 0,
+        lambda: len(bytearray(b"x") * (8 << 30)) > 0,
+        lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        lambda: work_without_end(),
+    ],
+)
+def test_what_takes_too_much_is_told_apart(work):
+    begun = time.process_time()
+    with pytest.raises(TooMuch):
+        bounded(work)
+    assert time.process_time() - begun < 1  # here
+
+
+def work_without_end():
+    return work_without_end()
+
+
+def test_other_failures_are_said():
+    with pytest.raises(RuntimeError, match="ValueError: could not convert"):
+        bounded(float, "x")
+    with pytest.raises(RuntimeError, match="ended with status"):
+        bounded(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # nothing is left
