@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def run(inputs: Path, folder: Path, *more: str, steps: int = 4, killer: object =
     return train(given, Callbacks([killer] if killer else [])).folder
 
 
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """The run that loses no rank, once."""
+    return cache(lambda: run(inputs, tmp_path_factory.mktemp("whole")))
+
+
 def learned(directory: Path) -> dict[int, dict[str, float]]:
     """Metrics without the bytes moved: those of a background checkpoint may count in another step."""
     steps = measured(directory).items()
@@ -52,9 +59,10 @@ def learned(directory: Path) -> dict[int, dict[str, float]]:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("saving", [["trainer.save_freq=2"], ["trainer.async_save=True"]], ids=["", "while-it-saves"])
 def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
-    saving: list[str], inputs: Path, tmp_path: Path, capsys
+    saving: list[str], inputs: Path, undisturbed: Callable[[], Path], tmp_path: Path, capsys
 ) -> None:
-    whole = run(inputs, tmp_path / "whole")
+    whole = undisturbed()
+    capsys.readouterr()
     killer = Killer(tmp_path / "killed", step=3)
     killed = run(inputs, tmp_path / "killed", *saving, "trainer.resume_mode=disable", killer=killer)
     said = capsys.readouterr()
