@@ -408,7 +408,10 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
     return {
         "its head has 2 outputs": (str(save_tiny_reward_model(tmp_path / "two", num_labels=2)), QUICK),
         "has no chat template": (str(save_tiny(tmp_path / "plain", chat_template=False)), QUICK),
-        "^--model=.*: its vocabulary has [0-9]+ tokens, and its tokenizer [0-9]+": (str(short(tmp_path / "short")), QUICK),
+        "^--model=.*: its vocabulary has [0-9]+ tokens, and its tokenizer [0-9]+": (
+            str(short(tmp_path / "short")),
+            QUICK,
+        ),
         "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
         "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
         "^--lr=inf: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.inf)),

@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree = _printed(text)
+        tree: object = _printed(text)
         if tree is None:
             _check_size(yaml.compose(text, Loader=yaml.SafeLoader))
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
