@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from pprint import pformat
 
 import pytest
 import torch
@@ -40,6 +41,23 @@ def test_the_printed_defaults_load(tmp_path):
     assert loaded.config.trainer.n_gpus_per_node == 8
     assert loaded.config.trainer.total_epochs == 30
     assert loaded.config.reward_model.num_workers == 8
+
+
+@pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=31) ", "\x1b[36m(main_task pid=31, ip=10.0.0.2)\x1b[0m "])
+def test_what_a_run_of_verl_prints_at_its_start_loads(prefix, tmp_path):
+    """`pprint` of a dict, as Ray shows the lines of another process."""
+    text = pformat(yaml.safe_load(printed(tmp_path).read_text()))
+    assert "None" in text
+    file = tmp_path / "printed.txt"
+    file.write_text("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+    assert load(path=file).config == load(path=printed(tmp_path)).config
+
+
+@pytest.mark.parametrize("text", ["{'a': None, 'b': run()", "{'a': None", "{'a': None}, 1]"])
+def test_what_is_neither_a_printed_dict_nor_yaml_is_refused(text, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert "cannot be read as YAML" in problems_of(path=file)[str(file)]
 
 
 def test_values_under_newer_names_arrive(tmp_path):

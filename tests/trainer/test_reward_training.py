@@ -398,10 +398,20 @@ def test_prompts_are_learned_from_or_held_out() -> None:
         split_pairs(pairs[:2], 0.3, seed=1)
 
 
+def short(path: Path) -> Path:
+    """A model with a token less than its tokenizer."""
+    tokenizer = load_tokenizer(save_tiny(path))
+    return save_tiny(path, vocab_size=len(tokenizer) - 1)
+
+
 def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainingOptions]]:
     return {
         "its head has 2 outputs": (str(save_tiny_reward_model(tmp_path / "two", num_labels=2)), QUICK),
         "has no chat template": (str(save_tiny(tmp_path / "plain", chat_template=False)), QUICK),
+        "^--model=.*: its vocabulary has [0-9]+ tokens, and its tokenizer [0-9]+": (
+            str(short(tmp_path / "short")),
+            QUICK,
+        ),
         "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
         "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
         "^--lr=inf: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.inf)),
@@ -412,7 +422,7 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
     }
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(10))
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folder: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
     says, (model, options) = list(refusals(folder, tmp_path).items())[number]

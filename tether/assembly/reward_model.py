@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.assembly.groups import Groups
 from tether.assembly.loading import on_device
@@ -62,15 +62,30 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
             "it. Add one to tokenizer_config.json, or set reward_model.model.input_tokenizer=null where it has the "
             "policy's tokenizer."
         )
-    vocabulary = settings.get_text_config().vocab_size
-    if len(own) > vocabulary:
-        whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
-        raise ValueError(
-            f"reward_model.model.path={path}: its vocabulary has {vocabulary} tokens, and {whose} {len(own)}. Take the "
-            "tokenizer that it was trained with, or resize its embeddings."
-        )
+    whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
+    check_vocabulary(f"reward_model.model.path={path}", settings, own, whose)
     if model.input_tokenizer is None:
         _check_same_tokens(config, path, policy_tokenizer)
+
+
+def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
+    """Refuse a model that has fewer tokens than its reader may be given.
+
+    Args:
+        what: key and path of the model, or what it was named by.
+        settings: of the model.
+        tokenizer: which gives the ids.
+        whose: how the error calls it.
+
+    Raises:
+        ValueError: it has.
+    """
+    vocabulary = settings.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"{what}: its vocabulary has {vocabulary} tokens, and {whose} {len(tokenizer)}. Take the tokenizer that it "
+            "was trained with, or resize its embeddings."
+        )
 
 
 def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewards:

@@ -14,6 +14,7 @@ import torch
 from tether.assembly.learners import save_model
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES, number_format
+from tether.assembly.reward_model import check_vocabulary
 from tether.data.pairs import load_pairs
 from tether.models.language.critic import new_reward_model
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
@@ -73,6 +74,7 @@ def build_reward_training(
     device = resolve_device(options.device)
     classifier = new_reward_model(trained or path, dtype=torch.float32)
     config = classifier.config
+    check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as the run that takes it does
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     length = _length(options.max_length, getattr(config.get_text_config(), "max_position_embeddings", None))

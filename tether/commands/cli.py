@@ -124,9 +124,10 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """The YAML file, if one comes first, and the overrides."""
+    """The file, if one comes first, and the overrides."""
     rest = list(arguments or [])
-    return (Path(rest.pop(0)), rest) if rest and rest[0].endswith((".yaml", ".yml")) else (None, rest)
+    is_file = bool(rest) and (rest[0].endswith((".yaml", ".yml")) or ("=" not in rest[0] and Path(rest[0]).is_file()))
+    return (Path(rest.pop(0)), rest) if is_file else (None, rest)
 
 
 def _file_by_name(folder: Path | None, name: str | None) -> Path | None:

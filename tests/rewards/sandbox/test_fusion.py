@@ -61,7 +61,7 @@ def test_calls_and_assertions_run_there_too(server, answer, tests, expected):
 def test_a_program_that_takes_too_long_is_wrong(server):
     tests = {"inputs": ["", ""], "outputs": ["1", "1"]}
     got = score(server, "```python\nimport time\ntime.sleep(60)\n```", tests, seconds=1.0)
-    assert got == {"score": 0.0, "acc": False, "timed_out": True}
+    assert got == {"score": 0.0, "acc": False, "timed_out": True, "reason": "its program went beyond its limit of time"}
 
 
 def test_a_program_that_does_not_compile_is_wrong(server):

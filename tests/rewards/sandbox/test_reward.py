@@ -75,6 +75,20 @@ def test_an_answer_without_a_program_says_why(tag, tests, languages, said):
     assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
 
 
+@needs_prlimit
+@pytest.mark.parametrize(("language", "code", "said"), [
+    ("java", "class A { }\npublic class Sum { }", "Main.java:2: error: class Sum is public, should be declared"),
+    ("cpp", "int f() {}\nint main() { return x; }", "answer.cpp:2:21: error: 'x' was not declared"),
+    ("python", "print(3)\nprint(missing)", "its program ended with 1: NameError: name 'missing' is not defined"),
+    ("bash", "exit 3", "its program ended with 3"),
+])  # fmt: skip
+def test_a_program_that_fails_says_how(language, code, said):
+    if missing := [name for name in LANGUAGES[language].needs if not shutil.which(name, path=bubblewrap.PATH)]:
+        pytest.skip(f"not installed: {missing}")
+    got = score(code, SUMS, tag=language, languages=(language,), unconfined=True)
+    assert said in got["reason"].replace("\u2018", "'").replace("\u2019", "'")
+
+
 @both
 @pytest.mark.parametrize(
     ("code", "tests", "expected"),
@@ -293,9 +307,10 @@ def test_an_answer_cannot_look_at_its_tests(file):
 
 @confined
 def test_limits_are_a_wrong_answer_and_said():
-    loop = {"score": 0.0, "acc": False, "timed_out": True}
+    loop = {"score": 0.0, "acc": False, "timed_out": True, "reason": "its program went beyond its limit of time"}
     assert score("while True: pass", SUMS, limits=SHORT) == loop
-    assert score("x = bytearray(1 << 30)", SUMS, limits=SHORT) == loop | {"timed_out": False}
+    full = score("x = bytearray(1 << 30)", SUMS, limits=SHORT)
+    assert full == loop | {"timed_out": False, "reason": "its program ended with 1: MemoryError"}
     after_one = "n = int(input().split()[0])\nprint(3)\nwhile n > 1: pass"
     assert score(after_one, SUMS, limits=SHORT) == loop | {"score": 0.5}
 

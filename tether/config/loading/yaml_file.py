@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,22 @@ MOST_VALUES = 100_000
 """Values that a file may hold, with its aliases written out."""
 
 
+_OF_RAY = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
+"""What Ray writes before each line of another process."""
+
+
 def read_yaml(path: Path) -> dict[Any, Any]:
-    """Read a file of keys; interpolations stand as `${...}`.
+    """Read a file of keys, or the dict of Python that verl prints at its start; interpolations stand as `${...}`.
 
     Raises:
         ConfigError: it cannot be read, or holds no keys.
     """
     try:
-        _check_size(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = path.read_text(encoding="utf-8")
+        tree: object = _printed(text)
+        if tree is None:
+            _check_size(yaml.compose(text, Loader=yaml.SafeLoader))
+            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except RecursionError as error:
         raise ConfigError([Problem(str(path), "is nested too deeply to be read", "write it flatter")]) from error
     except OSError as error:
@@ -41,6 +50,18 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     if not isinstance(tree, dict):
         raise ConfigError([Problem(str(path), "holds a list, not keys", "write key: value lines")])
     return tree
+
+
+def _printed(text: str) -> dict[Any, Any] | None:
+    """The tree of a text that is a dict as `pprint` writes it, whose None YAML would read as a word."""
+    text = _OF_RAY.sub("", text).strip()
+    if not text.startswith("{"):
+        return None
+    try:
+        tree = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError):
+        return None
+    return tree if isinstance(tree, dict) else None
 
 
 def _check_size(root: yaml.Node | None) -> None:

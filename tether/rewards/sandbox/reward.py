@@ -5,6 +5,7 @@ from __future__ import annotations
 from tether.rewards.sandbox.cases import StdioTest, parse_tests
 from tether.rewards.sandbox.fusion import run_remotely
 from tether.rewards.sandbox.judge import find_answer, job_for, language_of
+from tether.rewards.sandbox.limits import Finished
 from tether.rewards.sandbox.local import run_locally
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.types import ExtraInfo
@@ -30,7 +31,7 @@ class ProgramReward:
     ) -> dict[str, object]:
         """The share of the first `max_tests` tests that pass: "score", with "acc" (all of them) and "timed_out".
 
-        A response without a program has 0, with the "reason".
+        A response without a program has 0, with the "reason"; so has a program that failed or did not compile.
 
         Raises:
             ValueError: the tests cannot be read.
@@ -47,7 +48,9 @@ class ProgramReward:
         ends = (run_remotely if self._options.server else run_locally)(jobs, self._options)
         passed = sum(end.succeeded and job.passed(end) for job, end in zip(jobs, ends, strict=False))
         timed_out = any(end.reason == "time" for end in ends)
-        return {"score": passed / len(tests), "acc": passed == len(tests), "timed_out": timed_out}
+        score: dict[str, object] = {"score": passed / len(tests), "acc": passed == len(tests), "timed_out": timed_out}
+        failed = next((end for end in ends if not end.succeeded), None)
+        return score | {"reason": _why(failed)} if failed else score
 
     def _why_none(self, response: str, *, is_called: bool) -> str:
         language = language_of(response)
@@ -57,3 +60,12 @@ class ProgramReward:
             return f"its block of code is in {language}, and functions are called in Python only"
         known = ", ".join(self._options.languages)
         return f"its block of code is in {language}, and reward_model.sandbox.languages has {known}"
+
+
+def _why(end: Finished) -> str:
+    """How a program failed, with the line of its errors that says most: a compiler's first, else the last."""
+    if end.reason != "exit":
+        return f"its program went beyond its limit of {end.reason}"
+    lines = [line.strip() for line in end.stderr.decode(errors="replace").splitlines() if line.strip()]
+    said = next((line for line in lines if "error:" in line), lines[-1] if lines else "")
+    return f"its program ended with {end.code}" + (f": {said[:200]}" if said else "")

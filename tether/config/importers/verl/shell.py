@@ -214,7 +214,7 @@ class _Reader:
                 self._open(word)
             if word in _BLOCKS - {"{"}:
                 what = f"{word} ... is not evaluated; variables that are set in it are unknown"
-                self._note(line, what, "take what is to run out of it")
+                self._note(line, what, "move the lines that should run out of it")
             if word in ("for", "select", "case"):
                 if word != "case" and words:
                     self._words.assign(words[0], None)
