@@ -1,7 +1,9 @@
-"""The error of a server that tether starts and that is not ready in time."""
+"""The error of a server that is not ready in time, or never will be."""
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,12 @@ def test_one_that_needs_longer_names_both_ways_out(
     assert "larger actor_rollout_ref.rollout.server_timeout" in said
     assert (EAGER in said) == offered
     assert "still compiling" in said
+
+
+def test_a_program_that_is_no_server_of_models_is_not_waited_for() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # which answers 501 to everything
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        server = Server(DIALECTS["vllm"], f"http://127.0.0.1:{other.server_port}", 30.0)
+        with pytest.raises(ValueError, match=r"/health: HTTP 501: .* This is no vLLM server that tether can use"):
+            server.ready()
+        other.shutdown()

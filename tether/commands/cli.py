@@ -116,9 +116,7 @@ def _load(
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)
     if path is not None and named is not None:
-        raise ValueError(
-            f"{path} and {named} are two configurations. give the file, or --config-path and --config-name"
-        )
+        raise ValueError(f"{path} and {named} are two configurations. Give one: the file, or --config-name")
     look = missing_reward_inputs if of_reward else partial(missing_inputs, rows=None if every_row else FIRST_ROWS)
     return load_config(path or named, overrides, look if files else lambda config: [])
 

@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import threading
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ class NoSuchHost(ServerGone):
 
 
 class ServerRefuses(ValueError):
-    """The server understood the request and refuses it (HTTP 4xx)."""
+    """The server understood the request and refuses it (HTTP 4xx), or never answers such ones (501)."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -75,7 +76,7 @@ class Connections:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
-        if status >= 500:
+        if status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
             raise ServerGone(f"{self.url}{path}: HTTP {status}: {_message(text)}")
         if status >= 400:
             raise ServerRefuses(f"{self.url}{path}: HTTP {status}: {_message(text)}", status)
