@@ -71,6 +71,7 @@ def test_a_buffer_is_filled_anew_and_opened_once() -> None:
         assert ends == [(["a", "count"], False), (["b"], True)]
     assert len(places) == 1
     staging.close()
+    del theirs, staged, found
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
