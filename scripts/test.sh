@@ -7,5 +7,7 @@
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
 # Several processes share the cores: threads that wait must not keep one busy.
 export OMP_WAIT_POLICY=passive
-# A file of tests stays in one process, which keeps what its fixtures made; tests/conftest.py says in which order.
-exec python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+# A file of tests stays in one process, which keeps what its fixtures made; tests/conftest.py says in which order. One
+# process more than there are cores, as tests wait for servers, Ray, or what they killed.
+workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
+exec python -m pytest -n "$workers" --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -408,7 +408,8 @@ def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
     with RewardPool(num_workers=2, timeout=2, programs=options) as pool:
         right, slow, broken = pool.score(rows)
     assert right == Score(1.0, {"acc": True, "timed_out": False})
-    assert slow == Score(0.0, {"acc": False, "timed_out": True})
+    why = "its program went beyond its limit of time"
+    assert slow == Score(0.0, {"acc": False, "timed_out": True, "reason": why})
     assert isinstance(broken, RewardError)
     assert "no known layout" in broken.message
 
