@@ -11,6 +11,8 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +41,9 @@ from tether.runtime.ranks import Pool
 from tether.trainer.loop import Trainer
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
+SERVED_BEGIN, SERVED_END = "<!-- served:begin -->", "<!-- served:end -->"
+HEAD = ("", "one process", "Ray", "ratio", "goal")
+SERVED_WAYS = ("tensor", "distributed", "disk")
 PROMPTS = 4
 SIZES = {"few": (4, 16, 4), "many": (8, 64, 32)}
 """Tokens in a pass: responses per prompt, their tokens, and rows of a micro-batch."""
@@ -154,16 +159,20 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
         group.close()
 
 
-def compare_served(folder: Path, python: Path) -> tuple[float, float, int]:
-    """Median seconds of a plain copy and of an update of vLLM's weights, and the bytes."""
+def compare_served(folder: Path, python: Path) -> dict[str, tuple[float, float, int]]:
+    """By way: median seconds of a plain copy and of an update of vLLM's weights, which take turns, and the bytes."""
     save_tiny(folder / "served", "qwen2", **SERVED)
     model = AutoModelForCausalLM.from_pretrained(folder / "served")
     given = {"model": str(folder / "served"), "dtype": "float32", "load_format": "dummy", "enforce_eager": True,
              "max_model_len": 64, "gpu_memory_utilization": 0.05}  # fmt: skip
     alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    server = Server(
-        Vllm(Policy("qwen2", model.config.vocab_size)), launch_of(python, folder / "vllm.log", given, alone), 900
-    )
+    speaks = Vllm(Policy("qwen2", model.config.vocab_size))
+    server = Server(speaks, launch_of(python, folder / "vllm.log", given, alone), 900)
+
+    def update(way: str, run: int) -> float:
+        server.speaks = replace(speaks, way=way)
+        return seconds(lambda: server.take(f"{way}-{run}", weights, torch.float32, bucket))
+
     weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
     there = [torch.zeros_like(tensor) for _, tensor in weights]
     bucket = 512 << 20
@@ -173,12 +182,13 @@ def compare_served(folder: Path, python: Path) -> tuple[float, float, int]:
             "copy": lambda _: seconds(
                 lambda: [new.copy_(tensor) for new, (_, tensor) in zip(there, weights, strict=True)]
             ),
-            "update": lambda run: seconds(lambda: server.take(str(run), weights, torch.float32, bucket)),
+            **{way: partial(update, way) for way in SERVED_WAYS},
         }
         medians = take_turns(sides, RUNS, warm_up=1)
     finally:
         server.stop()
-    return medians["copy"], medians["update"], sum(tensor.nbytes for _, tensor in weights)
+    nbytes = sum(tensor.nbytes for _, tensor in weights)
+    return {way: (medians["copy"], medians[way], nbytes) for way in SERVED_WAYS}
 
 
 def measure() -> list[str]:
@@ -197,23 +207,46 @@ def measure() -> list[str]:
             shown.append((f"until it is built, {name}", f"{start_one:.1f} s", f"{start_other:.1f} s", "-", "-"))
         moved = [("another rank", compare_transfers(inputs))]
         if python := vllm_python():
-            moved.append(("a vLLM server", compare_served(inputs, python)))
-    for where, (copy, transfer, nbytes) in moved:
-        what = f"{nbytes >> 20} MiB of weights to {where}, beside a copy"
-        goal = f"at most {GOAL_TRANSFER:.0f}"
-        shown.append((what, f"{1e3 * copy:.0f} ms", f"{1e3 * transfer:.0f} ms", f"{transfer / copy:.1f}", goal))
-    return grid(("", "one process", "Ray", "ratio", "goal"), shown)
+            moved += served(inputs, python)
+    return grid(HEAD, [*shown, *(row_of(*one) for one in moved)])
+
+
+def served(folder: Path, python: Path) -> list[tuple[str, tuple[float, float, int]]]:
+    """Transfers to a vLLM server, one a way."""
+    return [(f"a vLLM server ({way})", found) for way, found in compare_served(folder, python).items()]
+
+
+def row_of(where: str, measured: tuple[float, float, int]) -> tuple[str, ...]:
+    """The row of a transfer."""
+    copy, transfer, nbytes = measured
+    what = f"{nbytes >> 20} MiB of weights to {where}, beside a copy"
+    goal = f"at most {GOAL_TRANSFER:.0f}"
+    return (what, f"{1e3 * copy:.0f} ms", f"{1e3 * transfer:.0f} ms", f"{transfer / copy:.1f}", goal)
+
+
+def measure_served() -> list[str]:
+    """Lines of the rows of vLLM alone."""
+    python = vllm_python()
+    assert python is not None, "scripts/vllm.sh makes vLLM's environment"
+    with TemporaryDirectory() as scratch:
+        return grid(HEAD, [row_of(*one) for one in served(Path(scratch), python)])
 
 
 def main() -> None:
     """Print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="also put the table between the marks of this page")
+    parser.add_argument("--served", action="store_true", help="only the rows of vLLM, for a place of their own")
     given = parser.parse_args()
-    lines = [*measure(), "", f"{machine_line()}; medians of {RUNS} steps that take turns."]
+    begin, end = (SERVED_BEGIN, SERVED_END) if given.served else (BEGIN, END)
+    lines = [
+        *(measure_served() if given.served else measure()),
+        "",
+        f"{machine_line()}; medians of {RUNS} steps that take turns.",
+    ]
     print("\n".join(lines))
     if given.write:
-        write_between(given.write, BEGIN, END, "\n".join(lines))
+        write_between(given.write, begin, end, "\n".join(lines))
 
 
 if __name__ == "__main__":

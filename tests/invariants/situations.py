@@ -30,11 +30,12 @@ LEARNED = ["reward_model.enable"] + [
     )
 ]
 SERVED = (  # by vLLM
-    *("server_urls", "server_timeout", "parity_freq", "update_weights_bucket_megabytes", "free_cache_engine"),
+    *("server_urls", "server_timeout", "parity_freq", "update_weights_bucket_megabytes", "weight_transfer"),
+    "free_cache_engine",
     *("tensor_model_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager"),
     *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "engine_kwargs.vllm"),
 )
-BY_SGLANG = ("weight_transfer", "engine_kwargs.sglang")
+BY_SGLANG = ("engine_kwargs.sglang",)
 ROLLBACKS = {key: ["trainer.save_freq=5"] for key in ("trainer.rollback_lr_factor", "trainer.max_rollbacks")}
 SCORING_SERVER = ("api", "model", "api_key_env", "timeout", "attempts", "max_concurrent")
 _socket = socket.create_server(("127.0.0.1", 0))

@@ -1,12 +1,15 @@
-"""Files in memory by which servers on this machine get weights."""
+"""Memory by which servers on this machine get weights: files, and a buffer that both sides keep open."""
 
+import socket
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
-from tether.rollout.servers import shared_file
-from tether.rollout.servers.transfer import buckets
+from tether.rollout.servers import Connections, is_here, shared_file
+from tether.rollout.servers.transfer import Staging, buckets
+from tether.rollout.vllm.inside.tether_buffers import Buffer
 
 TENSORS = {
     "scalar": torch.tensor(3, dtype=torch.int64),
@@ -45,3 +48,43 @@ def test_buckets_hold_all_tensors_in_the_format_of_the_server() -> None:
             name: torch.int64 if name == "count" else torch.bfloat16 for name in part
         }
         assert all(torch.equal(found[name], part[name]) for name in part)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_is_filled_anew_and_opened_once() -> None:
+    staging, theirs, places = Staging(), Buffer(), set[int]()
+    before = set(Path("/proc/self/fd").iterdir())
+    for value in (1.0, 2.0):
+        tensors = [("a", torch.full((4, 2), value).T), ("count", torch.tensor([7])), ("b", torch.full((20,), value))]
+        ends = []
+        for staged in staging.fill(iter(tensors), torch.bfloat16, 128, CPU):
+            theirs.open(staged.buffer)
+            assert theirs.bytes is not None
+            places.add(theirs.bytes.data_ptr())
+            found = theirs.tensors(staged.tensors)
+            expected = {name: tensor.bfloat16() if name != "count" else tensor for name, tensor in tensors}
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            assert all(theirs.holds(one) for one in found.values())
+            ends.append(([*found], staged.last))
+        assert ends == [(["a", "count"], False), (["b"], True)]
+    assert len(places) == 1
+    staging.close()
+    del theirs, staged, found
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+def test_another_file_under_the_number_of_a_buffer_is_refused(tmp_path: Path) -> None:
+    staging = Staging()
+    (staged,) = staging.fill([("a", torch.ones(3))], torch.float32, 64, CPU)
+    (tmp_path / "file").write_bytes(bytes(64))
+    for told in ({"name": "tether-of-another-run"}, {"path": str(tmp_path / "file")}, {"path": "/proc/1/fd/999"}):
+        with pytest.raises(ValueError, match="the trainer's memory cannot be opened from here"):
+            Buffer().open({**staged.buffer, **told})
+    staging.close()
+
+
+def test_a_server_of_this_machine_is_known_by_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert is_here(Connections(f"http://localhost:{server.getsockname()[1]}"))

@@ -25,6 +25,7 @@ from tests.rollout.bench import (
     processes_of,
     rows_of,
 )
+from tests.rollout.stand_in import environment
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
 from tether.rollout.servers import Launch, Server, ServerGone, shared_file
@@ -113,6 +114,73 @@ def test_a_server_that_takes_no_such_adapters_is_named(made: Callable[..., Bench
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
 
+def takes(bench: Bench, way: str, bucket: int, step: int) -> bool:
+    """Whether new weights arrive, in parts of as many bytes."""
+    bench.server.speaks = replace(bench.dialect, way=way)
+    bench.engine._traffic = replace(bench.engine._traffic, bucket=bucket)
+    bench.learn()
+    bench.engine.load_weights(bench.export())
+    rollout = bench.engine.generate([*PROMPTS, *LONG], SAMPLING, NoiseKey(5, step))
+    apart = (rollout.rollout_log_probs - bench.log_probs(rollout))[rollout.response_mask].abs().max()
+    return bool(apart < 1e-4)
+
+
+@pytest.mark.parametrize(
+    "python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow])], ids=["stand-in", "vllm"]
+)
+def test_weights_arrive_by_every_way(made: Callable[..., Bench], python: Path | None, tmp_path: Path) -> None:
+    """Parts of 4 KiB cut every layer, whose first weights have to wait for the others."""
+    there = set(Path("/dev/shm").iterdir())
+    bench = made(python=python or environment(tmp_path) / "bin/python")
+    ways = [
+        ("tensor", 1 << 12),
+        ("distributed", 1 << 12),
+        ("auto", 1 << 30),
+        ("disk", 1 << 16),
+        ("distributed", 1 << 30),
+    ]
+    for step, (way, bucket) in enumerate(ways):
+        assert takes(bench, way, bucket, step), (way, bucket)
+    buffer = bench.server._staging._bytes
+    assert takes(bench, "tensor", 1 << 12, 9)
+    assert bench.server._staging._bytes is buffer
+    bench.close()
+    assert bench.server._staging._bytes is None
+    assert {path for path in set(Path("/dev/shm").iterdir()) - there if "tether" in path.name} == set()
+
+
+NOT_KEEPING = """
+import tether_in_vllm
+from tether_in_vllm import Extension
+keep = tether_in_vllm.Engine.keep_what_waits
+
+class Careless(Extension):
+    def keep(self, on):
+        tether_in_vllm.Engine.keep_what_waits = keep if on else lambda self: None
+"""
+
+
+def with_module(bench: Bench, folder: Path, name: str, text: str) -> None:
+    """Have a real server find a module of the test's own."""
+    (folder / f"{name}.py").write_text(text)
+    launch = bench.server.where
+    assert isinstance(launch, Launch)
+    path = f"{launch.environment['PYTHONPATH']}:{folder}"
+    bench.server.where = replace(launch, environment={**launch.environment, "PYTHONPATH": path})
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tensor", "distributed"])
+def test_what_waits_in_vllm_would_be_written_over(made: Callable[..., Bench], tmp_path: Path, way: str) -> None:
+    bench = made(python=REAL, worker_extension_cls="not_keeping.Careless")
+    with_module(bench, tmp_path, "not_keeping", NOT_KEEPING)
+    bench.server.ready()
+    for step, keeps in enumerate([True, False, True]):
+        bench.server.http.post("/collective_rpc", {"method": "keep", "args": [keeps]})
+        assert takes(bench, way, 1 << 12, step) == keeps
+
+
 class Forgetless(Server):
     def forget(self) -> None:
         """Nothing: the prefix cache stays."""
@@ -151,11 +219,7 @@ def test_a_head_that_keeps_its_first_weights_is_found(made: Callable[..., Bench]
 @pytest.mark.slow
 def test_the_head_of_vllm_keeps_its_first_weights_unless_packed(made: Callable[..., Bench], tmp_path: Path) -> None:
     bench = made(python=REAL, worker_extension_cls="no_packing.Forgetful")
-    (tmp_path / "no_packing.py").write_text(NO_PACKING)
-    launch = bench.server.where
-    assert isinstance(launch, Launch)
-    path = f"{launch.environment['PYTHONPATH']}:{tmp_path}"
-    bench.server.where = replace(launch, environment={**launch.environment, "PYTHONPATH": path})
+    with_module(bench, tmp_path, "no_packing", NO_PACKING)
     found = complaint(bench.probe())
     assert "an output head that keeps its first weights: yes, this is it" in found
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 from tether.models.language.fused_experts import fused
 from tether.models.megatron.layout import experts_of
+from tether.rollout.vllm.inside.tether_buffers import Buffer
 
 FAULTS = (
     "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies",
@@ -35,6 +35,10 @@ class VllmModel(Model):
     """Name and folder."""
     plain: dict[str, torch.Tensor] | None = None
     """Weights without the adapter, where they are with it."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.received = Buffer()
 
     def adapt(self, name: str, folder: str) -> None:
         """As `/v1/load_lora_adapter` does."""
@@ -99,15 +103,26 @@ class VllmModel(Model):
         self.forget_adapters()
         self.load(self.update, version)
         self.update, self.version = None, version
+        self.received.leave()
 
-    def read(self, path: str) -> None:
-        names = set(self.model.state_dict())
+    def read(self, told: dict[str, Any]) -> None:
+        names, failed = set(self.model.state_dict()), "Call to collective_rpc method failed"
         assert self.update is not None
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if name not in names and ".experts." not in name:
-                    raise Refused(500, f"Call to collective_rpc method failed: no module or parameter named '{name}'")
-                self.update[name] = file.get_tensor(name)
+        try:
+            if "path" in told:
+                tensors = load_file(told["path"])
+            else:
+                if "buffer" in told:
+                    self.received.open(told["buffer"])
+                else:
+                    self.received.receive(told["size"])
+                tensors = self.received.tensors(told["tensors"])
+        except (ValueError, RuntimeError) as error:
+            raise Refused(500, f"{failed}: {error}") from None
+        for name, value in tensors.items():
+            if name not in names and ".experts." not in name:
+                raise Refused(500, f"{failed}: no module or parameter named '{name}'")
+            self.update[name] = value if told.get("last") else value.clone()
 
 
 @dataclass(frozen=True)
@@ -150,10 +165,16 @@ class VllmLanguage:
             if model.update is not None:
                 raise Refused(500, "start_weight_update called while a weight update is already active.")
             model.update = {}
+        elif path == "/init_weight_transfer_engine":
+            told = body["init_info"]
+            try:
+                model.received.join(told["address"], told["port"], 1, told["ranks"], told["group"], told["within"])
+            except RuntimeError as error:
+                raise Refused(500, f"Call to collective_rpc method failed: {error}") from None
         elif path == "/update_weights":
             if model.update is None:
                 raise Refused(500, "start_weight_update must be called before update_weights.")
-            model.read(body["update_info"]["path"])
+            model.read(body["update_info"])
         elif path == "/finish_weight_update":
             model.finish(body["weight_version"])
         elif path == "/reset_prefix_cache":
@@ -187,6 +208,8 @@ class VllmLanguage:
             width = config.intermediate_size * (2 if "another_width" in faults else 1)
             return {"model_type": kind, "vocabulary": words, "sizes": {"intermediate_size": width},
                     "dtype": self.model.dtype, "rank": self.model.rank, "experts": tells}  # fmt: skip
+        if method == "workers":
+            return {"count": 1, "gpus": []}
         if method == "give_up_update":
             self.model.update = None
         elif method == "pack_head":

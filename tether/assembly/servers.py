@@ -149,9 +149,9 @@ def look_at_servers(config: RunConfig, model: Path | str) -> None:
 
 
 def _adapters(config: RunConfig) -> Adapters | None:
-    """Those that travel as such."""
-    model = config.actor_rollout_ref.model
-    if config.actor_rollout_ref.rollout.name != "vllm" or model.lora_rank == 0 or model.lora.merge:
+    """Those that travel as such, which they do in files."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or model.lora_rank == 0 or model.lora.merge or rollout.weight_transfer == "distributed":
         return None
     return Adapters(model.lora_rank, model.lora_alpha)
 
@@ -162,7 +162,7 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
     wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
-        return Vllm(wanted, _adapters(config), tells)
+        return Vllm(wanted, _adapters(config), tells, rollout.weight_transfer)
     each = experts_per_token(policy)
     experts = (model.num_hidden_layers, each) if each else None
     return SGLang(wanted, rollout.weight_transfer, experts, tells)

@@ -4,17 +4,20 @@
 to another: `tether.rollout.vllm` and `tether.rollout.sglang` each have one.
 """
 
+from tether.rollout.servers.broadcast import BroadcastGroup, is_here
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Policy, Sampled, check_formats, experts_missing
 from tether.rollout.servers.engine import ServedEngine, Traffic
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
 from tether.rollout.servers.server import Server
-from tether.rollout.servers.transfer import shared_file
+from tether.rollout.servers.transfer import Outgoing, shared_file
 
 __all__ = [
+    "BroadcastGroup",
     "Connections",
     "Dialect",
     "Draw",
     "Launch",
+    "Outgoing",
     "Policy",
     "Sampled",
     "ServedEngine",
@@ -24,5 +27,6 @@ __all__ = [
     "Traffic",
     "check_formats",
     "experts_missing",
+    "is_here",
     "shared_file",
 ]

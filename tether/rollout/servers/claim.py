@@ -20,7 +20,7 @@ _claims: Counter[Path] = Counter()
 class Claim:
     """Keeps other processes off a server until `close`, or the end of this one, however that ends.
 
-    Weights travel through memory, so that every run that can use a server is on its machine.
+    Processes of this machine, that is: of runs on several, each finds that the weights on the server are another's.
 
     Args:
         http: the server.

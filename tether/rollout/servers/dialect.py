@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tether.rollout.protocol import SamplingParams
 from tether.rollout.servers.http import Connections
+from tether.rollout.servers.transfer import Outgoing
 
 _ROUNDING = 0.01  # that a log-prob may be above 0
 
@@ -199,13 +200,13 @@ class Dialect(Protocol):
         """Name of the weights that it has."""
         ...
 
-    def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
+    def give(self, http: Connections, name: str, weights: Outgoing, within: float) -> None:
         """Give it new weights of this name.
 
         Args:
             http: the server.
             name: of the weights.
-            parts: tensors on the host, by their names in transformers.
+            weights: by their names in transformers.
             within: seconds for each request.
         """
         ...

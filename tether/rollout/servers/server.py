@@ -18,7 +18,7 @@ from torch import Tensor
 from tether.rollout.servers.claim import Claim
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
 from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses
-from tether.rollout.servers.transfer import buckets
+from tether.rollout.servers.transfer import Outgoing, Staging, buckets
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
@@ -50,6 +50,7 @@ class Server:
     _was_up: bool = field(default=False, init=False)
     _claim: Claim | None = field(default=None, init=False)
     """Of one of somebody else."""
+    _staging: Staging = field(default_factory=Staging, init=False)
     _log_begins: int = field(default=0, init=False)
     """Bytes in its log of those before it."""
 
@@ -208,22 +209,25 @@ class Server:
             ServerGone: it died meanwhile.
             ValueError: it does not take them.
         """
-        must = f"It must run the model of actor_rollout_ref.model.path and see this machine's memory; {self.speaks.how}"
-        parts = self._counted(buckets(tensors, dtype, bucket))
-        self._give(weights, lambda: self.speaks.give(self.http, weights, parts, self.timeout), must)
+        must = (
+            "It must run the model of actor_rollout_ref.model.path, and see this machine's memory unless "
+            f"actor_rollout_ref.rollout.weight_transfer=distributed; {self.speaks.how}"
+        )
+        outgoing = Outgoing(self._counted(tensors, dtype), dtype, bucket, self._staging)
+        self._give(weights, lambda: self.speaks.give(self.http, weights, outgoing, self.timeout), must)
 
     def take_adapters(self, weights: str, adapters: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Like `take`, of adapters above the weights that it has; see `TakesAdapters.adapt`."""
         assert isinstance(self.speaks, TakesAdapters)
         speaks = self.speaks
         must = "It must take adapters of these layers; actor_rollout_ref.model.lora.merge=True sends layers instead"
-        (part,) = self._counted(buckets(adapters.items(), dtype, sys.maxsize))
+        (part,) = buckets(self._counted(adapters.items(), dtype), dtype, sys.maxsize)
         self._give(weights, lambda: speaks.adapt(self.http, weights, part, self.timeout), must)
 
-    def _counted(self, parts: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        for part in parts:
-            self.moved += sum(value.nbytes for value in part.values())
-            yield part
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, value in tensors:
+            self.moved += value.numel() * (dtype if value.is_floating_point() else value.dtype).itemsize
+            yield name, value
 
     def _give(self, weights: str, give: Callable[[], None], must: str) -> None:
         self.weights = None
@@ -288,6 +292,7 @@ class Server:
             self._claim.close()
             self._claim = None
         self.weights, self._was_up = None, False
+        self._staging.close()
         if self._process is not None:
             self._process.close()
             self._process = None

@@ -1,15 +1,22 @@
-"""Weights on their way to a server on this machine: in files that lie in memory, some at a time."""
+"""Weights on their way to a server, some at a time: in files that lie in memory, or in one buffer that is kept."""
 
 from __future__ import annotations
 
+import base64
 import json
+import mmap
 import os
-from collections.abc import Iterable, Iterator
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import IO
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 _FORMATS = {
     torch.float64: "F64",
@@ -25,6 +32,130 @@ _FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+
+_ALIGNED = 64  # bytes: a line of a cache
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Some weights, which lie in a buffer."""
+
+    buffer: dict[str, object]
+    """What another process of this user opens it by, as JSON."""
+    tensors: list[tuple[str, str, list[int], int]]
+    """Name, number format, shape, and first byte in the buffer."""
+    content: Tensor
+    """[bytes] all of it."""
+    last: bool
+    """Nothing will be written over it before all is done."""
+
+
+class Staging:
+    """A buffer that a server's workers open once: new memory would cost as much as a copy, for each page of it.
+
+    It lies in the memory of this machine, without a name that could stay behind, or in that of a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+        self._handle: dict[str, object] = {}
+        self._release: Callable[[], object] | None = None
+
+    def fill(
+        self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int, device: torch.device
+    ) -> Iterator[Staged]:
+        """Lay tensors in it, in this format, at most `limit` bytes at a time or one that is larger.
+
+        What is yielded must have been read when the next is asked for.
+        """
+        placed = list[tuple[str, str, list[int], int]]()
+        end = 0
+        for name, value in tensors:
+            kind = dtype if value.is_floating_point() else value.dtype
+            begin, size = -(-end // _ALIGNED) * _ALIGNED, value.numel() * kind.itemsize
+            if placed and begin + size > limit:
+                yield self._staged(placed, end, last=False)
+                placed, begin = [], 0
+            end = begin + size
+            buffer = self._room(max(limit, end), device)
+            buffer[begin:end].view(kind).view(value.shape).copy_(value.detach())
+            placed.append((name, str(kind).removeprefix("torch."), list(value.shape), begin))
+        if placed:
+            yield self._staged(placed, end, last=True)
+
+    def close(self) -> None:
+        """Give its memory back; what workers have open stays theirs until they open another one."""
+        if self._release is not None:
+            self._release()
+        self._bytes, self._release = None, None
+
+    def _staged(self, placed: list[tuple[str, str, list[int], int]], end: int, *, last: bool) -> Staged:
+        assert self._bytes is not None
+        if self._bytes.is_cuda:
+            torch.cuda.synchronize(self._bytes.device)
+        return Staged(self._handle, placed, self._bytes[:end], last)
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        """All of it; another one where it is too small, which is never so while something lies in it."""
+        if self._bytes is None or len(self._bytes) < size or self._bytes.device != device:
+            self.close()
+            name = f"tether-{uuid.uuid4().hex}"  # which tells it from another one under the same number
+            if device.type == "cuda":
+                self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
+                self._handle = {"name": name, "size": size, "gpu": gpu_of(device), "memory": _memory_of(self._bytes)}
+            else:
+                descriptor = os.memfd_create(name)
+                self._release = weakref.finalize(self, os.close, descriptor)
+                os.ftruncate(descriptor, size)
+                self._bytes = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+                self._handle = {"name": name, "size": size, "path": f"/proc/{os.getpid()}/fd/{descriptor}"}
+        return self._bytes
+
+
+def gpu_of(device: torch.device) -> str:
+    """A GPU's own name, whatever its number in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _memory_of(tensor: Tensor) -> list[object]:
+    """What `rebuild_cuda_tensor` is given of its storage, as JSON."""
+    _, (_, _, _, offset, _, _, _, handle, size, begins, _, *counter_and_event) = reduce_tensor(tensor)
+    assert offset == 0
+    counter, counter_offset, event, waits = counter_and_event
+    words = [base64.b64encode(part).decode() for part in (handle, counter, event)]
+    return [words[0], size, begins, words[1], counter_offset, words[2], waits]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """Weights for a server, which travel once."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    dtype: torch.dtype
+    """That the server computes in."""
+    limit: int
+    """Bytes at a time."""
+    staging: Staging
+    """Of the server."""
+
+    def parts(self) -> Iterator[dict[str, Tensor]]:
+        """See `buckets`."""
+        return buckets(self.tensors, self.dtype, self.limit)
+
+    def staged(self, gpus: Callable[[], Collection[str]] = tuple) -> Iterator[Staged]:
+        """See `Staging.fill`.
+
+        Args:
+            gpus: tells those whose memory all workers can open; asked where the weights are on one.
+        """
+        tensors = iter(self.tensors)
+        for first in tensors:
+            device = first[1].device
+            if device.type != "cuda" or gpu_of(device) not in gpus():
+                device = _CPU
+            yield from self.staging.fill(chain([first], tensors), self.dtype, self.limit, device)
 
 
 @contextmanager

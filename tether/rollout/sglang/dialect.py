@@ -6,18 +6,18 @@ import base64
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tether.rollout.servers import (
     Connections,
     Draw,
     Launch,
+    Outgoing,
     Policy,
     Sampled,
     ServerGone,
@@ -53,7 +53,7 @@ class SGLang:
 
     policy: Policy
     """Its type is compared, as SGLang passes over weights that its own model has not."""
-    way: str = "disk"
+    way: str = "auto"
     """A name in `WAYS`: how weights travel."""
     experts: tuple[int, int] | None = None
     """Decoder layers of the policy, and experts of a token, where it has any."""
@@ -138,11 +138,11 @@ class SGLang:
         name = found.get("weight_version") if isinstance(found, dict) else None
         return name if isinstance(name, str) else None
 
-    def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
+    def give(self, http: Connections, name: str, weights: Outgoing, within: float) -> None:
         """See `Dialect.give`; what still runs there, of a run that was killed, is broken off first."""
         http.post("/pause_generation", {"mode": "abort"}, within)
         try:
-            WAYS[self.way](http, name, parts, within)
+            WAYS[self.way](http, name, weights, within)
         finally:
             with contextlib.suppress(ServerGone, ServerRefuses):  # what comes next finds out
                 http.post("/continue_generation", within=within)

@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tether.rollout.servers import (
     Connections,
     Draw,
     Launch,
+    Outgoing,
     Policy,
     Sampled,
     ServerGone,
@@ -27,6 +28,7 @@ from tether.rollout.servers import (
     experts_missing,
     shared_file,
 )
+from tether.rollout.vllm.weights import WAYS
 from tether.types import JsonObject
 
 INSIDE = Path(__file__).parent / "inside"
@@ -84,6 +86,8 @@ class Vllm:
     """Of the policy, where they travel as such."""
     tells_experts: bool = False
     """It is to tell the experts of each token."""
+    way: str = "auto"
+    """A name in `WAYS`: how weights travel."""
 
     name = "vllm"
     title = "vLLM"
@@ -168,14 +172,12 @@ class Vllm:
         name = found.get("weight_version") if isinstance(found, dict) else None
         return name if isinstance(name, str) else None
 
-    def give(self, http: Connections, name: str, parts: Iterable[dict[str, Tensor]], within: float) -> None:
+    def give(self, http: Connections, name: str, weights: Outgoing, within: float) -> None:
         """See `Dialect.give`; an update that a run left open, which was killed in it, is given up first."""
         with contextlib.suppress(ServerGone, ServerRefuses):  # a server of somebody else may not know how
             http.post("/collective_rpc", {"method": "give_up_update"}, within)
         http.post("/start_weight_update", within=within)
-        for part in parts:
-            with shared_file(part) as path:
-                http.post("/update_weights", {"update_info": {"path": path}}, within)
+        WAYS[self.way](http, name, weights, within)
         http.post("/finish_weight_update", {"weight_version": name}, within)
 
     def adapt(self, http: Connections, name: str, adapters: dict[str, Tensor], within: float) -> None:

@@ -1,18 +1,20 @@
-"""Inside a vLLM server's processes: takes over weights from files, and puts right what fails on CPUs.
+"""Inside a vLLM server's processes: takes over the trainer's weights, and puts right what fails on CPUs.
 
 It may import the standard library, vLLM and what vLLM needs.
 
 Naming `Extension` as ``--worker-extension-cls`` imports this module in every worker, which registers the backend
-``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` names a safetensors file with some tensors, as
-transformers names them; every tensor-parallel worker reads the whole of each and keeps its share.
+``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` says where some tensors are, as transformers
+names them; every tensor-parallel worker reads the whole of each and keeps its share.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from tether_buffers import Buffer, Placed, gpus
 from vllm import envs
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -28,23 +30,46 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """Nothing to agree on."""
+    """A process group that is to be joined; see `Buffer.join`."""
+
+    address: str
+    port: int
+    ranks: int
+    group: str
+    within: float
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A file to read."""
+    """Where some tensors are, in one of three places."""
 
-    path: str = ""
+    tensors: Placed = field(default_factory=list)
+    """Places of tensors in a buffer."""
+    last: bool = True
+    """Nothing is written over them before the update ends."""
+    buffer: dict[str, Any] | None = None
+    """That the trainer has written; see `Buffer.open`."""
+    size: int | None = None
+    """Bytes that it broadcasts."""
+    path: str | None = None
+    """Of a safetensors file, which needs no places."""
 
 
-class FileEngine(WeightTransferEngine[Init, Update]):
-    """Loads what the files of an update hold, and demands that they hold every parameter of the model."""
+class Engine(WeightTransferEngine[Init, Update]):
+    """Loads what an update brings, and demands that it brings every parameter of the model."""
 
     init_info_cls, update_info_cls = Init, Update
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.received = Buffer()
+
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Nothing to connect."""
+        """Join the process group of an update."""
+        config = self.parallel_config
+        rank = 1 + config.data_parallel_index * config.world_size + config.rank
+        info = init_info
+        self.received.join(info.address, info.port, rank, info.ranks, info.group, info.within)
 
     def start_weight_update(self) -> None:
         """Begin: the layers collect their weights."""
@@ -52,35 +77,58 @@ class FileEngine(WeightTransferEngine[Init, Update]):
         self.loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, str]) -> None:
-        """Load one file; the base class would synchronize an accelerator, which a CPU has not."""
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load some tensors; the base class would synchronize an accelerator, which a CPU has not."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Load one file.
+        """Load some tensors.
 
         Raises:
-            ValueError: it has a tensor that the model has not.
+            ValueError: there is one that the model has not, or they cannot be reached.
         """
-        with safe_open(update_info.path, "pt") as file:
-            loaded = self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
-        self.loaded |= {unwrapped(name) for name in loaded}
+        if update_info.path is not None:
+            with safe_open(update_info.path, "pt") as file:
+                self.load((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            return
+        if update_info.buffer is not None:
+            self.received.open(update_info.buffer)
+        else:
+            assert update_info.size is not None
+            self.received.receive(update_info.size)
+        self.load(self.received.tensors(update_info.tensors).items())
+        if not update_info.last:
+            self.keep_what_waits()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hand tensors to the layers."""
+        self.loaded |= {unwrapped(name) for name in self.model.load_weights(tensors)}
+
+    def keep_what_waits(self) -> None:
+        """Copy what a layer keeps that waits for the rest of its weights, as the next ones are written over it."""
+        for layer in self.model.modules():
+            for _, given in get_layerwise_info(layer).loaded_weights:
+                for name, value in given.arguments.items():
+                    if self.received.holds(value):
+                        given.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
         """End: pack what is left to pack.
 
         Raises:
-            ValueError: a parameter of the model was in no file.
+            ValueError: a parameter of the model did not come.
         """
+        self.received.leave()
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_head(self.model)
         if missing := sorted(self.expected - self.loaded):
             raise ValueError(f"tether sent no weights for {len(missing)} parameters: {', '.join(missing[:4])}")
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Leave a process group."""
+        self.received.leave()
 
 
 def unwrapped(name: str) -> str:
@@ -123,6 +171,11 @@ class Extension:
         return {"model_type": text.model_type, "vocabulary": config.get_vocab_size(), "sizes": told, "dtype": dtype,
                 "rank": rank, "experts": tells}  # fmt: skip
 
+    def workers(self) -> dict[str, object]:
+        """How many workers there are, and the GPUs that this one sees."""
+        config = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        return {"count": config.world_size * config.data_parallel_size, "gpus": gpus()}
+
     @torch.no_grad()
     def give_up_update(self) -> None:
         """See `give_up_update`; vLLM begins no update while another one is open, as a run that was killed leaves it."""
@@ -156,4 +209,4 @@ def draw_for_whole_prompts_only(runner: type[GPUModelRunner]) -> None:
 if current_platform.is_cpu():
     draw_for_whole_prompts_only(GPUModelRunner)
 if "tether" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("tether", FileEngine)
+    WeightTransferEngineFactory.register_engine("tether", Engine)

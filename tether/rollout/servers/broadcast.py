@@ -1,0 +1,109 @@
+"""Weights on their way to servers on other machines: broadcasts of a process group of the trainer and their workers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.distributed_c10d import BroadcastOptions
+
+from tether.rollout.servers.http import Connections, ServerGone
+
+Result = TypeVar("Result")
+
+
+class BroadcastGroup:
+    """Of this process, rank 0, and a server's workers; by Gloo, from the host's memory.
+
+    It is for one update: a run that is killed within it leaves none to the next, nor does a server.
+
+    Args:
+        http: the server.
+        workers: that it has.
+        name: that no other group of this server has, or had.
+        within: seconds in which all must have joined, and each broadcast must be done.
+    """
+
+    def __init__(self, http: Connections, workers: int, name: str, within: float) -> None:
+        self.name, self.ranks, self._http, self._within = name, 1 + workers, http, within
+        self.address, _ = _addresses(http)
+        self._timeout = timedelta(seconds=within)
+        self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self.port = self._store.port
+        self._group: ProcessGroupGloo | None = None
+
+    def join(self, route: str, body: object) -> None:
+        """Join it, while a request has the server's workers do so.
+
+        Raises:
+            ServerGone: they do not.
+            ServerRefuses: they will not.
+        """
+        self._group = self._both(route, body, self._joined)
+
+    def send(self, route: str, body: object, tensors: list[Tensor]) -> None:
+        """Broadcast tensors, while a request has the workers receive them; see `join`."""
+        self._both(route, body, lambda: self._broadcast(tensors))
+
+    def _both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
+        """The server's side and ours at once. Where it refuses, ours is left waiting: nobody will come."""
+        meanwhile = _in_thread(ours)
+        self._http.post(route, body, self._within)
+        try:
+            return meanwhile.result(self._within)
+        except (RuntimeError, TimeoutError) as error:
+            raise ServerGone(f"{self._http.url}{route}: {error}") from None
+
+    def _joined(self) -> ProcessGroupGloo:
+        """Be rank 0 of a group that torch knows by this name, without a world of which it would be a part."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname=self.address)]
+        as_torch_names = PrefixStore("cpu/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        return ProcessGroupGloo(as_torch_names, 0, self.ranks, options)
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        assert self._group is not None
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        for work in [self._group.broadcast([value], options) for value in tensors]:  # type: ignore[attr-defined]
+            work.wait()
+
+
+def is_here(http: Connections) -> bool:
+    """Whether a server is on this machine: both ends of a connection to it then have the same address.
+
+    Raises:
+        ServerGone: it does not answer.
+    """
+    ours, theirs = _addresses(http)
+    return ours == theirs
+
+
+def _addresses(http: Connections) -> tuple[str, str]:
+    """This machine's, as the server's can reach it, and the server's."""
+    try:
+        with socket.create_connection((http.host, http.port), timeout=10) as found:
+            return found.getsockname()[0], found.getpeername()[0]
+    except OSError as error:
+        raise ServerGone(f"{http.url}: {error}") from None
+
+
+def _in_thread(do: Callable[[], Result]) -> Future[Result]:
+    """Run beside this thread; nobody has to wait for the end of it."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except RuntimeError as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,117 @@
+"""Bytes that a trainer hands to another process: in a buffer that both have open, or by broadcast. See `Staging`.
+
+It runs in vLLM's environment, and may import the standard library and torch.
+"""
+
+import base64
+import mmap
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed.distributed_c10d import BroadcastOptions
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+Placed = list[tuple[str, str, list[int], int]]
+"""Name, number format, shape, and first byte in the buffer."""
+
+
+class Buffer:
+    """What the trainer has written to; the last one stays open, as opening it again would cost a page fault a page."""
+
+    def __init__(self) -> None:
+        self.bytes: torch.Tensor | None = None
+        self._name = ""
+        self._group: ProcessGroupGloo | None = None
+
+    def open(self, told: dict[str, Any]) -> None:
+        """Open a buffer of the trainer, unless it is open.
+
+        Raises:
+            ValueError: it is not there: the trainer is on another machine, or in another container.
+        """
+        if told["name"] != self._name:
+            self.bytes, self._name = None, ""
+            self.bytes = _of_gpu(told) if "gpu" in told else _of_host(told)
+            self._name = told["name"]
+
+    def join(self, address: str, port: int, rank: int, ranks: int, group: str, within: float) -> None:
+        """Join a process group whose rank 0 is the trainer."""
+        self._group = None
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=within))
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=within)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(address, port))]
+        named = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
+        self._group = ProcessGroupGloo(named, rank, ranks, options)
+
+    def receive(self, size: int) -> None:
+        """Have as many bytes broadcast into it."""
+        if self._group is None:
+            raise RuntimeError("no process group has been joined")
+        if self._name or self.bytes is None or len(self.bytes) < size:
+            self.bytes, self._name = torch.empty(size, dtype=torch.uint8), ""
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([self.bytes[:size]], options).wait()  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """Leave the process group, if any."""
+        self._group = None
+
+    def tensors(self, placed: Placed) -> dict[str, torch.Tensor]:
+        """What lies in it, without a copy: the next bytes change them."""
+        assert self.bytes is not None
+        found = {}
+        for name, kind, shape, begin in placed:
+            dtype = getattr(torch, kind)
+            end = begin + dtype.itemsize * torch.Size(shape).numel()
+            found[name] = self.bytes[begin:end].view(dtype).view(shape)
+        return found
+
+    def holds(self, value: object) -> bool:
+        """Whether it is a tensor that lies in it."""
+        return (
+            isinstance(value, torch.Tensor)
+            and self.bytes is not None
+            and (value.untyped_storage().data_ptr() == self.bytes.untyped_storage().data_ptr())
+        )
+
+
+def _of_host(told: dict[str, Any]) -> torch.Tensor:
+    try:
+        with open(told["path"], "r+b") as file:
+            found = os.readlink(f"/proc/self/fd/{file.fileno()}")
+            if told["name"] in found:
+                return torch.frombuffer(mmap.mmap(file.fileno(), told["size"]), dtype=torch.uint8)
+    except OSError as error:
+        found = str(error)
+    raise ValueError(f"the trainer's memory cannot be opened from here ({found})")
+
+
+def _of_gpu(told: dict[str, Any]) -> torch.Tensor:
+    """By CUDA's IPC; the GPU has another number in each process that sees others."""
+    numbers = {name: number for number, name in enumerate(gpus())}
+    if told["gpu"] not in numbers:
+        raise ValueError(f"the trainer's GPU {told['gpu']} cannot be opened from here, where there are {[*numbers]}")
+    handle, size, begins, counter, counter_offset, event, waits = told["memory"]
+    handle, counter, event = (base64.b64decode(part) for part in (handle, counter, event))
+    found: torch.Tensor = rebuild_cuda_tensor(
+        torch.Tensor, (told["size"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, numbers[told["gpu"]],
+        handle, size, begins, False, counter, counter_offset, event, waits,
+    )  # fmt: skip
+    return found
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that this process sees, by their number in it."""
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
+def _own_address(address: str, port: int) -> str:
+    """This machine's, as that one can reach it."""
+    with socket.create_connection((address, port), timeout=10) as found:
+        return str(found.getsockname()[0])
