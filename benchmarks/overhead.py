@@ -229,7 +229,7 @@ def measure_served() -> list[str]:
     python = vllm_python()
     assert python is not None, "scripts/vllm.sh makes vLLM's environment"
     with TemporaryDirectory() as scratch:
-        return grid(HEAD, [row_of(*one) for one in served(Path(scratch), python)])
+        return grid(("", "copy", "update", "ratio", "goal"), [row_of(*one) for one in served(Path(scratch), python)])
 
 
 def main() -> None:
