@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the collection made stays until the end: a full pass of the garbage collector over it takes 0.7 s, and each
-    run that is started from Python ends with one.
+    """Keep the garbage collector off what collection made: a full pass over it takes 0.7 s, and each run that is
+    started from Python ends with one.
     """
     gc.collect()
     gc.freeze()

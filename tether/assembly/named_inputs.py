@@ -215,7 +215,7 @@ def interactions_of(config: RunConfig) -> Sequence[str]:
 
 
 def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """What is wrong with who answers a row, as far as names tell; empty: nothing.
+    """The problem with the agent that a row names, as far as names tell; empty: there is none.
 
     Args:
         config: of the run.

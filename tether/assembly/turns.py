@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.assembly.named_inputs import agent_problem, interactions_of
+from tether.assembly.named_inputs import TURNS, agent_problem, interactions_of
 from tether.batch import Prompt
 from tether.config import RunConfig
 from tether.data.location import ENVIRONMENT, environment_named_by
@@ -15,7 +15,6 @@ from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, own_tools
 from tether.rollout.turns import Agent, Conversations, TurnLimits, TurnTemplate, agent_of
 from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
 
-_SECTION = "actor_rollout_ref.rollout.multi_turn"
 _STARTUP = 300.0  # seconds: an environment may load a dataset
 
 
@@ -87,7 +86,7 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
         if names_interaction:
             advice = "by which the interaction that rows name in `extra_info.interaction_kwargs.name` acts"
             default += f"={TOOL_AGENT}"
-        raise ValueError(f"{_SECTION}.enable=True: no row has several turns. Set {default}, {advice}")
+        raise ValueError(f"{TURNS}.enable=True: no row has several turns. Set {default}, {advice}")
 
 
 def build_conversations(

@@ -23,7 +23,7 @@ MOST_VALUES = 100_000
 
 
 _OF_RAY = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
-"""What Ray writes before each line of another process."""
+"""The prefix that Ray puts before each line of another process."""
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:

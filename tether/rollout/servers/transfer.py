@@ -43,7 +43,7 @@ class Staged:
     """Some weights, which lie in a buffer."""
 
     buffer: dict[str, object]
-    """What another process of this user opens it by, as JSON."""
+    """The handle by which another process of this user opens it, as JSON."""
     tensors: list[tuple[str, str, list[int], int]]
     """Name, number format, shape, and first byte in the buffer."""
     content: Tensor
@@ -120,7 +120,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def _memory_of(tensor: Tensor) -> list[object]:
-    """What `rebuild_cuda_tensor` is given of its storage, as JSON."""
+    """The arguments of `rebuild_cuda_tensor` that describe its storage, as JSON."""
     _, (_, _, _, offset, _, _, _, handle, size, begins, _, *counter_and_event) = reduce_tensor(tensor)
     assert offset == 0
     counter, counter_offset, event, waits = counter_and_event

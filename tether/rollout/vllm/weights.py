@@ -45,7 +45,7 @@ def _update(http: Connections, told: dict[str, object], within: float) -> None:
 
 
 def _workers(http: Connections, within: float) -> dict[str, Any]:
-    """How many there are, and the GPUs that each of them can open."""
+    """The number of workers, and the GPUs that all of them can open."""
     found: list[dict[str, Any]] = http.post("/collective_rpc", {"method": "workers"}, within)["results"]
     return {"count": found[0]["count"], "gpus": set.intersection(*(set(one["gpus"]) for one in found))}
 

@@ -20,7 +20,7 @@ Placed = list[tuple[str, str, list[int], int]]
 
 
 class Buffer:
-    """What the trainer has written to; the last one stays open, as opening it again would cost a page fault a page."""
+    """The bytes that the trainer sent. The last buffer stays open: opening it again costs one page fault per page."""
 
     def __init__(self) -> None:
         self.bytes: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class Buffer:
         self._group = None
 
     def tensors(self, placed: Placed) -> dict[str, torch.Tensor]:
-        """What lies in it, without a copy: the next bytes change them."""
+        """Views of the tensors that lie in it: the next bytes change them."""
         assert self.bytes is not None
         found = {}
         for name, kind, shape, begin in placed:

@@ -172,7 +172,7 @@ class Extension:
                 "rank": rank, "experts": tells}  # fmt: skip
 
     def workers(self) -> dict[str, object]:
-        """How many workers there are, and the GPUs that this one sees."""
+        """The number of workers, and the GPUs that this one sees."""
         config = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         return {"count": config.world_size * config.data_parallel_size, "gpus": gpus()}
 
