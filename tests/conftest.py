@@ -1,5 +1,7 @@
 """Shared fixtures. Shapes written in `tether.batch` and `tether.algorithms` are checked while tests run."""
 
+# ruff: noqa: E402
+
 import fcntl
 import gc
 import os
@@ -7,6 +9,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+gc.disable()  # until all is imported and collected: see `pytest_collection_finish`
 
 if os.environ.get("TETHER_TEST_DEVICE", "cpu") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: a machine with a GPU runs the same tests
@@ -18,11 +22,11 @@ import tests.typecheck  # noqa: F401  # the hook below names it
 
 install_import_hook(["tether.algorithms"], "tests.typecheck.check")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from tests.real_data import pytest_runtest_makereport, test_data  # noqa: E402, F401
-from tether.models.language.registry_download import pull_model  # noqa: E402
+from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
+from tether.models.language.registry_download import pull_model
 
 # The same examples in every run, so that a change is judged by what it changes; others are looked for on purpose.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -46,6 +50,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,10 @@
 """All that forked processes of tests use, imported once; see `tests.forks`."""
 
-# ruff: noqa: F401
+# ruff: noqa: E402, F401
+
+import gc
+
+gc.disable()  # while all is imported
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,3 +19,6 @@ if find_spec("peft") is not None:
     import_module("tether.models.language.lora")
 if HAS_MEGATRON:
     import_module("tests.training.megatron_ranks")
+
+gc.freeze()  # the collector of a forked process, which runs at its end at the latest, has nothing of this to look at
+gc.enable()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from tests.forks import forking
 
 Work = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int = 0) -> Any:
@@ -24,6 +25,13 @@ def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int
     forking()
     mp.start_processes(_rank, (ranks, folder, work, arguments, answers), nprocs=ranks, start_method="forkserver")
     return torch.load(folder / "found.pt", weights_only=False)
+
+
+def of_first(work: Callable[[], Result]) -> Result:
+    """What all would find alike is found by the first rank, as there are fewer cores than ranks."""
+    found = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]  # type: ignore[return-value]
 
 
 def _rank(rank: int, ranks: int, folder: Path, work: Work, arguments: tuple[Any, ...], answers: int) -> None:

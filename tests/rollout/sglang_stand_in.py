@@ -348,7 +348,3 @@ def main() -> None:
         deterministic=deterministic,
         tells_experts=tells,
     ).serve_forever()
-
-
-if __name__ == "__main__":
-    main()

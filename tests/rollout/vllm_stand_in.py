@@ -262,7 +262,3 @@ def main() -> None:
     rank = chosen.max_lora_rank if chosen.enable_lora else 0
     tells = bool(chosen.enable_return_routed_experts)
     serve(chosen.model, chosen.port, faults, chosen.max_model_len, rank, tells_experts=tells).serve_forever()
-
-
-if __name__ == "__main__":
-    main()
