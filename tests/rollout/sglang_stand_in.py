@@ -170,13 +170,16 @@ class SGLangModel(Model):
             raise Refused(400, f"{route} must run between begin_weight_update() and end_weight_update()", success=False)
 
     def join(self, body: dict[str, Any]) -> None:
-        """As SGLang's `init_custom_process_group` does, of torch's own parts; a server is a world of its own."""
+        """As SGLang's `init_custom_process_group` does, of torch's own parts; a server is a world of its own.
+
+        It has no GPU: Gloo stands in for NCCL.
+        """
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         address, rank = f"tcp://{body['master_address']}:{body['master_port']}", body["rank_offset"]
         store, rank, world = next(rendezvous(address, rank, body["world_size"]))
         group, _ = distributed_c10d._new_process_group_helper(
-            world, rank, [], distributed_c10d.Backend(body["backend"]),
+            world, rank, [], distributed_c10d.Backend({"nccl": "gloo"}.get(body["backend"], body["backend"])),
             distributed_c10d.PrefixStore(body["group_name"], store), group_name=body["group_name"],
             timeout=distributed_c10d.default_pg_timeout,
         )  # fmt: skip

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tether.rollout.inside.tether_buffers import Buffer
 from tether.rollout.servers import Connections, is_here, shared_file
 from tether.rollout.servers.transfer import Staging, buckets
-from tether.rollout.vllm.inside.tether_buffers import Buffer
 
 TENSORS = {
     "scalar": torch.tensor(3, dtype=torch.int64),

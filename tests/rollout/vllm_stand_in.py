@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
 from tether.models.language.fused_experts import fused
 from tether.models.megatron.layout import experts_of
-from tether.rollout.vllm.inside.tether_buffers import Buffer
+from tether.rollout.inside.tether_buffers import Buffer
 
 FAULTS = (
     "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies",
@@ -31,6 +31,8 @@ class VllmModel(Model):
 
     update: dict[str, torch.Tensor] | None = None
     rank = 0
+    gpu: str | None = None
+    """Its name; none is used."""
     adapter: tuple[str, str] | None = None
     """Name and folder."""
     plain: dict[str, torch.Tensor] | None = None
@@ -168,7 +170,8 @@ class VllmLanguage:
         elif path == "/init_weight_transfer_engine":
             told = body["init_info"]
             try:
-                model.received.join(told["address"], told["port"], 1, told["ranks"], told["group"], told["within"])
+                told |= {"rank": 1}
+                model.received.join(**told)
             except RuntimeError as error:
                 raise Refused(500, f"Call to collective_rpc method failed: {error}") from None
         elif path == "/update_weights":
@@ -209,7 +212,7 @@ class VllmLanguage:
             return {"model_type": kind, "vocabulary": words, "sizes": {"intermediate_size": width},
                     "dtype": self.model.dtype, "rank": self.model.rank, "experts": tells}  # fmt: skip
         if method == "workers":
-            return {"count": 1, "gpus": []}
+            return {"count": 1, "gpus": [], "own": self.model.gpu}
         if method == "give_up_update":
             self.model.update = None
         elif method == "pack_head":

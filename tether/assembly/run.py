@@ -105,7 +105,7 @@ def build_run(loaded: LoadedConfig) -> Run:
         if tools:
             resources.callback(tools.close)
         inputs = _inputs(config, tools, checkpoint)
-        look_at_servers(config, inputs.model_path)
+        look_at_servers(config, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)

@@ -124,13 +124,18 @@ def build_servers(
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
-def look_at_servers(config: RunConfig, model: Path | str) -> None:
+def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) -> None:
     """Look at servers of somebody else that answer already, before anything is loaded; others are waited for later.
 
     Raises:
-        ValueError: one cannot be used.
+        ValueError: one cannot be used, or weights have no way from the device that trains.
     """
     settings = config.actor_rollout_ref
+    if settings.rollout.name in SERVERS and settings.rollout.weight_transfer == "nccl" and device.type != "cuda":
+        raise ValueError(
+            "actor_rollout_ref.rollout.weight_transfer=nccl: broadcasts from a GPU, and this run trains on "
+            f"{device.type}. Set it to auto"
+        )
     if settings.rollout.name not in SERVERS or not settings.rollout.server_urls or is_gguf(model):
         return
     policy = load_config(
@@ -151,7 +156,8 @@ def look_at_servers(config: RunConfig, model: Path | str) -> None:
 def _adapters(config: RunConfig) -> Adapters | None:
     """Those that travel as such, which they do in files."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    if rollout.name != "vllm" or model.lora_rank == 0 or model.lora.merge or rollout.weight_transfer == "distributed":
+    in_files = rollout.name == "vllm" and rollout.weight_transfer not in ("distributed", "nccl")
+    if model.lora_rank == 0 or model.lora.merge or not in_files:
         return None
     return Adapters(model.lora_rank, model.lora_alpha)
 

@@ -168,8 +168,8 @@ class RolloutConfig(Section):
     """Steps between two comparisons of its log-probs with the trainer's; the first weights are always compared."""
     update_weights_bucket_megabytes: Annotated[Positive, SERVED] = 512
     """Weights that travel to a server at a time, MiB."""
-    weight_transfer: Annotated[Literal["auto", "disk", "tensor", "distributed"], SERVED] = "auto"
-    """How weights travel to servers: files in memory, shared memory, or broadcasts to machines. (tether's own.)"""
+    weight_transfer: Annotated[Literal["auto", "disk", "tensor", "distributed", "nccl"], SERVED] = "auto"
+    """How weights travel to servers: files in memory, shared memory, broadcasts of hosts or of GPUs. (tether's own.)"""
     free_cache_engine: Annotated[bool, OURS] = True
     """Servers give back their memory while nothing is sampled; on a CPU they cannot, and go on."""
     tensor_model_parallel_size: Annotated[Positive, OURS] = 1

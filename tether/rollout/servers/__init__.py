@@ -9,9 +9,10 @@ from tether.rollout.servers.dialect import Dialect, Draw, Launch, Policy, Sample
 from tether.rollout.servers.engine import ServedEngine, Traffic
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
 from tether.rollout.servers.server import Server
-from tether.rollout.servers.transfer import Outgoing, shared_file
+from tether.rollout.servers.transfer import CPU, Outgoing, gpu_of, shared_file, this_gpu
 
 __all__ = [
+    "CPU",
     "BroadcastGroup",
     "Connections",
     "Dialect",
@@ -27,6 +28,8 @@ __all__ = [
     "Traffic",
     "check_formats",
     "experts_missing",
+    "gpu_of",
     "is_here",
     "shared_file",
+    "this_gpu",
 ]

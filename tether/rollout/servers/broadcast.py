@@ -10,16 +10,17 @@ from threading import Thread
 from typing import TypeVar
 
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
-from torch.distributed.distributed_c10d import BroadcastOptions
+from torch._C._distributed_c10d import Backend
+from torch.distributed import TCPStore
 
+from tether.rollout.inside.tether_buffers import broadcast, joined
 from tether.rollout.servers.http import Connections, ServerGone
 
 Result = TypeVar("Result")
 
 
 class BroadcastGroup:
-    """Of this process, rank 0, and a server's workers; by Gloo, from the host's memory.
+    """Of this process, rank 0, and a server's workers: by Gloo, from the host's memory, or by NCCL, from a GPU's.
 
     It is for one update: a run that is killed within it leaves none to the next, nor does a server.
 
@@ -28,15 +29,16 @@ class BroadcastGroup:
         workers: that it has.
         name: that no other group of this server has, or had.
         within: seconds in which all must have joined, and each broadcast must be done.
+        backend: ``gloo`` or ``nccl``.
     """
 
-    def __init__(self, http: Connections, workers: int, name: str, within: float) -> None:
-        self.name, self.ranks, self._http, self._within = name, 1 + workers, http, within
+    def __init__(self, http: Connections, workers: int, name: str, within: float, backend: str) -> None:
+        self.name, self.ranks, self.backend, self._http, self._within = name, 1 + workers, backend, http, within
         self.address, _ = _addresses(http)
         self._timeout = timedelta(seconds=within)
         self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         self.port = self._store.port
-        self._group: ProcessGroupGloo | None = None
+        self._group: Backend | None = None
 
     def join(self, route: str, body: object) -> None:
         """Join it, while a request has the server's workers do so.
@@ -49,7 +51,9 @@ class BroadcastGroup:
 
     def send(self, route: str, body: object, tensors: list[Tensor]) -> None:
         """Broadcast tensors, while a request has the workers receive them; see `join`."""
-        self._both(route, body, lambda: self._broadcast(tensors))
+        group = self._group
+        assert group is not None
+        self._both(route, body, lambda: broadcast(group, tensors))
 
     def _both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
         """The server's side and ours at once. Where it refuses, ours is left waiting: nobody will come."""
@@ -60,20 +64,8 @@ class BroadcastGroup:
         except (RuntimeError, TimeoutError) as error:
             raise ServerGone(f"{self._http.url}{route}: {error}") from None
 
-    def _joined(self) -> ProcessGroupGloo:
-        """Be rank 0 of a group that torch knows by this name, without a world of which it would be a part."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.address)]
-        as_torch_names = PrefixStore("cpu/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
-        return ProcessGroupGloo(as_torch_names, 0, self.ranks, options)
-
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        assert self._group is not None
-        options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        for work in [self._group.broadcast([value], options) for value in tensors]:  # type: ignore[attr-defined]
-            work.wait()
+    def _joined(self) -> Backend:
+        return joined(self._store, 0, self.ranks, self.name, self.backend, self.address, self._timeout)
 
 
 def is_here(http: Connections) -> bool:

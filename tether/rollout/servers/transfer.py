@@ -8,7 +8,7 @@ import mmap
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -35,7 +35,7 @@ _FORMATS = {
 
 
 _ALIGNED = 64  # bytes: a line of a cache
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Staging:
         return self._bytes
 
 
+def this_gpu() -> torch.device:
+    """That of this process."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def gpu_of(device: torch.device) -> str:
     """A GPU's own name, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -140,21 +145,19 @@ class Outgoing:
     staging: Staging
     """Of the server."""
 
-    def parts(self) -> Iterator[dict[str, Tensor]]:
+    def parts(self, device: torch.device = CPU) -> Iterator[dict[str, Tensor]]:
         """See `buckets`."""
-        return buckets(self.tensors, self.dtype, self.limit)
+        return buckets(self.tensors, self.dtype, self.limit, device)
 
-    def staged(self, gpus: Callable[[], Collection[str]] = tuple) -> Iterator[Staged]:
+    def staged(self, device_for: Callable[[torch.device], torch.device] = lambda _: CPU) -> Iterator[Staged]:
         """See `Staging.fill`.
 
         Args:
-            gpus: tells those whose memory all workers can open; asked where the weights are on one.
+            device_for: tells the buffer's device, given that of the weights.
         """
         tensors = iter(self.tensors)
         for first in tensors:
-            device = first[1].device
-            if device.type != "cuda" or gpu_of(device) not in gpus():
-                device = _CPU
+            device = device_for(first[1].device)
             yield from self.staging.fill(chain([first], tensors), self.dtype, self.limit, device)
 
 
@@ -187,12 +190,14 @@ def _write(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
         file.write(value.view(-1).view(torch.uint8).numpy().data)
 
 
-def buckets(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in this format on the host, at most `limit` bytes at a time or one that is larger."""
+def buckets(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int, device: torch.device = CPU
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors in this format on a device, at most `limit` bytes at a time or one that is larger."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in tensors:
-        moved = value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+        moved = value.detach().to(device, dtype if value.is_floating_point() else None).contiguous()
         if part and size + moved.nbytes > limit:
             yield part
             part, size = {}, 0

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
-from tether.rollout.servers import BroadcastGroup, Connections, Outgoing, ServerRefuses, is_here, shared_file
+from tether.rollout.servers import (
+    CPU,
+    BroadcastGroup,
+    Connections,
+    Outgoing,
+    ServerRefuses,
+    is_here,
+    shared_file,
+    this_gpu,
+)
 
 Way = Callable[[Connections, str, Outgoing, float], None]
 
@@ -45,12 +54,23 @@ def _by_tensor(http: Connections, name: str, weights: Outgoing, within: float) -
 
 def _by_broadcast(http: Connections, name: str, weights: Outgoing, within: float) -> None:
     """Part by part, in broadcasts to a process group whose rank 0 is the trainer: to other machines, too."""
-    group = BroadcastGroup(http, _ranks(http, within), f"tether-{name}", within)
+    _broadcast(http, name, weights, within, "gloo", CPU)
+
+
+def _by_nccl(http: Connections, name: str, weights: Outgoing, within: float) -> None:
+    """The same from GPU to GPU, of which each rank needs its own."""
+    _broadcast(http, name, weights, within, "nccl", this_gpu())
+
+
+def _broadcast(
+    http: Connections, name: str, weights: Outgoing, within: float, backend: str, device: torch.device
+) -> None:
+    group = BroadcastGroup(http, _ranks(http, within), f"tether-{name}", within, backend)
     joins = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.ranks,
-             "group_name": group.name, "backend": "gloo"}  # fmt: skip
+             "group_name": group.name, "backend": backend}  # fmt: skip
     group.join("/init_weights_update_group", joins)
     with _session(http, within):
-        for part, last in _with_last(weights.parts()):
+        for part, last in _with_last(weights.parts(device)):
             what = {
                 "names": list(part),
                 "dtypes": [str(value.dtype).removeprefix("torch.") for value in part.values()],
@@ -115,5 +135,6 @@ WAYS: Mapping[str, Way] = {
     "disk": _by_disk,
     "tensor": _by_tensor,
     "distributed": _by_broadcast,
+    "nccl": _by_nccl,
 }
 """By the name in `actor_rollout_ref.rollout.weight_transfer`."""

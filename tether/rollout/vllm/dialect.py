@@ -31,7 +31,7 @@ from tether.rollout.servers import (
 from tether.rollout.vllm.weights import WAYS
 from tether.types import JsonObject
 
-INSIDE = Path(__file__).parent / "inside"
+INSIDE = Path(__file__).parents[1] / "inside"
 """Folder of the module that a server's workers import."""
 SERVED = "policy"
 """Name of the model in requests."""

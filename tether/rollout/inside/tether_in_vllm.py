@@ -36,6 +36,7 @@ class Init(WeightTransferInitInfo):
     port: int
     ranks: int
     group: str
+    backend: str
     within: float
 
 
@@ -69,7 +70,7 @@ class Engine(WeightTransferEngine[Init, Update]):
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
         info = init_info
-        self.received.join(info.address, info.port, rank, info.ranks, info.group, info.within)
+        self.received.join(info.address, info.port, rank, info.ranks, info.group, info.backend, info.within)
 
     def start_weight_update(self) -> None:
         """Begin: the layers collect their weights."""
@@ -172,9 +173,10 @@ class Extension:
                 "rank": rank, "experts": tells}  # fmt: skip
 
     def workers(self) -> dict[str, object]:
-        """The number of workers, and the GPUs that this one sees."""
-        config = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        return {"count": config.world_size * config.data_parallel_size, "gpus": gpus()}
+        """The number of workers, the GPUs that this one sees, and its own."""
+        config, seen = self.vllm_config.parallel_config, gpus()  # type: ignore[attr-defined]
+        own = seen[torch.cuda.current_device()] if seen and not current_platform.is_cpu() else None
+        return {"count": config.world_size * config.data_parallel_size, "gpus": seen, "own": own}
 
     @torch.no_grad()
     def give_up_update(self) -> None:
