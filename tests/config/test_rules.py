@@ -353,12 +353,6 @@ CASES = {
         "'rulez' is no kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
         ["reward_model.parts={a: {kind: rules}}"],
     ),
-    "served_models_read_text": (
-        [*LEARNED, "reward_model.server.url=http://here", "reward_model.model.input_tokenizer=null"],
-        "reward_model.model.input_tokenizer",
-        "null sends token ids, which reward_model.server.api=vllm does not read",
-        ["reward_model.server.api=sglang"],
-    ),
     "responses_are_decoded_by_the_policys_tokenizer": (
         [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
         "reward_model.model.input_tokenizer",

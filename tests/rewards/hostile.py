@@ -25,6 +25,14 @@ def raises(*_):
     raise KeyError("no such answer")
 
 
+async def raises_a_group(*_):
+    async def fails():
+        raise KeyError("in a task")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fails())
+
+
 def raises_unprintable(*_):
     class Unprintable(Exception):
         def __str__(self):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.rewards.rules.bounded import TooMuch, bounded
+from tether.rewards.rules.bounded import Ended, TooMuch, bounded
 
 
 def test_a_result_arrives():
@@ -38,7 +38,7 @@ def test_other_failures_are_said():
     before = children()
     with pytest.raises(RuntimeError, match="ValueError: could not convert"):
         bounded(float, "x")
-    with pytest.raises(RuntimeError, match="ended with status"):
+    with pytest.raises(Ended, match="ended with status"):
         bounded(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert children() == before
 

@@ -40,7 +40,8 @@ def until(condition, seconds=5.0):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("raises", "KeyError: 'no such answer'"),
+        ("raises", f"KeyError: 'no such answer' ({HOSTILE} line "),
+        ("raises_a_group", f"KeyError: 'in a task' ({HOSTILE} line "),
         ("raises_unprintable", "Unprintable"),
         ("exits_politely", "SystemExit: 3"),
         ("exits_hard", "exit code 7"),

@@ -6,7 +6,8 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from tether.rewards.outcome import RewardRequest, Score
-from tether.rewards.rules.reasoning_gym import BY_EVAL, BY_SYMPY, score
+from tether.rewards.rules.reasoning_answers import BY_EVAL, BY_SYMPY, OF_NUMBERS
+from tether.rewards.rules.reasoning_gym import score
 from tether.rewards.service.pool import RewardPool
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -87,7 +88,7 @@ def test_the_first_word_is_right_or_wrong(reply, expected):
     assert score("reasoning_gym", reply, "Kaylum", entry) == expected
 
 
-EVALUATED = sorted(BY_EVAL | BY_SYMPY)
+EVALUATED = sorted(BY_EVAL | BY_SYMPY | OF_NUMBERS)
 
 
 def test_every_task_that_evaluates_answers_is_known():
@@ -149,8 +150,88 @@ def test_lists_earn_their_part():
     assert score("reasoning_gym/string_insertion", str(list(entry["answer"])), None, extra_info) == 0.1
 
 
-@pytest.mark.parametrize("answer", ["9**9**9**9", "factorial(10**9)"])
-def test_an_expression_that_takes_for_ever_is_a_wrong_one(answer):
-    entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
-    extra_info = row("countdown", entry["answer"], "full", metadata=entry["metadata"])
-    assert score("reasoning_gym/countdown", answer, None, extra_info) == 0.01
+def points(task, reply, seed=0, **changed):
+    """Of a reply to the first question of a task."""
+    entry = reasoning_gym.create_dataset(task, size=1, seed=seed)[0] | changed
+    extra_info = {"reasoning_gym": {"task": task, "params": {}, "entry": entry, "extract": "full"}}
+    return score(f"reasoning_gym/{task}", reply, None, extra_info)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("countdown", "9**9**9**9"),
+        ("countdown", "1e-999999999"),
+        ("simple_integration", "factorial(10**9)"),
+        ("coin_flip", "1e999999999"),
+        ("propositional_logic", "¬" * 5000 + "P"),
+        ("rubiks_cube", "U99999999"),
+        ("rush_hour", "F+99999999"),
+    ],
+)
+def test_an_answer_that_takes_for_ever_is_a_wrong_one(task, answer):
+    assert points(task, answer) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("boxnet", "[1]"),
+        ("calendar_arithmetic", "1" * 4000),
+        ("coin_flip", "1" * 4000),
+        ("game_of_life", "{}"),
+        ("prime_factorization", "I do not know"),
+        ("prime_factorization", "2 × 2.5"),
+        ("propositional_logic", "(A ∧ " * 600 + "A" + ")" * 600),
+        ("time_intervals", "1" * 4000 + ":00"),
+    ],
+)
+def test_an_answer_that_makes_a_scorer_raise_is_a_wrong_one(task, answer):
+    for seed in range(5):
+        assert points(task, answer, seed) <= 0.05
+
+
+def test_a_row_that_makes_a_scorer_raise_is_an_error():
+    with pytest.raises(AttributeError, match="lower"):
+        points("rectangle_count", "3", answer=None)
+    with pytest.raises(ValueError, match="invalid literal"):
+        points("prime_factorization", "3", answer="three")
+
+
+TO_24 = {"numbers": [5, 1, 2, 8]}
+TO_309 = {"numbers": [6, 61, 94, 4], "target": 309}
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "expected", "changed"),
+    [
+        ("coin_flip", "0", 0.0, {}),  # as every probability begins
+        ("coin_flip", "0.62", 0.0, {"answer": "0.623046875"}),
+        ("coin_flip", "0.62305", 1.0, {"answer": "0.623046875"}),
+        ("coin_flip", "319/512", 1.0, {"answer": "0.623046875"}),
+        ("complex_arithmetic", "nan", 0.0, {}),
+        ("complex_arithmetic", "1 + nani", 0.0, {}),
+        ("countdown", "309e0 + 0e0*(6+61+94+4)", 0.01, {"metadata": TO_309}),
+        ("countdown", "0x135 + 0x0*(6+61+94+4)", 0.01, {"metadata": TO_309}),
+        ("countdown", "3_0_9 + 0_0*(6+61+94+4)", 0.0, {"metadata": TO_309}),
+        ("countdown", "floor(pi)*(6+61+94+4)", 0.01, {"metadata": TO_309}),
+        ("countdown", " (94 * 4) - (61 + 6.)", 1.0, {"metadata": TO_309}),
+        ("game_of_life_halting", "True", 0.0, {"answer": "False"}),
+        ("game_of_life_halting", "no", 0.0, {"answer": "False"}),
+        ("game_of_life_halting", "false", 1.0, {"answer": "False"}),
+        ("intermediate_integration", "Integral(x*sin(x), x)", 0.0,
+         {"metadata": {"integrand": "x*sin(x)", "variable": "x"}}),
+        ("intermediate_integration", "sin(x) - x*cos(x) + 3", 1.0,
+         {"metadata": {"integrand": "x*sin(x)", "variable": "x"}}),
+        ("number_sorting", "['NaN', 'NaN']", 0.0, {"answer": "['1', '7']", "metadata": {"direction": "ascending"}}),
+        ("number_sorting", "[1, 7]", 1.0, {"answer": "['1', '7']", "metadata": {"direction": "ascending"}}),
+        ("polynomial_equations", "I do not know", 0.0, {"answer": ""}),
+        ("polynomial_equations", '""', 1.0, {"answer": ""}),
+        ("puzzle24", "8*3*1*1", 0.0, {"metadata": TO_24}),  # right for other numbers
+        ("puzzle24", "8*(5 - 2*1)", 1.0, {"metadata": TO_24}),
+        ("puzzle24", "8*3 + 1/2", 0.0, {"metadata": {"numbers": [8, 3, 1, 2]}}),  # whose whole part is 24
+    ],
+)  # fmt: skip
+def test_a_full_score_is_for_right_answers(task, answer, expected, changed):
+    """The package's own scorers give 1 to each of them."""
+    assert points(task, answer, **changed) == expected

@@ -53,6 +53,21 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
 
 
+def test_a_collapse_is_dated_by_its_first_sign_though_it_paused() -> None:
+    """A pause that is shorter than what it takes to speak is no recovery."""
+
+    def since(*values: float) -> int | None:
+        alarms = Alarms()
+        steps(alarms, IDENTICAL, list(values))
+        return alarms.collapsed_since
+
+    enough, off, on = SAME_REPLY_STEPS, 0.5, 1.0
+    assert since(off, off, *[on] * enough) == 3
+    assert since(off, off, on, on, off, *[on] * enough) == 3
+    assert since(off, off, on, *[off] * (enough - 1), *[on] * enough) == 3
+    assert since(off, off, on, *[off] * enough, *[on] * enough) == 4 + enough
+
+
 def test_tools_that_fail_are_said() -> None:
     def warnings(calls: list[tuple[float, float]]) -> list[str]:
         alarms, said = Alarms(), list[str]()
@@ -211,7 +226,7 @@ def test_a_distance_that_gains_nothing(key: str) -> None:
 
 
 def falls(tests: list[float], training: list[float]) -> list[int]:
-    """Tests, counted from 1, after which they are said to fall while training rises."""
+    """Tests, counted from 1, after which they are said to fall."""
     held_out, found = HeldOut(), list[int]()
     for number, (tested, trained) in enumerate(zip(tests, training, strict=True), start=1):
         held_out.trained(trained)
@@ -220,8 +235,10 @@ def falls(tests: list[float], training: list[float]) -> list[int]:
     return found
 
 
-def test_tests_that_fall_while_training_rises() -> None:
-    """After twelve tests the last three have a mean of 0.133, and the best three before them, (0.6 0.7 0.8), of 0.7.
+def test_tests_that_fall() -> None:
+    """While training rises, or together with it.
+
+    After twelve tests the last three have a mean of 0.133, and the best three before them, (0.6 0.7 0.8), of 0.7.
 
     The differences without the steepest fall scatter by 0.1, so t is 6.9; with 6.9 degrees of freedom z is 3.65, and
     of 28 comparisons 3.38 is asked.
@@ -229,7 +246,10 @@ def test_tests_that_fall_while_training_rises() -> None:
     rises = [0.1 * step for step in range(12)]
     peak = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1]
     assert falls(peak, rises) == [12]
-    assert falls(peak, rises[::-1]) == []  # training falls, too
+    assert falls(peak, peak) == [12]
+    assert falls(peak, rises[::-1]) == [12]
+    assert falls(peak, [0.5] * 12) == []  # training stays
+    assert falls(peak, [*[0.4, 0.6] * 5, 0.4, 0.4]) == []  # or falls by chance
     assert falls([0.8, 0.8, 0.8, 0.75, 0.75, 0.75], rises[:6]) == []  # a sixteenth of its level
     assert falls([0.8, 0.8, 0.8, 0.5, 0.5, 0.5], rises[:6]) == [6]
     assert falls([0.0] * 12, rises) == []
@@ -250,6 +270,34 @@ def test_tests_that_never_fall_hardly_ever_alarm(chance: float, prompts: int, te
     draws, rises = random.Random(1), [0.3 + 0.2 * number / tests for number in range(tests)]
     alarmed = sum(bool(falls(shares(draws, prompts, *[chance] * tests), rises)) for _ in range(200))
     assert alarmed < 0.05 * 200
+
+
+@pytest.mark.parametrize("before", [10, 40])
+def test_a_fall_of_both_is_found_soon(before: int) -> None:
+    """A policy that loses what it can do, and not only what it had gained."""
+    draws, late = random.Random(3), list[int]()
+    for _ in range(40):
+        tested, trained = (shares(draws, 200, *[0.5] * before, *[0.3] * 12) for _ in range(2))
+        found = falls(tested, trained)
+        late.append(found[0] - before if found else 99)
+    assert statistics.median(late) <= 3
+    assert sum(number <= 8 for number in late) >= 0.9 * 40
+
+
+def test_what_a_fall_says() -> None:
+    def said(training: list[float]) -> str:
+        alarms, found = Alarms(), list[str]()
+        for tested, trained in zip([0.8, 0.8, 0.8, 0.5, 0.5, 0.5], training, strict=True):
+            alarms.check_step({"critic/score/mean": trained}, warming_up=False, warn=found.append)
+            alarms.check_validation({"val-core/a/reward/mean@1": tested}, found.append)
+        (message,) = found
+        assert alarms.collapsed_since is not None
+        return message
+
+    with_it = said([0.8, 0.8, 0.8, 0.4, 0.4, 0.4])
+    assert "of tests falls (0.8 around step 3, now 0.5), and that of training with it (0.8 to 0.4)" in with_it
+    assert "losing what it had learned. Take the checkpoint of the best test" in with_it
+    assert "training rises (0.1 to 0.4) while" in said([0.1, 0.1, 0.1, 0.4, 0.4, 0.4])
 
 
 @pytest.mark.parametrize("before", [4, 10, 40])

@@ -202,6 +202,20 @@ def test_a_missing_folder_is_named(inputs: Path, tmp_path: Path) -> None:
     assert [problem.path for problem in missing_inputs(config)] == ["reward_model.model.path"]
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("two outputs", "its head has 2 outputs"), ("no template", "its tokenizer has no chat template")]
+)
+def test_what_its_files_say_is_found_without_loading_it(name: str, says: str, inputs: Path, tmp_path: Path) -> None:
+    path = broken(inputs, name, tmp_path / "rm")
+    more = [f"reward_model.model.path={path}"]
+    (problem,) = missing_inputs(load_config(None, overrides(inputs, tmp_path, *more)).config)
+    assert problem.path == "reward_model.model.path"
+    assert says in problem.what
+    assert not missing_inputs(load_config(None, overrides(inputs, tmp_path)).config)
+    as_ids = load_config(None, overrides(inputs, tmp_path, *more, "reward_model.model.input_tokenizer=null"))
+    assert bool(missing_inputs(as_ids.config)) == (name == "two outputs")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["reward_model.model.fsdp_config.param_offload=True"]], ids=["", "offloaded"])
 def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +30,9 @@ from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_ground_truth, check_source
+from tether.rewards import check_ground_truth, check_source, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
+from tether.rewards.sandbox import ProgramOptions, Server
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
@@ -91,6 +93,11 @@ def models_read_replies(config: RunConfig) -> bool:
     return config.reward_model.enable or judges
 
 
+PROGRAMS = "reward_model.sandbox"
+NO_TEMPLATE = (
+    "its tokenizer has no chat template, so responses cannot be written for it. Add one to tokenizer_config.json, or "
+    "set reward_model.model.input_tokenizer=null where it has the policy's tokenizer."
+)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 _NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
 _NAMED = rf".+\.py:\w+|{LIBRARY}.+"
@@ -107,13 +114,17 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
     yield from ((key, str(folder), _path) for key, folder in stored_weights(config).values())
     if config.reward_model.enable and config.reward_model.model.path:
-        yield "reward_model.model.path", config.reward_model.model.path, _model
+        writes = config.reward_model.model.input_tokenizer is not None
+        yield "reward_model.model.path", config.reward_model.model.path, partial(_reward_model, writes=writes)
+    sources = set[str]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
-        rows = partial(_rows, config, first)
+        rows = partial(_rows, config, first, sources)
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
+    if any(map(has_tests, sources)):
+        yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, config)
     if custom.path:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
@@ -178,8 +189,11 @@ def _of_both(config: RunConfig) -> Named:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
 
 
-def _rows(config: RunConfig, first: int | None, name: str) -> None:
-    """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them."""
+def _rows(config: RunConfig, first: int | None, sources: set[str], name: str) -> None:
+    """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them.
+
+    `sources`: gets the data sources that rules score.
+    """
     kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:
         raise ValueError(f"{name}: an environment, which {_NEEDS_TURNS}")
@@ -189,6 +203,7 @@ def _rows(config: RunConfig, first: int | None, name: str) -> None:
     interactions: Sequence[str] | None = None
     with suppress(ValueError):  # which is told of its own key
         interactions = interactions_of(config)
+    problems = list[str]()
     for row in (rows[number] for number in range(len(rows))):
         agent = row.agent_name
         try:
@@ -199,9 +214,23 @@ def _rows(config: RunConfig, first: int | None, name: str) -> None:
                 defined.add(agent)
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
+                sources.add(row.data_source)
                 check_ground_truth(row.data_source, row.ground_truth)
         except ValueError as error:
-            raise ValueError(f"{row.place}: {error}") from None
+            problems.append(f"{row.place}: {error}")
+    if problems:
+        more = f" ({len(problems) - 1} more of these rows have problems)" if len(problems) > 1 else ""
+        raise ValueError(problems[0] + more)
+
+
+def _programs(config: RunConfig, _: str) -> None:
+    """Whether programs can be run here; a server for them is asked later."""
+    sandbox, remote = config.reward_model.sandbox, config.reward_model.sandbox_fusion.url
+    server = None if remote is None else Server(remote)
+    try:
+        ProgramOptions(sandbox.languages, unconfined=sandbox.unconfined, server=server).check_machine()
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(PROGRAMS).lstrip(".: ")) from None
 
 
 def interactions_of(config: RunConfig) -> Sequence[str]:
@@ -268,6 +297,21 @@ def rows_of(config: RunConfig, files: str | Sequence[str], first: int | None = N
 
 def _model(path: str, *, weights: bool = True) -> object:
     return resolve_model_path(path, cache_dir(), fetch=False, weights=weights)
+
+
+def _reward_model(path: str, *, writes: bool) -> None:
+    """Look for a reward model, and into its files: `writes`, whether its chat template does."""
+    folder = _model(path)
+    if not isinstance(folder, Path) or not folder.is_dir():
+        return  # it is looked into once it is there
+    settings = json.loads((folder / "config.json").read_text())
+    outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
+    if outputs != 1:
+        raise ValueError(f"{path}: its head has {outputs} outputs, and a reward model has 1")
+    tokenizer = folder / "tokenizer_config.json"
+    in_file = tokenizer.is_file() and "chat_template" in json.loads(tokenizer.read_text())
+    if writes and tokenizer.is_file() and not in_file and not any(folder.glob("*chat_template*")):
+        raise ValueError(f"{path}: {NO_TEMPLATE}")
 
 
 def server_address(url: str) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.assembly.groups import Groups
 from tether.assembly.loading import on_device
+from tether.assembly.named_inputs import NO_TEMPLATE
 from tether.assembly.number_formats import DTYPES, number_format
 from tether.batch import TrainBatch
 from tether.config import RunConfig
@@ -57,11 +58,7 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
     check_reward_model(f"reward_model.model.path={path}", settings)
     own = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
     if model.input_tokenizer is not None and not own.chat_template:
-        raise ValueError(
-            f"reward_model.model.path={path}: its tokenizer has no chat template, so responses cannot be written for "
-            "it. Add one to tokenizer_config.json, or set reward_model.model.input_tokenizer=null where it has the "
-            "policy's tokenizer."
-        )
+        raise ValueError(f"reward_model.model.path={path}: {NO_TEMPLATE}")
     whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
     check_vocabulary(f"reward_model.model.path={path}", settings, own, whose)
     if model.input_tokenizer is None:

@@ -6,7 +6,7 @@ asked for a score, `service` has what calls them all, `audit` tries a reward on 
 """
 
 from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
-from tether.rewards.router import check_ground_truth, check_source, check_sources
+from tether.rewards.router import check_ground_truth, check_source, check_sources, has_tests
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_source",
     "check_sources",
     "custom",
+    "has_tests",
     "is_float32",
     "judge",
     "rules",

@@ -31,7 +31,12 @@ def words_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the user's code was when a call of it failed: " (FILE line N)"; empty where tether raised the error."""
+    """Where the user's code was when a call of it failed: " (FILE line N)"; empty where tether raised the error.
+
+    Of a group it is that of the first error in it, if that was raised.
+    """
+    while isinstance(error, BaseExceptionGroup) and error.exceptions[0].__traceback__:
+        error = error.exceptions[0]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TETHER)]
     if not own or frames[-1] is not own[-1]:

@@ -52,6 +52,26 @@ for name in os.listdir('/proc/self/fd'):
 """,
     "reads_a_disk": "os.mknod('/tmp/disk', 0o60600, os.makedev(8, 0)); escaped()",
     "reads_the_kernel_log": "escaped() if libc.klogctl(3, ctypes.create_string_buffer(4096), 4096) > 0 else None",
+    "finds_a_folder_in_the_list_of_mounts": """
+if host['folder'] in open('/proc/self/mountinfo').read():
+    escaped()
+""",
+    "goes_through_its_own_root": "escaped(os.listdir('/proc/self/root' + host['folder']))",
+    "opens_a_device": """
+for name in os.listdir('/dev'):
+    if name not in ('null', 'zero', 'full', 'random', 'urandom', 'ptmx', 'stdin', 'stdout', 'stderr'):
+        try:
+            os.close(os.open(f'/dev/{name}', os.O_RDWR | os.O_NONBLOCK))
+            escaped(name)
+        except OSError:
+            pass
+""",
+    "is_told_what_the_machine_reads": "syscall('inotify_init1', 0)",
+    "is_told_that_a_folder_is_read": """
+import fcntl
+fcntl.fcntl(os.open('/usr/bin', os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS)
+escaped()
+""",
     "learns_the_host_name": "escaped() if socket.gethostname() == host['name'] else None",
 }
 WRITES = {
@@ -65,10 +85,20 @@ WRITES = {
     "unmounts_a_cover": "escaped() if libc.umount2(b'/tmp', 2) == 0 else None",
     "sets_the_core_pattern": "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x'); escaped()",
     "pulls_the_sysrq_trigger": "open('/proc/sysrq-trigger', 'w').write('h'); escaped()",
+    "truncates_a_program": "os.truncate('/usr/bin/env', 0); escaped()",
+    "renames_a_program": "os.rename('/usr/bin/env', '/usr/bin/env2'); escaped()",
+    "writes_to_its_interpreter": "open('/proc/self/exe', 'r+b'); escaped()",
+    "marks_a_file_of_the_machine": "os.setxattr('/usr/bin/env', 'user.x', b'x'); escaped()",
+    "spares_itself_when_memory_is_out": "os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1'); escaped()",
+    "sets_the_clock": "time.clock_settime(time.CLOCK_REALTIME, time.time()); escaped()",
     "raises_its_priority": "os.nice(-1); escaped()",
     "raises_its_limits": "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1)); escaped()",
 }
 POWERS = {
+    "runs_before_all_others": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)); escaped()",
+    "signals_a_process_outside": "signal.pidfd_send_signal(os.pidfd_open(host['pid']), 9); escaped()",
+    "swaps": "open('/tmp/x', 'wb').write(bytes(1 << 20)); escaped() if libc.swapon(b'/tmp/x', 0) == 0 else None",
+    "keeps_no_accounts": "escaped() if libc.acct(None) == 0 else None",
     "becomes_root": "os.setuid(0); escaped()",
     "runs_a_setuid_program": "subprocess.run(['/usr/bin/su', '-c', 'true'], check=True, stdin=-3); escaped()",
     "makes_a_user_namespace": "escaped() if libc.unshare(0x10000000) == 0 else None",
@@ -132,6 +162,15 @@ GREED = {
         "def hog():\n    x = bytearray(b'x') * (100 << 20)\n    time.sleep(3)\n    escaped()\n    os._exit(0)\n"
         "for n in range(5):\n    if not os.fork():\n        threading.Thread(target=hog).start()\n"
         "        syscall('exit', 0)\ntime.sleep(5)", "memory"),
+    "takes_memory_for_page_tables": (
+        "m = mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)\n"
+        "with __import__('contextlib').suppress(OSError): m.madvise(15)\n"  # no huge pages
+        "for at in range(0, 1 << 38, 1 << 21): m[at]\ntime.sleep(1)\nescaped()", "memory"),
+    "takes_memory_in_sockets": (
+        "held = []\nfor n in range(16):\n    if not os.fork(): break\nfor n in range(100):\n"
+        "    held.append(socket.socketpair())\n    held[-1][0].setblocking(False)\n"
+        "    try:\n        while True: held[-1][0].send(bytes(1 << 16))\n    except BlockingIOError: pass\n"
+        "time.sleep(3)\nescaped()", "memory"),
     "takes_memory_of_the_kernel": ("syscall('shmget', 0, 1 << 20, 0o1600); syscall('memfd_create', b'x', 0)", "exit"),
     "fills_the_disk": ("f = open('/tmp/x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "exit"),
     "fills_the_disk_with_many_files": (

@@ -13,6 +13,8 @@ import pytest
 
 from tests.processes import command_of, runs
 from tests.rewards.sandbox.machine import confined, needs_prlimit
+from tether.assembly.named_inputs import missing_inputs
+from tether.config import load_config
 from tether.rewards.outcome import RewardError, RewardRequest, Score
 from tether.rewards.router import check_sources
 from tether.rewards.sandbox import bubblewrap, run
@@ -371,6 +373,28 @@ def test_a_language_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("tether.rewards.sandbox.languages.PATH", "/nowhere")
     with pytest.raises(ValueError, match=r"sandbox\.languages: perl needs perl in /nowhere"):
         ProgramOptions(languages=("perl",), unconfined=True).check()
+
+
+def test_what_programs_need_is_found_before_anything_is_loaded(tmp_path, monkeypatch):
+    truths = ['{"inputs": ["1"], "outputs": ["1"]}', "no tests", "nor these"]
+    file = tmp_path / "rows.jsonl"
+
+    def problems(*given):
+        rows = [{"data_source": "apps", "prompt": "?", "reward_model": {"ground_truth": truth}} for truth in given[0]]
+        file.write_text("\n".join(map(json.dumps, rows)))
+        data = [f"data.train_files={file}", "data.val_files=[]"]
+        config = load_config(None, [*data, f"actor_rollout_ref.model.path={tmp_path}", *given[1:]]).config
+        return [str(problem) for problem in missing_inputs(config, ("data.", "reward_model."))]
+
+    monkeypatch.setattr(bubblewrap, "why_not", lambda: None)
+    assert problems(truths[:1]) == []
+    (unknown,) = problems(truths[:1], "reward_model.sandbox.languages=[rust]")
+    assert unknown.startswith("reward_model.sandbox: languages: rust is not one of python")
+    (found,) = problems(truths)
+    assert "row 1: ground_truth is no JSON" in found
+    assert "(1 more of these rows have problems)" in found
+    monkeypatch.setattr(bubblewrap, "why_not", lambda: "no namespaces here")
+    assert problems(truths[:1]) == ["reward_model.sandbox: no namespaces here."]
 
 
 @confined

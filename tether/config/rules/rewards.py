@@ -68,16 +68,6 @@ def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def served_reward_models_read_text(cfg: RunConfig) -> Problem | None:
-    """Older versions of vLLM take no token ids at /classify."""
-    model = cfg.reward_model
-    served = model.enable and model.server.url is not None and model.server.api == "vllm"
-    if not served or model.model.input_tokenizer is not None:
-        return None
-    key = "reward_model.model.input_tokenizer"
-    return Problem(key, "null sends token ids, which reward_model.server.api=vllm does not read", f"leave {key} out")
-
-
 def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
     """Whatever else the key named would decode other text than the policy wrote."""
     policy, found = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
@@ -98,6 +88,5 @@ REWARD_RULES: tuple[Rule, ...] = (
     parts_of_the_reward_are_whole,
     the_reward_has_what_its_parts_ask_for,
     batches_are_scored_by_a_function,
-    served_reward_models_read_text,
     responses_are_decoded_by_the_policys_tokenizer,
 )

@@ -65,10 +65,16 @@ class ProgramOptions:
         Raises:
             ValueError: no sandbox on this machine, a language that is not installed, or no server.
         """
-        check_languages(self.languages, remote=self.server is not None)
+        self.check_machine()
         if self.server:
             check_listening(self.server.url, "reward_model.sandbox_fusion.url")
-        elif self.unconfined:
+
+    def check_machine(self) -> None:
+        """The same without a look for the server."""
+        check_languages(self.languages, remote=self.server is not None)
+        if self.server:
+            return
+        if self.unconfined:
             if reason := bubblewrap.missing_package(("prlimit", "util-linux")):
                 raise ValueError(f"reward_model.sandbox.unconfined: {reason}")
         elif reason := bubblewrap.why_not():

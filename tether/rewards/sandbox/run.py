@@ -219,7 +219,7 @@ class _Exchange:
         if self._started.status is not None:
             self._started.read_status()
         first = self._started.init or self._started.process.pid
-        if _takes_more(first, self._limits.memory_mb << 20):
+        if _takes_more(first, (self._limits.memory_mb << 20) - _in_sockets(self._started.init)):
             return "memory"
         return "files" if self._started.init and _inodes(self._started.init) > self._limits.inodes else None
 
@@ -254,18 +254,30 @@ class _Exchange:
                 pass
 
 
+def _in_sockets(init: int | None) -> int:
+    """The most bytes that the kernel may hold for the socket pairs of a sandbox, as a program of asyncio has one."""
+    try:
+        sockets = Path(f"/proc/{init}/net/unix").read_bytes().count(b"\n") - 1 if init else 0
+        return 2 * sockets * int(Path("/proc/sys/net/core/wmem_max").read_text())
+    except (OSError, ValueError):  # gone meanwhile
+        return 0
+
+
 def _takes_more(first: int, limit: int) -> bool:
     """Whether a process and all below it take more bytes of memory; what they share counts once.
 
-    Shared memory without a file counts as it was asked for: its pages stay where a process gives them back.
+    Shared memory without a file counts as it was asked for: its pages stay where a process gives them back. So do the
+    page tables: a page of each two megabytes of nothing costs 4 KiB of them.
     """
     resident, mapped, processes = 0, 0, list(_processes(first))
     for process in processes:
         with contextlib.suppress(OSError, ValueError):  # gone meanwhile
             all_of_it, in_memory = _sizes(process)
             mapped, resident = mapped + all_of_it, resident + in_memory
-    shared = _shared_without_file(processes) if mapped > limit else 0
-    return resident + shared > limit and _exactly(processes, shared) > limit
+    if mapped <= limit:
+        return resident > limit and _exactly(processes, 0) > limit
+    shared, tables = _shared_without_file(processes), _page_tables(processes)
+    return resident + shared + tables > limit and _exactly(processes, shared) + tables > limit
 
 
 def _processes(first: int) -> Iterator[Path]:
@@ -305,6 +317,15 @@ def _shared_without_file(processes: Sequence[Path]) -> int:
                     key = (parts[3], parts[4])
                     sizes[key] = max(sizes.get(key, 0), int(parts[2], 16) + end - begin)
     return sum(sizes.values())
+
+
+def _page_tables(processes: Sequence[Path]) -> int:
+    """Bytes of the tables that say where the pages of processes are."""
+    found = 0
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # gone meanwhile
+            found += int((process / "status").read_text().partition("VmPTE:")[2].split(maxsplit=1)[0]) << 10
+    return found
 
 
 def _exactly(processes: Sequence[Path], shared: int) -> int:

@@ -1,8 +1,8 @@
 """The system calls that a confined program may not make, as a filter of the kernel.
 
 Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold),
-sockets, namespaces inside the namespace, locks on files of the machine, and interfaces of the kernel whose bugs are
-the usual way out.
+sockets, namespaces inside the namespace, locks on files of the machine and news of who reads them, and interfaces of
+the kernel whose bugs are the usual way out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ _DENIED = {
     "fspick": (433, 433), "mount_setattr": (442, 442), "bpf": (321, 280), "perf_event_open": (298, 241),
     "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "open_by_handle_at": (304, 265), "io_setup": (206, 0), "flock": (73, 32), "vmsplice": (278, 75),
+    "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 # A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
 _ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
+_FCNTL = (72, 25)
+_F_NOTIFY = 1026
 _X32 = 0x40000000  # calls of another interface to the same kernel, with numbers of their own
 
 _LOAD, _JUMP_EQUAL, _JUMP_FROM, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _ARCH_AT, _FLAGS_AT = 0, 4, 16
+_NUMBER_AT, _ARCH_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
 
 
 def is_known_processor() -> bool:
@@ -55,9 +58,14 @@ def seccomp_filter(machine: str | None = None) -> bytes:
         for numbers in table.values():
             code += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | error)]
     code += [
-        (_JUMP_EQUAL, 0, 3, _CLONE[column]),
-        (_LOAD, 0, 0, _FLAGS_AT),
+        (_JUMP_EQUAL, 0, 4, _CLONE[column]),
+        (_LOAD, 0, 0, _FIRST_AT),
         (_JUMP_SET, 0, 1, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, _ERROR | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        (_JUMP_EQUAL, 0, 3, _FCNTL[column]),
+        (_LOAD, 0, 0, _SECOND_AT),
+        (_JUMP_EQUAL, 0, 1, _F_NOTIFY),
         (_RETURN, 0, 0, _ERROR | errno.EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ]

@@ -24,7 +24,7 @@ from tether.rewards.sandbox.reward import ProgramReward
 from tether.runtime.channel import Channel
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
 from tether.runtime.printable import print_harmlessly
-from tether.runtime.user_files import words_of
+from tether.runtime.user_files import place_of, words_of
 
 LOADING = 60.0
 """Seconds in which a rule that comes with tether is imported."""
@@ -147,6 +147,5 @@ def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) ->
 
 
 def _raised(error: BaseException) -> RewardError:
-    return RewardError(
-        f"the reward function raised {words_of(error)[:_MESSAGE_HEAD]}", traceback.format_exc()[-_TRACEBACK_TAIL:]
-    )
+    said = f"{words_of(error)[:_MESSAGE_HEAD]}{place_of(error)}"
+    return RewardError(f"the reward function raised {said}", traceback.format_exc()[-_TRACEBACK_TAIL:])

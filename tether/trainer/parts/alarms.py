@@ -115,7 +115,7 @@ class Alarms:
     said: list[str] = field(default_factory=list)
     """Alarms that have spoken and are not off again."""
     since: dict[str, int] = field(default_factory=dict)
-    """Per alarm: the step that began what it has found ever since, or, once it has spoken, since it was last off."""
+    """Per alarm: the step that began what it has found since it was last off as long as it takes to speak."""
     step: int = 0
     """The last one that was looked at."""
     drawn_at: int = 0
@@ -199,9 +199,7 @@ class Alarms:
                 "held-out",
                 fall.is_clear,
                 1,
-                f"{fall}: the policy learns what the reward pays for and not what it is meant for, or its prompts by "
-                "heart. Read the samples, take the checkpoint of the best test (trainer.keep_best), mend the reward "
-                f"(tether reward check), or {CALMER}",
+                f"{fall}. Take the checkpoint of the best test (trainer.keep_best), or {CALMER}",
                 warn,
                 since=fall.step + 2,
             )
@@ -286,9 +284,9 @@ class Alarms:
     def _watch(
         self, name: str, found: bool, needed: int, message: str, warn: Warn, *, since: int | None = None
     ) -> None:
-        streak = self.streaks.get(name, 0)
-        self.streaks[name] = streak = max(streak, 0) + 1 if found else min(streak, 0) - 1
-        if streak == 1 and name not in self.said:
+        before = self.streaks.get(name, 0)
+        self.streaks[name] = streak = max(before, 0) + 1 if found else min(before, 0) - 1
+        if streak == 1 and (name not in self.since or before <= -needed):  # a shorter pause was no recovery
             self.since[name] = self.drawn_at if since is None else since
         if streak >= needed and name not in self.said:
             self.said.append(name)

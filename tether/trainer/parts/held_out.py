@@ -1,4 +1,4 @@
-"""Scores of tests beside those of training: whether the first fall while the second rise."""
+"""Scores of tests beside those of training: whether the first fall, while the second rise or fall, too."""
 
 from __future__ import annotations
 
@@ -28,12 +28,20 @@ class Fall:
     tested: tuple[float, float]
     trained: tuple[float, float]
     is_clear: bool
+    """Of the tests, while training rises, or of both."""
 
     def __str__(self) -> str:
-        (tested, now), (trained, rises) = self.tested, self.trained
+        tested = f"{self.tested[0]:.3g} around step {self.step}, now {self.tested[1]:.3g}"
+        trained = "{:.3g} to {:.3g}".format(*self.trained)
+        if self.trained[1] > self.trained[0]:
+            return (
+                f"the score of training rises ({trained}) while that of tests falls ({tested}): the policy learns what "
+                "the reward pays for and not what it is meant for, or its prompts by heart. Read the samples, and mend "
+                "the reward (tether reward check)"
+            )
         return (
-            f"the score of training rises ({trained:.3g} to {rises:.3g}) while that of tests falls ({tested:.3g} "
-            f"around step {self.step}, now {now:.3g})"
+            f"the score of tests falls ({tested}), and that of training with it ({trained}): the policy is losing what "
+            "it had learned"
         )
 
 
@@ -62,13 +70,12 @@ class HeldOut:
         tested_means, trained_means = _means(scores), _means(training)
         earlier = tested_means[:-TESTS]
         best = earlier.index(max(earlier))
-        fall, gained = earlier[best] - tested_means[-1], earlier[best] - earlier[0]
-        clear = fall > 0 and fall >= max(LOST * gained, LOST_LEVEL * abs(earlier[best])) and _rare(fall, scores, best)
+        rises = trained_means[-1] > trained_means[best]
         return Fall(
             steps[best + TESTS - 1],
-            (earlier[best], tested_means[-1]),
+            (tested_means[best], tested_means[-1]),
             (trained_means[best], trained_means[-1]),
-            clear and trained_means[-1] > trained_means[best],
+            _falls(scores, tested_means, best) and (rises or _falls(training, trained_means, best)),
         )
 
     def state_dict(self) -> StateDict:
@@ -79,6 +86,12 @@ class HeldOut:
         """Take over what `state_dict` gave; an older checkpoint has no tests."""
         self.tests = [(step, tested, trained) for step, tested, trained in state.get("tests", [])]
         self.scores = list(state.get("scores", []))
+
+
+def _falls(scores: tuple[float, ...], means: list[float], best: int) -> bool:
+    """Whether the last window is far below window `best`, and would hardly be so by chance."""
+    fall, gained = means[best] - means[-1], means[best] - means[0]
+    return fall > 0 and fall >= max(LOST * gained, LOST_LEVEL * abs(means[best])) and _rare(fall, scores, best)
 
 
 def _rare(fall: float, scores: tuple[float, ...], best: int) -> bool:
