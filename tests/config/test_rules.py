@@ -275,6 +275,12 @@ CASES = {
         f"http://h:1 is given, while {ROLLOUT}.name=native samples without servers. set {ROLLOUT}.name to vllm or",
         [f"{ROLLOUT}.name=sglang"],
     ),
+    "servers_are_named_once": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:1/']"],
+        f"{ROLLOUT}.server_urls",
+        "http://h:1 is named more than once. name each server once",
+        [f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:2']"],
+    ),
     "vllm_takes_adapters_of_this_rank": (
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=513"],
         "actor_rollout_ref.model.lora_rank",
@@ -605,6 +611,7 @@ NOT_VERLS = {
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     "models_are_placed",
     "servers_sample_where_their_addresses_are",
+    "servers_are_named_once",
     "routers_can_be_told",
 }
 """About keys, names or options that verl does not have or does not read."""

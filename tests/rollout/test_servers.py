@@ -376,11 +376,13 @@ def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str
         made(dialect=DIALECTS[other]).engine.generate(PROMPTS, SAMPLING, KEY)
 
 
-def test_failures_of_its_own_end_the_run(made: Callable[..., Bench]) -> None:
+def test_failures_of_its_own_end_the_run(made: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
     bench = made()
     bench.there.RequestHandlerClass.speaks.model.faults.add("fails")
     with pytest.raises(RuntimeError, match=r"failed 4 times.*HTTP 500: Internal Server Error"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    assert "Start it again" in caplog.text
+    assert "The server is started" not in caplog.text  # it is somebody else's
 
 
 @pytest.mark.parametrize("kind", ["sglang"])

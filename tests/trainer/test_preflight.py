@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.trainer.tiny_run import GAE, held_out, set_eos
+from tests.trainer.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.trainer.preflight import Preflight
@@ -132,6 +133,24 @@ def test_each_cause_is_named(name: str, unseen: list[str], inputs: Path, tmp_pat
     found.show(console)
     screen = " ".join(console.export_text().replace("│", " ").split())
     assert ("refused: " if refuses else "warning: ") + found.findings[0].message.split(":")[0] in screen
+
+
+def test_what_the_template_writes_between_turns_is_no_missed_end(tmp_path: Path):
+    folder = write_turn_inputs(tmp_path)
+    weights = load_file(folder / "model" / "model.safetensors")
+    direction = weights["lm_head.weight"][ID["<|im_end|>"]].sign()
+    weights["model.embed_tokens.weight"] += direction  # each turn ends at once
+    weights["lm_head.weight"][ID["<|im_end|>"]] = direction
+    save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "never.py").write_text(
+        "class Never:\n"
+        "    def reset(self, messages, row): pass\n"
+        "    def step(self, messages): return '1', float(len(messages)), False\n"
+    )
+    never = f"{ROLLOUT}.agent.default_agent_loop={folder / 'never.py'}:Never"
+    found = look([*turn_overrides(folder, tmp_path / "run"), never, f"{ROLLOUT}.multi_turn.tool_config_path=null"])
+    assert found.findings[0].cause == "all_truncated"
+    assert "conversations ended by itself: 16 were cut by max_assistant_turns" in found.findings[0].message
 
 
 def test_responses_that_ignore_their_end_are_cut_on_purpose(unseen: list[str], inputs: Path, tmp_path: Path):

@@ -249,6 +249,25 @@ def test_rows_that_name_an_interaction_need_an_agent_that_lets_it_act(inputs: Pa
     build_run(load_config(None, [*overrides, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"])).close()
 
 
+def test_tools_and_interactions_that_no_row_has_are_refused(inputs: Path, tmp_path: Path) -> None:
+    interactions = tmp_path / "interaction.yaml"
+    interactions.write_text(f"interaction: [{{name: digits, class_name: '{inputs / 'tools.py'}:Digits'}}]")
+    overrides = turn_overrides(inputs, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"interaction_config_path=.* has no effect, as no row"):
+        build_run(load_config(None, [*overrides, f"{SECTION}.interaction_config_path={interactions}"])).close()
+    of_its_own = f"{ROLLOUT}.agent.default_agent_loop={inputs / 'tools.py'}:Digits"
+    with pytest.raises(ValueError, match=r"tool_config_path=.* has no effect, as no row is of tool_agent"):
+        build_run(load_config(None, [*overrides, of_its_own])).close()
+
+
+def test_held_out_rows_may_have_one_turn(inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    asked = write_jsonl(tmp_path / "train.jsonl", [record | {"agent_name": "tool_agent"} for record in records])
+    plain = [o for o in turn_overrides(inputs, tmp_path / "run") if "default_agent_loop" not in o]
+    held_out = f"data.val_files={inputs / 'train.jsonl'}"
+    train([*plain, f"data.train_files={asked}", held_out, "trainer.test_freq=1", "trainer.total_training_steps=1"])
+
+
 def test_the_audit_of_a_reward_samples_conversations(inputs: Path, tmp_path: Path) -> None:
     """Replies that are tried have one turn, sampled ones as many as in training, with what tools answered."""
     config = load_config(None, turn_overrides(inputs, tmp_path / "run")).config

@@ -11,12 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.named_inputs import rows_of
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_rewards
-from tether.assembly.turns import check_agents
+from tether.assembly.turns import check_agents, check_turns_act
 from tether.config import RunConfig, device_count, placed, reads_weights, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
+from tether.rollout.turns import Agent
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.tools import ToolPool
@@ -58,9 +59,11 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     if data.val_files:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
         validation = validation.held_out_from(train)
+    agents = set[tuple[Agent, Agent]]()
     for prompts in filter(None, (train, validation)):
-        check_agents(config, prompts, tools)
+        agents |= check_agents(config, prompts, tools)
         check_rewards(config, prompts)
+    check_turns_act(config, agents)
     check_scoring(config, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         if is_gguf(path):  # its tokens and its embeddings are of one file

@@ -55,38 +55,63 @@ def scored_by_environments(config: RunConfig) -> bool:
     return config.custom_reward_function.path is None and not config.reward_model.enable
 
 
-def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> None:
+def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[Agent, Agent]]:
     """Refuse rows that name an agent that is not there.
 
+    Returns:
+        Who answers the rows, each with who would if all were of `tool_agent`.
+
     Raises:
-        ValueError: of such rows, up to ten; or turns are switched on, and no row has several.
+        ValueError: of such rows, up to ten.
     """
-    turns, interactions = config.actor_rollout_ref.rollout.multi_turn, interactions_of(config)
-    told, known = set[str](), set[str]()
-    has_turns, names_interaction = False, False
+    interactions, told = interactions_of(config), set[str]()
+    agents, known = set[tuple[Agent, Agent]](), set[str]()
 
     def check(row: Row) -> None:
-        nonlocal has_turns, names_interaction
         if problem := agent_problem(config, row, interactions):
             if problem in told:  # all rows of a source may have the same
                 return
             told.add(problem)
             raise ValueError(problem)
         agent = row_agent(config, row)
-        has_turns |= agent.has_tools or agent.environment is not None
-        names_interaction |= agent_of(TOOL_AGENT, row.extra_info).environment is not None
+        agents.add((agent, agent_of(TOOL_AGENT, row.extra_info)))
         own = None if agent.has_tools else agent.environment
         if tools is not None and own is not None and own not in known:
             known.add(own)  # one that fails is told once, and not started again for each row
             tools.check(own)
 
     prompts.check_rows(check)
-    if turns.enable and not has_turns:
-        default, advice = "actor_rollout_ref.rollout.agent.default_agent_loop", "or give the rows an `agent_name`"
-        if names_interaction:
-            advice = "by which the interaction that rows name in `extra_info.interaction_kwargs.name` acts"
-            default += f"={TOOL_AGENT}"
-        raise ValueError(f"{TURNS}.enable=True: no row has several turns. Set {default}, {advice}")
+    return agents
+
+
+def check_turns_act(config: RunConfig, agents: set[tuple[Agent, Agent]]) -> None:
+    """Refuse turns, tools and interactions that are asked for where no row of a run has any.
+
+    Args:
+        config: of the run.
+        agents: of all its rows; see `check_agents`.
+
+    Raises:
+        ValueError: what is asked for, and how rows get it.
+    """
+    turns, default = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.agent.default_agent_loop"
+    if not turns.enable:
+        return
+    of_tools = [agent.environment for agent, _ in agents if agent.has_tools]
+    if not of_tools and not any(agent.environment for agent, _ in agents):
+        advice = f"Set {default}, or give the rows an `agent_name`"
+        if any(would.environment for _, would in agents):
+            named = "the interaction that rows name in `extra_info.interaction_kwargs.name`"
+            advice = f"Set {default}={TOOL_AGENT}, by which {named} acts"
+        raise ValueError(f"{TURNS}.enable=True: no row has several turns. {advice}")
+    if turns.tool_config_path and not of_tools:
+        what, path, needed = "tool_config_path", turns.tool_config_path, f"is of {TOOL_AGENT} ({default})"
+    elif turns.interaction_config_path and not any(of_tools):
+        what, path = "interaction_config_path", turns.interaction_config_path
+        needed = f"is of {TOOL_AGENT} ({default}) and names one in `extra_info.interaction_kwargs.name`"
+    else:
+        return
+    raise ValueError(f"{TURNS}.{what}={path}: has no effect, as no row {needed}. Leave it out, or change the rows")
 
 
 def build_conversations(

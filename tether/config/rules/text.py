@@ -7,6 +7,7 @@ itself.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
 
@@ -134,6 +135,15 @@ def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
         return None
     what = f"{rollout.server_urls[0]} is given, while {ROLLOUT}.name={rollout.name} samples without servers"
     return Problem(f"{ROLLOUT}.server_urls", what, f"set {ROLLOUT}.name to {' or '.join(SERVERS)}, or leave it out")
+
+
+def servers_are_named_once(cfg: RunConfig) -> Problem | None:
+    """A server would get each update as often as it is named, in the middle of its rows."""
+    urls = [url.rstrip("/") for url in cfg.actor_rollout_ref.rollout.server_urls]
+    twice = [url for url, times in Counter(urls).items() if times > 1]
+    if not twice:
+        return None
+    return Problem(f"{ROLLOUT}.server_urls", f"{twice[0]} is named more than once", "name each server once")
 
 
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
@@ -335,6 +345,7 @@ RULES: tuple[Rule, ...] = (
     servers_tell_what_they_kept,
     servers_can_sleep,
     servers_sample_where_their_addresses_are,
+    servers_are_named_once,
     staleness_bounds_something,
     vllm_takes_adapters_of_this_rank,
     agents_are_known,

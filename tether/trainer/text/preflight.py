@@ -13,6 +13,7 @@ from tether.batch import Prompt, TokenIds
 from tether.data.chat import decode
 from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
 from tether.metrics.loggers import Sample
+from tether.rewards import Score
 from tether.rollout import NoiseKey
 from tether.runtime.terminal import shortened
 from tether.trainer.parts.collector import ScoredResponses
@@ -130,7 +131,8 @@ def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
             "generation_config.json.",
         )
     special = set(tokenizer.all_special_ids) - set(eos)
-    responses = [set(row[:n].tolist()) for row, n in zip(rollout.response_ids, rollout.response_length, strict=True)]
+    # What the policy wrote itself: between turns the template writes special tokens.
+    responses = [set(row[mask].tolist()) for row, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)]
     for token in sorted(special):
         if sum(token in response for response in responses) >= SPECIAL_TOKEN_SHARE * len(responses):
             return Finding(
@@ -138,6 +140,13 @@ def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
                 f"responses go on after {decode(tokenizer, [token])!r}, which is not among the end-of-sequence tokens "
                 f"{sorted(eos)}. Add {token} to eos_token_id in the model's generation_config.json.",
             )
+    by_turns = sum(o.extra.get("cut_by_turn_limit", 0) for o in experience.outcomes if isinstance(o, Score))
+    if by_turns:
+        return Finding(
+            "all_truncated",
+            f"none of {len(responses)} sampled conversations ended by itself: {by_turns:.0f} were cut by "
+            "actor_rollout_ref.rollout.multi_turn.max_assistant_turns or max_user_turns. Raise it, or end them sooner.",
+        )
     return Finding(
         "all_truncated",
         f"all {len(responses)} sampled responses were cut at data.max_response_length="
