@@ -212,6 +212,24 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 2
 
 
+@pytest.mark.parametrize(("name", "said"), [
+    ("gsm8k", r"^made.parquet: .* layout of verl already, .*nothing to pull.*data.train_files"),
+    ("full_hh_rlhf", r"^made.parquet: .* pairs already, .*nothing to pull.*tether rm train"),
+])  # fmt: skip
+def test_a_file_that_needs_no_pull(name: str, said: str, tmp_path: Path) -> None:
+    """Verl's preparation, or an earlier pull, made it."""
+    published = {"question": "1 + 1?", "answer": "#### 2"}
+    if name == "full_hh_rlhf":
+        published = {"prompt": "Hi", "chosen": "Yes", "rejected": "No", "response": "Yes"}
+    (tmp_path / "train.jsonl").write_bytes(lines(published))
+    pull(name, tmp_path / "rows", source=tmp_path / "train.jsonl")
+    made = tmp_path / "rows" / ("train.parquet" if name == "gsm8k" else "rm/train.parquet")
+    made = made.rename(tmp_path / "made.parquet")
+    with pytest.raises(ValueError, match=said):
+        pull(name, tmp_path / "again", source=made)
+    assert not (tmp_path / "again" / "pulled.json").exists()
+
+
 def test_problems_without_tests_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """APPS and TACO have some."""
     file = tmp_path / "train.jsonl"
