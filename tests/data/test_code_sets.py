@@ -16,7 +16,7 @@ from tests.data.hub_server import serving
 from tests.data.test_published import Record, parquet
 from tether.commands.data import pull
 from tether.data.sources import load_rows
-from tether.rewards import check_ground_truth
+from tether.rewards import check_truth
 from tether.rewards.sandbox import ProgramOptions
 from tether.rewards.sandbox.bubblewrap import why_not
 from tether.rewards.sandbox.reward import ProgramReward
@@ -149,7 +149,7 @@ def test_a_set_of_a_hub_becomes_rows_that_a_right_answer_solves(
     for row in rows:
         assert row.data_source == repository
         assert "```python" in row.messages[-1]["content"]
-        check_ground_truth(row.data_source, row.ground_truth)
+        check_truth(row.data_source, row.ground_truth, row.extra_info)
         solution = row.extra_info.get("solution") or (
             "```python\nclass Solution:\n    def add(self, x, y):\n        return x + y\n\n"
             "if __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"

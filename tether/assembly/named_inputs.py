@@ -29,7 +29,7 @@ from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_ground_truth, check_source
+from tether.rewards import check_source, check_truth
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
@@ -199,7 +199,7 @@ def _rows(config: RunConfig, first: int | None, name: str) -> None:
                 defined.add(agent)
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
-                check_ground_truth(row.data_source, row.ground_truth)
+                check_truth(row.data_source, row.ground_truth, row.extra_info)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from None
 
