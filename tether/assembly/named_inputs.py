@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from tether.assembly.judging import judge_of
 from tether.config import (
     FunctionPart,
     JudgePart,
@@ -32,6 +33,7 @@ from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.runtime.cache import cache_dir
+from tether.runtime.http import check_address
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
@@ -68,7 +70,10 @@ def missing_inputs(
             look(value)
         except ValueError as error:
             # The same path under several keys is one problem, of the first of them.
-            problems.setdefault(value, Problem(key, str(error).removeprefix(f"{key}="), ""))
+            where, _, what = str(error).partition(": ")
+            if not re.fullmatch(rf"{re.escape(key)}(\.\w+)?", where):
+                where, what = key, str(error).removeprefix(f"{key}=")
+            problems.setdefault(value, Problem(where, what, ""))
     return list(problems.values())
 
 
@@ -108,6 +113,9 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     yield from ((key, str(folder), _path) for key, folder in stored_weights(config).values())
     if config.reward_model.enable and config.reward_model.model.path:
         yield "reward_model.model.path", config.reward_model.model.path, _model
+    if config.reward_model.enable and config.reward_model.server.url:
+        key = "reward_model.server.url"
+        yield key, config.reward_model.server.url, partial(check_address, key=key)
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
@@ -150,8 +158,13 @@ def _of_parts(config: RunConfig) -> Named:
             named, key = f"{part.path}:{part.name}", f"reward_model.parts.{name}"
             yield f"{key}.path", named, _definition
             yield f"{key}.name", named, partial(_reward, reward_kwargs=part.reward_kwargs, key=key)
-        elif isinstance(part, JudgePart) and part.path is not None:
-            yield f"reward_model.parts.{name}.path", part.path, _model
+        elif isinstance(part, JudgePart):
+            key = f"reward_model.parts.{name}"
+            yield key, key, partial(judge_of, part=part)
+            if part.path is not None:
+                yield f"{key}.path", part.path, _model
+            if part.base_url is not None:
+                yield f"{key}.base_url", part.base_url, partial(check_address, key=f"{key}.base_url")
 
 
 def _of_control(config: RunConfig) -> Named:
