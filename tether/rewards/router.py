@@ -92,12 +92,16 @@ def has_tests(data_source: str) -> bool:
 def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo) -> None:
     """Refuse a row that its rule, if there is one, can give no score.
 
+    An empty answer, as two rows of MATH have it, is an error of its row when it is scored.
+
     Raises:
         ValueError: what is wrong with its answer or its tests.
     """
     path = import_path(data_source)
     if path == _PROGRAM:
         parse_tests(ground_truth)
+    elif ground_truth in (None, ""):
+        return
     elif path == _SEARCH:
         answers_of(ground_truth)
     elif path == _REASONING_GYM:
