@@ -15,6 +15,7 @@ from tether.commands.cli import app
 from tether.config import ConfigError, explain, load_config
 from tether.config.keys import keys
 from tether.config.loading.interpolation import nest
+from tether.config.loading.yaml_file import read_yaml
 from tether.config.rules.advantages import WITHOUT_PEERS
 from tether.config.support.verl_keys import renamed, unread_keys
 
@@ -51,6 +52,14 @@ def test_what_a_run_of_verl_prints_at_its_start_loads(prefix, tmp_path):
     file = tmp_path / "printed.txt"
     file.write_text("".join(f"{prefix}{line}\n" for line in text.splitlines()))
     assert load(path=file).config == load(path=printed(tmp_path)).config
+
+
+def test_numbers_that_are_not_finite_are_none_of_words(tmp_path):
+    """With one of them, None was read as a word."""
+    tree = {"a": float("inf"), "b": [float("-inf"), 1], "c": None, "d": "inf"}
+    file = tmp_path / "printed.txt"
+    file.write_text(pformat(tree))
+    assert read_yaml(file) == tree
 
 
 @pytest.mark.parametrize("text", ["{'a': None, 'b': run()", "{'a': None", "{'a': None}, 1]"])

@@ -118,6 +118,7 @@ cmd $A""",
     "functions in groups": "{ h() {\n:\n}\n}\n{ function k { cmd k; }; }\nk\ncmd a",
     "what looks like an assignment": "A=1\n'A'=2 2> /dev/null\nB='A=3'\n$B 2> /dev/null\ncmd $A 'B'=4",
     "lists in quotes in a default": 'A="${L:-[\\"a\\",\\"b\\"]}"\ncmd "$A" ${L:-[\\"a\\"]}',
+    "comments within a command": "cmd a \\\n  `# why` b \\\n `#c`\ncmd x`# y`z",
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
 
@@ -488,6 +489,44 @@ def test_what_is_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
     text = "A=" + "${B:-" * 3000 + "}" * 3000
     with pytest.raises(ConfigError, match=r"run\.sh: it nests expansions or functions too deeply"):
         translate(written(tmp_path, f"{text}\n{M}data.seed=$A"), [])
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("A=aa\n" + "A=$A$A$A\n" * 20, r"run\.sh: line 14: \$A is more than 1,000,000 characters"),
+    ("A=(a a)\n" + 'A=("${A[@]}" ${A[@]})\n' * 30, r"line 20: \$\{A\[@\]\} is more than 1,000,000 characters"),
+    ("f0() { :; }\n" + "".join(f"f{n}() {{ {f'f{n - 1}; ' * 9}}}\n" for n in range(1, 7)) + "f6\n",
+     r"line 2: functions are called more than 1,000 times"),
+])  # fmt: skip
+def test_what_has_no_end_is_one_error(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        translate(written(tmp_path, f"{text}{M}data.seed=1"), [])
+
+
+@pytest.mark.parametrize(("word", "advice"), [
+    ('data.custom={"a","b"}', """write 'data.custom={"a","b"}'"""),
+    ("data.custom={a:$N,b:2}", 'write "data.custom={a:$N,b:2}"'),  # not '...', in which $N stays as it is
+    ("data.custom={a:'x y',b:2}", """write "data.custom={a:'x y',b:2}\""""),
+    ("""data.custom={a:"$N",b:'c'}""", "write all of it in quotes"),
+])  # fmt: skip
+def test_advice_on_quotes_is_what_bash_reads_as_it_is_meant(tmp_path: Path, word: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate(written(tmp_path, f"N=3\n{M}{word}"), [])
+    assert str(caught.value).endswith(advice)
+
+
+def test_arguments_before_an_unknown_one_are_known(tmp_path: Path) -> None:
+    body = f'local seed=$1; shift\n{M} data.seed=$seed "$@"'
+    script = written(tmp_path, f"run() {{ {body}\n}}\nrun 5 trainer.seed=$(date)")
+    with pytest.raises(ConfigError, match=r"^trainer\.seed: is \$\(date\)[^\n]*$"):
+        translate(script, [])
+    assert yaml.safe_load(translate(script, ["trainer.seed=4"])[0]) == {"data": {"seed": 5}, "trainer": {"seed": 4}}
+
+
+def test_a_file_that_is_not_written_is_said(tmp_path: Path) -> None:
+    script, out = written(tmp_path, M + "data.seed=$(date)"), tmp_path / "run.yaml"
+    with pytest.raises(ConfigError, match=rf"(?s)data\.seed: is \$\(date\).*\n--out {out}: is not written"):
+        CliRunner().invoke(app, ["config", "import-verl", str(script), "-o", str(out)], catch_exceptions=False)
+    assert not out.exists()
 
 
 def test_a_long_sum_is_named_in_short(tmp_path: Path) -> None:

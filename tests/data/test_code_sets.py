@@ -16,7 +16,7 @@ from tests.data.hub_server import serving
 from tests.data.test_published import Record, parquet
 from tether.commands.data import pull
 from tether.data.sources import load_rows
-from tether.rewards import check_ground_truth
+from tether.rewards import check_truth
 from tether.rewards.sandbox import ProgramOptions
 from tether.rewards.sandbox.bubblewrap import why_not
 from tether.rewards.sandbox.reward import ProgramReward
@@ -149,7 +149,7 @@ def test_a_set_of_a_hub_becomes_rows_that_a_right_answer_solves(
     for row in rows:
         assert row.data_source == repository
         assert "```python" in row.messages[-1]["content"]
-        check_ground_truth(row.data_source, row.ground_truth)
+        check_truth(row.data_source, row.ground_truth, row.extra_info)
         solution = row.extra_info.get("solution") or (
             "```python\nclass Solution:\n    def add(self, x, y):\n        return x + y\n\n"
             "if __name__ == '__main__':\n    print(sum(map(int, input().split())))\n```"
@@ -210,6 +210,24 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     (tmp_path / ".git" / "test.jsonl").write_bytes(b"not read")
     pull("livecodebench", tmp_path / "rows", source=tmp_path)
     assert len(load_rows(str(tmp_path / "rows" / "test.parquet"))) == 2
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("gsm8k", r"^made.parquet: .* layout of verl already, .*nothing to pull.*data.train_files"),
+    ("full_hh_rlhf", r"^made.parquet: .* pairs already, .*nothing to pull.*tether rm train"),
+])  # fmt: skip
+def test_a_file_that_needs_no_pull(name: str, said: str, tmp_path: Path) -> None:
+    """Verl's preparation, or an earlier pull, made it."""
+    published = {"question": "1 + 1?", "answer": "#### 2"}
+    if name == "full_hh_rlhf":
+        published = {"prompt": "Hi", "chosen": "Yes", "rejected": "No", "response": "Yes"}
+    (tmp_path / "train.jsonl").write_bytes(lines(published))
+    pull(name, tmp_path / "rows", source=tmp_path / "train.jsonl")
+    made = tmp_path / "rows" / ("train.parquet" if name == "gsm8k" else "rm/train.parquet")
+    made = made.rename(tmp_path / "made.parquet")
+    with pytest.raises(ValueError, match=said):
+        pull(name, tmp_path / "again", source=made)
+    assert not (tmp_path / "again" / "pulled.json").exists()
 
 
 def test_problems_without_tests_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -223,7 +224,9 @@ def test_replies_are_cut_to_what_the_policy_can_write() -> None:
 
 
 def test_the_replies_that_deserve_nothing_are_never_the_answer() -> None:
-    for kind, replies in (wrong_replies(PROMPTS) | wrong_answers(PROMPTS, "{}")).items():
+    for kind, replies in (
+        wrong_replies(PROMPTS) | wrong_answers(PROMPTS, {q.data_source: "{}" for q in PROMPTS})
+    ).items():
         assert len(replies) == len(PROMPTS)
         assert not any(reply == answer for reply, answer in zip(replies, ANSWERS, strict=True)), kind
 
@@ -239,3 +242,26 @@ def test_wrong_replies_that_all_abstain_are_no_fault() -> None:
     audited = tried(lambda r: exact(r) or Abstention())
     assert not any(probe.scores for probe in audited.wrong)
     assert verdicts(audited) == []
+
+
+@pytest.mark.parametrize("sources", [("openai/gsm8k", "lighteval/MATH"), ("lighteval/MATH", "programs")])
+def test_rows_of_several_sources_have_formats_of_their_own(sources: tuple[str, str]) -> None:
+    """GSM8K beside MATH, and MATH beside programs: with one format for all, half of the truths were told as refused."""
+
+    def solution(source: str, answer: str) -> dict[str, str]:
+        return {"answer": f"run {answer}"} if source == "programs" else {}
+
+    prompts = [
+        Prompt([1], source, answer, ({"role": "user", "content": "Q"},), solution(source, answer), i)
+        for i, (source, answer) in enumerate(zip(sources * 4, ANSWERS, strict=True))
+    ]
+    rules: dict[str, Callable[[RewardRequest], float]] = {
+        "programs": lambda request: float(request.solution_str == f"run {request.ground_truth}"),
+        "lighteval/MATH": boxed,
+        "openai/gsm8k": lambda request: float(request.solution_str == f"#### {request.ground_truth}"),
+    }
+    audited = tried(lambda request: rules[request.data_source](request), prompts)
+    assert audited.truth is not None
+    assert audited.truth.mean == 1
+    assert len(audited.truth.requests) == len(prompts)
+    assert not verdicts(audited)

@@ -2,7 +2,7 @@ import pytest
 
 from tests.rewards.sandbox.machine import needs_prlimit
 from tether.rewards import router
-from tether.rewards.router import REWARDS, check_sources, find_reward
+from tether.rewards.router import REWARDS, check_sources, check_truth, find_reward
 from tether.rewards.rules import gsm8k, math, reasoning_gym, search
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
@@ -49,6 +49,37 @@ def test_unknown_sources_are_refused_all_at_once():
     assert "custom_reward_function.path" in message
     with pytest.raises(ValueError, match="'my/task'"):
         find_reward("my/task", PROGRAMS)
+
+
+ANSWERS = {"numina_cn_k12": r"\boxed{72}", "math_dapo": "Answer: 72", "openai/gsm8k": "#### 72"}
+
+
+@pytest.mark.parametrize("source", ANSWERS)
+@pytest.mark.parametrize("truth", ["72", 72, 72.0, ["72"]])
+def test_a_truth_in_any_form_is_taken(source, truth):
+    check_truth(source, truth, {})
+    scored = find_reward(source, PROGRAMS)(source, ANSWERS[source], truth, {})
+    assert (scored["score"] if isinstance(scored, dict) else scored) == 1.0
+
+
+@pytest.mark.parametrize(("source", "truth", "said"), [
+    ("openai/gsm8k", {"target": "72"}, r"is \{'target': '72'\}; this reward needs an answer"),
+    ("math_dapo", ["72", "73"], r"is \['72', '73'\]; this reward needs an answer"),
+    ("searchR1_nq", {"answers": ["x"]}, "is None; this reward needs an answer"),
+    ("reasoning_gym/chain_sum", "72", r"a `reasoning_gym:TASK` in data.train_files"),
+    ("codecontests", "72", "tests"),
+])  # fmt: skip
+def test_a_truth_that_gives_no_score_is_refused_before_the_run(source, truth, said):
+    """Each of these was scored 0, whatever the response was, or ended the run at its first step."""
+    with pytest.raises(ValueError, match=said):
+        check_truth(source, truth, {})
+
+
+def test_rows_of_published_sets_with_an_empty_answer_are_left_to_the_scoring():
+    """MATH has two; they are errors of their rows."""
+    check_truth("DigitalLearningGmbH/MATH-lighteval", "", {})
+    with pytest.raises(ValueError, match="is ''; this reward needs an answer"):
+        find_reward("DigitalLearningGmbH/MATH-lighteval", PROGRAMS)("", "", "", {})
 
 
 def test_a_missing_optional_package_is_named(monkeypatch):

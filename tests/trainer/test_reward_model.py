@@ -216,6 +216,15 @@ def test_what_its_files_say_is_found_without_loading_it(name: str, says: str, in
     assert bool(missing_inputs(as_ids.config)) == (name == "two outputs")
 
 
+def test_an_address_that_is_none_is_named_before_a_run(inputs: Path, tmp_path: Path) -> None:
+    more = [
+        f"reward_model.model.path={save_tiny_reward_model(tmp_path / 'rm')}",
+        "reward_model.server.url=localhost:8000",
+    ]
+    (problem,) = missing_inputs(load_config(None, overrides(inputs, tmp_path, *more)).config)
+    assert str(problem).startswith("reward_model.server.url: localhost:8000 is no address")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["reward_model.model.fsdp_config.param_offload=True"]], ids=["", "offloaded"])
 def test_two_devices_share_it(inputs: Path, tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,3 +212,17 @@ def test_missing_files_of_parts_are_named(inputs: Path, tmp_path: Path) -> None:
     parts["f"]["path"] = str(inputs / "style.py")  # which defines no compute_score
     problems = missing_inputs(loaded(inputs, tmp_path / "run", parts, "custom_reward_function.path=null"))
     assert "no compute_score" in str(problems[0])
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"prompt": "How good?"}, "reward_model.parts.j.prompt: it does not show the response"),
+    ({"prompt": "gone.txt"}, "reward_model.parts.j.prompt: gone.txt cannot be read"),
+    ({"parser": "(a"}, "reward_model.parts.j.parser: (a is no regular expression"),
+    ({"base_url": "localhost:8000/v1"}, "reward_model.parts.j.base_url: localhost:8000/v1 is no address"),
+])  # fmt: skip
+def test_a_check_finds_judges_that_cannot_be_asked(
+    inputs: Path, tmp_path: Path, server: ModelServer, options, says
+) -> None:
+    parts = {"r": {"kind": "rules"}, "j": judge(server, **options)}
+    (problem,) = missing_inputs(loaded(inputs, tmp_path / "run", parts, "custom_reward_function.path=null"))
+    assert str(problem).startswith(says)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tether.assembly.judging import judge_of
 from tether.assembly.loading import load_engine
 from tether.config import JudgePart, RunConfig
 from tether.data.chat import decode, write_conversation
@@ -15,16 +15,13 @@ from tether.data.control_tokens import ControlTokens
 from tether.models.language.load import load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import RewardError
-from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge, end_of
+from tether.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
 from tether.rewards.service import Endpoint, ModelRewards, RemoteRewards
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
 from tether.runtime.cache import cache_dir
 from tether.runtime.http import check_listening, secret_from
 from tether.runtime.machine import resolve_device
-
-TEMPLATES = (".txt", ".md")
-"""Endings of a prompt that is the name of a file."""
 
 
 def check_judge(key: str, part: JudgePart) -> None:
@@ -33,7 +30,7 @@ def check_judge(key: str, part: JudgePart) -> None:
     Raises:
         ValueError: its template, parser, endpoint, key or model; begins with `key`.
     """
-    _judge(key, part).check(key)
+    judge_of(key, part)
     if part.base_url is not None:
         secret_from(part.api_key_env, f"{key}.api_key_env")
         check_listening(part.base_url, f"{key}.base_url")
@@ -49,7 +46,7 @@ def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards |
     Raises:
         ValueError: see `check_judge`; or the model cannot be loaded.
     """
-    judge = _judge(key, part)
+    judge = judge_of(key, part)
     if part.path is not None:
         path = resolve_model_path(part.path, cache_dir())
         engine = load_engine(path, resolve_device(config.trainer.device), part.dtype)
@@ -64,21 +61,6 @@ def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards |
     options = {"model": part.model, "temperature": part.temperature, "max_tokens": part.max_tokens, **part.extra_body}
     sent = {name: value for name, value in options.items() if value is not None}
     return RemoteRewards(RemoteJudge(judge, endpoint, sent), part.max_concurrent)
-
-
-def _judge(key: str, part: JudgePart) -> Judge:
-    return Judge(_text(key, part.prompt), part.system, part.parser or NUMBER, part.scores, part.range)
-
-
-def _text(key: str, prompt: str) -> str:
-    """A prompt, or the content of the file that it names."""
-    if not prompt.endswith(TEMPLATES) or "\n" in prompt:
-        return prompt
-    try:
-        return Path(prompt).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ValueError(f"{key}.prompt: {prompt} cannot be read ({why})") from error
 
 
 def model_judge(judge: Judge, answers: EngineAnswers) -> BatchJudge:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from tether.assembly.judging import judge_of
 from tether.config import (
     FunctionPart,
     JudgePart,
@@ -30,10 +31,11 @@ from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT
 from tether.models.language.model_path import resolve_model_path
-from tether.rewards import check_ground_truth, check_source, has_tests
+from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.rewards.sandbox import ProgramOptions, Server
 from tether.runtime.cache import cache_dir
+from tether.runtime.http import check_address
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
@@ -70,7 +72,10 @@ def missing_inputs(
             look(value)
         except ValueError as error:
             # The same path under several keys is one problem, of the first of them.
-            problems.setdefault(value, Problem(key, str(error).removeprefix(f"{key}="), ""))
+            where, _, what = str(error).partition(": ")
+            if not re.fullmatch(rf"{re.escape(key)}(\.\w+)?", where):
+                where, what = key, str(error).removeprefix(f"{key}=")
+            problems.setdefault(value, Problem(where, what, ""))
     return list(problems.values())
 
 
@@ -116,6 +121,9 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.reward_model.enable and config.reward_model.model.path:
         writes = config.reward_model.model.input_tokenizer is not None
         yield "reward_model.model.path", config.reward_model.model.path, partial(_reward_model, writes=writes)
+    if config.reward_model.enable and config.reward_model.server.url:
+        key = "reward_model.server.url"
+        yield key, config.reward_model.server.url, partial(check_address, key=key)
     sources = set[str]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
@@ -161,8 +169,13 @@ def _of_parts(config: RunConfig) -> Named:
             named, key = f"{part.path}:{part.name}", f"reward_model.parts.{name}"
             yield f"{key}.path", named, _definition
             yield f"{key}.name", named, partial(_reward, reward_kwargs=part.reward_kwargs, key=key)
-        elif isinstance(part, JudgePart) and part.path is not None:
-            yield f"reward_model.parts.{name}.path", part.path, _model
+        elif isinstance(part, JudgePart):
+            key = f"reward_model.parts.{name}"
+            yield key, key, partial(judge_of, part=part)
+            if part.path is not None:
+                yield f"{key}.path", part.path, _model
+            if part.base_url is not None:
+                yield f"{key}.base_url", part.base_url, partial(check_address, key=f"{key}.base_url")
 
 
 def _of_control(config: RunConfig) -> Named:
@@ -215,7 +228,7 @@ def _rows(config: RunConfig, first: int | None, sources: set[str], name: str) ->
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
                 sources.add(row.data_source)
-                check_ground_truth(row.data_source, row.ground_truth)
+                check_truth(row.data_source, row.ground_truth, row.extra_info)
         except ValueError as error:
             problems.append(f"{row.place}: {error}")
     if problems:

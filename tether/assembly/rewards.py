@@ -12,7 +12,7 @@ from tether.assembly.turns import row_agent
 from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, read_parts
 from tether.data.prompts import PromptDataset
 from tether.data.rows import Row
-from tether.rewards import check_ground_truth, check_sources
+from tether.rewards import check_sources, check_truth
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, Part, RewardPool, Rewards
@@ -48,7 +48,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
             sources.add(row.data_source)
-            check_ground_truth(row.data_source, row.ground_truth)
+            check_truth(row.data_source, row.ground_truth, row.extra_info)
 
     prompts.check_rows(look_at_truth)
     check_sources(sources, program_options(config))

@@ -363,7 +363,7 @@ def import_rlinf(
     from tether.commands.translation import write_translation
     from tether.config.importers.rlinf.command import translate
 
-    write_translation(*translate(arguments or []), out, Path((arguments or [""])[0]))
+    write_translation(lambda: translate(arguments or []), out, Path((arguments or [""])[0]))
 
 
 @config_app.command(name="import-verl")
@@ -383,7 +383,7 @@ def import_verl(
     from tether.commands.translation import write_translation
     from tether.config.importers.verl.command import translate
 
-    write_translation(*translate(script, arguments or []), out, script)
+    write_translation(lambda: translate(script, arguments or []), out, script)
 
 
 @config_app.command()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
+from tether.config import ConfigError, Problem
 
-def write_translation(yaml: str, listing: str, out: Path | None, source: Path) -> None:
-    """Write the YAML to a file, or print it; the listing goes to stderr.
+
+def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None, source: Path) -> None:
+    """Write a YAML to a file, or print it; the listing beside it goes to stderr.
 
     Raises:
+        ConfigError: there is no translation; one of its problems then says that `out` is not written.
         ValueError: the file cannot be written, is the source of the translation, or holds something else already.
     """
     if out is not None and out.exists() and out.samefile(source):
         raise ValueError(f"--out {out}: is the file that is translated. give another one")
+    try:
+        yaml, listing = translate()
+    except ConfigError as error:
+        unwritten = [Problem(f"--out {out}", "is not written", "first mend what is above")] if out else []
+        raise ConfigError([*error.problems, *unwritten]) from None
     if out is None:
         typer.echo(yaml)
     else:

@@ -6,7 +6,7 @@ asked for a score, `service` has what calls them all, `audit` tries a reward on 
 """
 
 from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
-from tether.rewards.router import check_ground_truth, check_source, check_sources, has_tests
+from tether.rewards.router import check_source, check_sources, check_truth, has_tests
 from tether.rewards.summary import RewardReport, check_error_rate, summarize
 
 __all__ = [
@@ -19,9 +19,9 @@ __all__ = [
     "Score",
     "audit",
     "check_error_rate",
-    "check_ground_truth",
     "check_source",
     "check_sources",
+    "check_truth",
     "custom",
     "has_tests",
     "is_float32",

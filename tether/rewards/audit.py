@@ -8,7 +8,7 @@ or tests without a solution), sampled replies are what the wrong ones are compar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # this room imports no torch
 
 TRUTH = "ground truth"
 FORMATS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>", "Answer: {}", "The answer is {}.")
-"""Ways in which rewards expect an answer; the one that scores best is taken."""
+"""Ways in which rewards expect an answer; for each `data_source` the one that scores best is taken."""
 FAULT, LOOK = 0.5, 0.2
 """Shares of the way from the worst kind's mean to the ground truth's, above which a wrong kind of reply pays."""
 SLOW = 1.0
@@ -127,19 +127,48 @@ def audit(
         answered[form] = tried(TRUTH, known, [form.format(_text(q.ground_truth)) for q in known])
         if answered[form].always_fails:  # so would the others, each after its time limit
             return Audit(answered[form], [], sampled, group_size)
-    form = max(FORMATS, key=lambda form: _order(answered[form])) if known else FORMATS[0]
-    truths = [answered[form]] if known else []
-    if any(_solution(q) for q in prompts):
-        answered_at_all = [q for q in prompts if _has_answer(q) or _solution(q)]
-        truths.append(tried(TRUTH, answered_at_all, [_solution(q) or "" for q in answered_at_all]))
+    parts = [(form, _by_source(probe)) for form, probe in answered.items()]
+    truths, forms = dict[str, ProbeScores](), dict[str, str]()
+    for source in {q.data_source: None for q in known}:
+        truths[source], forms[source] = max(
+            ((probes[source], form) for form, probes in parts), key=lambda t: _order(t[0])
+        )
+    with_solutions = {q.data_source for q in prompts if _solution(q)}
+    solved = [q for q in prompts if q.data_source in with_solutions and (_has_answer(q) or _solution(q))]
+    solutions = _by_source(tried(TRUTH, solved, [_solution(q) or "" for q in solved])) if solved else {}
+    for source, probe in solutions.items():
+        # Of equal ones the solutions: the tests of a program are no answer.
+        truths[source] = max((probe, truths.get(source, probe)), key=_order)
     wrong: list[ProbeScores] = []
-    for asked, replies in ((prompts, wrong_replies(prompts)), (known, wrong_answers(known, form))):
+    for asked, replies in ((prompts, wrong_replies(prompts)), (known, wrong_answers(known, forms))):
         for kind, texts in replies.items():
             wrong.append(tried(kind, asked, texts))
             if not truths and wrong[-1].always_fails:
                 return Audit(None, wrong, sampled, group_size)
-    # Of equal ones the solutions: the tests of a program are no answer.
-    return Audit(max(reversed(truths), key=_order, default=None), wrong, sampled, group_size)
+    return Audit(_together(truths.values()) if truths else None, wrong, sampled, group_size)
+
+
+def _by_source(probe: ProbeScores) -> dict[str, ProbeScores]:
+    """Its replies by their `data_source`: each may expect an answer in a format of its own."""
+    places: dict[str, list[int]] = {}
+    for place, request in enumerate(probe.requests):
+        places.setdefault(request.data_source, []).append(place)
+    return {
+        source: ProbeScores(
+            probe.kind,
+            [probe.requests[place] for place in found],
+            [probe.outcomes[place] for place in found],
+            probe.seconds,
+        )
+        for source, found in places.items()
+    }
+
+
+def _together(probes: Iterable[ProbeScores]) -> ProbeScores:
+    probes = list(probes)
+    requests = [request for probe in probes for request in probe.requests]
+    outcomes = [outcome for probe in probes for outcome in probe.outcomes]
+    return ProbeScores(probes[0].kind, requests, outcomes, [second for probe in probes for second in probe.seconds])
 
 
 def wrong_replies(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
@@ -153,18 +182,23 @@ def wrong_replies(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
     }
 
 
-def wrong_answers(prompts: Sequence[Prompt], answer_format: str) -> dict[str, list[str]]:
-    """Kind -> an answer that is not the ground truth, to each of the questions that have one."""
-    answers = [_text(prompt.ground_truth) for prompt in prompts]
+def wrong_answers(prompts: Sequence[Prompt], forms: Mapping[str, str]) -> dict[str, list[str]]:
+    """Kind -> an answer that is not the ground truth, to each of the questions that have one.
+
+    Args:
+        prompts: the questions.
+        forms: `data_source` -> one of `FORMATS`.
+    """
+    answers = [(forms[prompt.data_source], _text(prompt.ground_truth)) for prompt in prompts]
     if not answers:
         return {}
-    distinct = list(dict.fromkeys(answers))
-    replies = {"answer cut short": [answer_format.format(answer[: len(answer) // 2]) for answer in answers]}
+    distinct = list(dict.fromkeys(answer for _, answer in answers))
+    replies = {"answer cut short": [form.format(answer[: len(answer) // 2]) for form, answer in answers]}
     if len(distinct) > 1:
         following = dict(zip(distinct, [*distinct[1:], distinct[0]], strict=True))
-        replies["another row's answer"] = [answer_format.format(following[answer]) for answer in answers]
-        lists = [[answer, *(a for a in distinct if a != answer)][:_LISTED] for answer in answers]
-        replies["a list of answers"] = ["\n".join(answer_format.format(a) for a in sorted(found)) for found in lists]
+        replies["another row's answer"] = [form.format(following[answer]) for form, answer in answers]
+        lists = [(form, [answer, *(a for a in distinct if a != answer)][:_LISTED]) for form, answer in answers]
+        replies["a list of answers"] = ["\n".join(form.format(a) for a in sorted(found)) for form, found in lists]
     return replies
 
 

@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from tether.rewards.rules.extract import required
+from tether.rewards.rules.search import answers_of
 from tether.rewards.sandbox.cases import parse_tests
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.spelling import ask, closest
+from tether.types import ExtraInfo
 
 RewardFunction: TypeAlias = Callable[..., Any]
 """``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for the result."""
 
 _MATH = "tether.rewards.rules.math:boxed"
 _DAPO = "tether.rewards.rules.math:dapo"
+_SEARCH = "tether.rewards.rules.search:exact_match"
+_REASONING_GYM = "tether.rewards.rules.reasoning_gym:score"
 _PROGRAM = "tether.rewards.sandbox.reward:ProgramReward"
 
 _NUMINA = tuple(
@@ -38,9 +43,9 @@ REWARDS: dict[str, str] = {
 }
 REWARDS_BY_PREFIX: dict[str, str] = {
     "aime": _DAPO,
-    "searchR1_": "tether.rewards.rules.search:exact_match",
+    "searchR1_": _SEARCH,
     "livecodebench/": _PROGRAM,
-    "reasoning_gym/": "tether.rewards.rules.reasoning_gym:score",
+    "reasoning_gym/": _REASONING_GYM,
 }
 
 
@@ -84,14 +89,29 @@ def has_tests(data_source: str) -> bool:
     return import_path(data_source) == _PROGRAM
 
 
-def check_ground_truth(data_source: str, ground_truth: object) -> None:
-    """Refuse a row whose tests cannot be read; other rules say so when they score.
+def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo) -> None:
+    """Refuse a row that its rule, if there is one, can give no score.
+
+    An empty answer, as two rows of MATH have it, is an error of its row when it is scored.
 
     Raises:
-        ValueError: what is wrong with the tests.
+        ValueError: what is wrong with its answer or its tests.
     """
-    if has_tests(data_source):
+    path = import_path(data_source)
+    if path == _PROGRAM:
         parse_tests(ground_truth)
+    elif ground_truth in (None, ""):
+        return
+    elif path == _SEARCH:
+        answers_of(ground_truth)
+    elif path == _REASONING_GYM:
+        if not isinstance(extra_info.get("reasoning_gym"), dict):
+            raise ValueError(
+                f"{data_source} is scored by what a `reasoning_gym:TASK` in data.train_files puts into "
+                "extra_info.reasoning_gym, which the row does not have; name the task so, or give another data_source"
+            )
+    elif path is not None:
+        required(ground_truth)
 
 
 @lru_cache

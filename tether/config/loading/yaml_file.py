@@ -58,10 +58,18 @@ def _printed(text: str) -> dict[Any, Any] | None:
     if not text.startswith("{"):
         return None
     try:
-        tree = ast.literal_eval(text)
+        tree = ast.literal_eval(_Numbers().visit(ast.parse(text, mode="eval")))
     except (ValueError, SyntaxError, TypeError, MemoryError):
         return None
     return tree if isinstance(tree, dict) else None
+
+
+class _Numbers(ast.NodeTransformer):
+    """Turns the names by which Python writes numbers that are not finite into them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """See `ast.NodeVisitor`."""
+        return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
 
 
 def _check_size(root: yaml.Node | None) -> None:

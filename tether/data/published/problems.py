@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from tether.data.published.row import Convert, Unusable, rule_row, text_in
-from tether.rewards import check_ground_truth
+from tether.rewards import check_truth
 from tether.types import JsonObject
 
 READS = "Write a Python program that reads from standard input and prints to standard output."
@@ -83,7 +83,7 @@ def _decoded(value: object) -> object:
 
 def _row(asked: str, source: str, tests: JsonObject, split: str, number: int, **extra: str) -> JsonObject:
     try:
-        check_ground_truth(source, tests)
+        check_truth(source, tests, {})
     except ValueError as error:
         raise Unusable(str(error)) from error
     return rule_row(asked, source, json.dumps(tests), split, number, "code", **extra)

@@ -183,6 +183,7 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> tuple[int, 
                     left_out.append(f"{name} row {number}: {error}")
                     continue
                 except ValueError as error:
+                    _refuse_what_needs_no_pull(name, record)
                     wrong = [str(error)]
                 problems.extend(f"{name} row {number}: {problem}" for problem in wrong)
                 if not wrong:
@@ -201,6 +202,17 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> tuple[int, 
     if not count:
         raise ValueError(f"{', '.join(name for name, _ in sources)}: no rows{_said_of(left_out)}")
     return count, left_out
+
+
+def _refuse_what_needs_no_pull(name: str, record: JsonObject) -> None:
+    """Raise ValueError where a row is what would be made of one: the file is of verl's preparation, or was pulled."""
+    if not any(record_problems(record)):
+        layout, reader = "rows in the layout of verl", "a run reads it as data.train_files or data.val_files"
+    elif not any(pair_problems(record)):
+        layout, reader = "pairs", "`tether rm train` reads it"
+    else:
+        return
+    raise ValueError(f"{name}: holds {layout} already, so there is nothing to pull: {reader} as it is")
 
 
 def _table(rows: list[tuple[str, JsonObject]], schema: pa.Schema | None) -> pa.Table:

@@ -43,12 +43,17 @@ def last_boxed(text: str) -> str | None:
 
 
 def required(ground_truth: object) -> str:
-    """`ground_truth` as text.
+    """`ground_truth` as text; of a list with one answer that one, and 72 of 72.0.
 
     Raises:
-        ValueError: it is None or empty, so nothing could ever be right.
+        ValueError: nothing could ever be equal to it: it is None, empty, or no text or number.
     """
-    text = "" if ground_truth is None else str(ground_truth).strip()
+    answer = ground_truth[0] if isinstance(ground_truth, list) and len(ground_truth) == 1 else ground_truth
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    text = str(answer).strip() if isinstance(answer, str | int | float) else ""
     if not text:
-        raise ValueError(f"the row's reward_model.ground_truth is {ground_truth!r}; this reward needs an answer")
+        raise ValueError(
+            f"the row's reward_model.ground_truth is {ground_truth!r:.80}; this reward needs an answer, text or number"
+        )
     return text

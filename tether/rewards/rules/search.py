@@ -24,7 +24,7 @@ def exact_match(data_source: str, solution_str: str, ground_truth: object, extra
     Raises:
         ValueError: there is no answer to compare with.
     """
-    known = {_normalised(answer) for answer in _answers(ground_truth)}
+    known = {_normalised(answer) for answer in answers_of(ground_truth)}
     given = answer_tag(solution_str)
     if given is None or _normalised(given) not in known:
         return 0.0
@@ -32,7 +32,12 @@ def exact_match(data_source: str, solution_str: str, ground_truth: object, extra
     return 0.25 if tags > MANY_TAGS else 1.0
 
 
-def _answers(ground_truth: object) -> list[str]:
+def answers_of(ground_truth: object) -> list[str]:
+    """The texts that are right.
+
+    Raises:
+        ValueError: there are none.
+    """
     if isinstance(ground_truth, str) and ground_truth.lstrip().startswith(("{", "[")):
         with suppress(ValueError):  # a text that begins so
             ground_truth = json.loads(ground_truth)

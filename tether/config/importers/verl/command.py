@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from tether.config.importers.verl.shell import Command, Script, read_script
-from tether.config.importers.verl.words import UNKNOWN
+from tether.config.importers.verl.words import UNKNOWN, TooLong
 from tether.config.keys import keys
 from tether.config.loading.given import put
 from tether.config.loading.load import load_config
@@ -33,6 +33,7 @@ _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
 """Commands that name a trainer and do not start it."""
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
+_RESULTS = "write the values that result into it"
 _MOST_SHOWN = 80  # characters of an expression, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
@@ -75,7 +76,9 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         read = read_script(text, _environment_of_the_caller(), arguments)
     except RecursionError:
         what = "it nests expansions or functions too deeply to be read"
-        raise ConfigError([Problem(str(script), what, "write the values that result into it")]) from None
+        raise ConfigError([Problem(str(script), what, _RESULTS)]) from None
+    except TooLong as error:
+        raise ConfigError([Problem(str(script), str(error), _RESULTS)]) from None
     launch = _launch(script, text, read)
     unknown = [word for word in launch.settings if UNKNOWN in word]
     replaced = {word.split("=")[0].lstrip("+") for word in more}
@@ -199,13 +202,23 @@ def _unknown(word: str) -> Problem:
     parts = ", ".join(unknown)
     if any(part.startswith("{") for part in unknown):
         what = f"{parts} is not in quotes, so that bash makes several words of it"
-        return Problem(key, what, f"write '{key}={value}'")
+        return Problem(key, what, f"write {_in_quotes(f'{key}={value}')}")
     if not equals:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
     is_argument = any(re.match(r"\$\{?[1-9@*#]", part) for part in unknown)
     needed = "give it behind the script" if is_argument else "export what it needs"
     fix = f"{needed}, or add {key}=VALUE to this command"
     return Problem(key, f"is {value} in the script, and {parts} is known only when it is run", fix)
+
+
+def _in_quotes(word: str) -> str:
+    """A word in quotes within which bash fills in what it is to fill in."""
+    is_filled_in = "$" in word or "`" in word
+    if "'" not in word and not is_filled_in:
+        return f"'{word}'"
+    if '"' not in word and "\\" not in word and not ("'" in word and is_filled_in):
+        return f'"{word}"'
+    return "all of it in quotes"
 
 
 def _shortened(text: str, most: int) -> str:

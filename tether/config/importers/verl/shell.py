@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names
 from tether.config.importers.verl.brackets import HEREDOC, Heredoc, end_of_heredocs, end_of_substitution
-from tether.config.importers.verl.words import ARGUMENTS, ASSIGNMENT, UNKNOWN, WordReader, unknown
+from tether.config.importers.verl.words import ARGUMENTS, ASSIGNMENT, UNKNOWN, TooLong, WordReader, unknown
 
 _ELEMENT = re.compile(rf"({NAME})\[[^]]*\]\+?=")
 _BLOCKS, _ENDS = {"if", "for", "while", "until", "select", "case", "{"}, {"fi", "done", "esac", "}"}
@@ -26,6 +26,7 @@ _READING = {"read", "mapfile", "readarray", "getopts"}
 _SUCCEEDING = {"set", "cd", "pushd", "popd", "mkdir", "echo", "printf", "true", ":", "ulimit", "unset", "shopt"}
 _NOT_READ = {"source", ".", "eval"}
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh")
+_MOST_CALLS = 1_000
 _APART = ("|", "|&", "&")
 """Operators behind a command that runs in a subshell."""
 
@@ -93,6 +94,7 @@ class _Reader:
         self._blocks: list[_Block] = []
         self._functions: dict[str, int | None] = {}  # where the body begins; None: only a run could tell which is meant
         self._called: list[str] = []  # functions that have not returned
+        self._calls = 0
         self._skips = skips  # the body of a function that is only defined: its end is looked for
         self._before: Mapping[str, list[str]] = {}  # the variables when the present command began
         self._made: set[str] = set()  # folders
@@ -103,7 +105,10 @@ class _Reader:
         self._heredocs: list[Heredoc] = []  # those that begin in the next line
 
     def read(self) -> Script:
-        self._run()
+        try:
+            self._run()
+        except TooLong as error:
+            raise TooLong(f"line {self._line()}: {error}") from None
         return self._script
 
     def _run(self, outside: int | None = None) -> None:
@@ -181,6 +186,9 @@ class _Reader:
             for variable in list(self._variables):
                 self._words.assign(variable, None)
             return
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            raise TooLong(f"functions are called more than {_MOST_CALLS:,} times")
         outer = self._words.at, self._heredocs, self._is_certain, self._is_piped
         own = {ARGUMENTS, *environment}
         self._blocks.append(_Block("call", not self._is_certain, False, dict(self._variables), own))
@@ -303,7 +311,7 @@ class _Reader:
             self._made |= set(map(self._path, arguments))
         elif name == "shift" and (left := self._variables.get(ARGUMENTS)):
             count = arguments[0] if arguments else "1"
-            if not count.isdecimal() or UNKNOWN in "".join(left):
+            if not count.isdecimal() or UNKNOWN in "".join(left[: int(count)]):
                 changed = [ARGUMENTS]
             elif int(count) <= len(left):  # else it does nothing
                 self._words.assign(ARGUMENTS, left[int(count) :])

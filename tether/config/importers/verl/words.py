@@ -21,7 +21,15 @@ _BRACED = re.compile(
 )
 _SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
 _HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|\\\n|$)")
+_COMMENT = re.compile(r"`\s*#[^\n]*`")
 _USUAL = " \t\n"
+
+
+_MOST = 1_000_000  # characters of an expansion, which no setting has
+
+
+class TooLong(Exception):
+    """An expansion, or the way to it, has no end that is worth waiting for."""
 
 
 def unknown(written: str) -> str:
@@ -238,7 +246,9 @@ class WordReader:
         elif self._text.startswith(("$(", "`"), begin):
             self.at = end_of_substitution(self._text, begin)
             written = self._text[begin : self.at]
-            if written.startswith("$(("):
+            if _COMMENT.fullmatch(written):
+                values = [""]
+            elif written.startswith("$(("):
                 number = whole_number(written[3:-2], self.variables)
                 values = None if number is None else [str(number)]
                 self._forget(written)
@@ -249,6 +259,8 @@ class WordReader:
         else:
             self.at += 1
             return ["$"]
+        if values is not None and sum(map(len, values)) + len(values) > _MOST:
+            raise TooLong(f"{self._text[begin : self.at]:.80} is more than {_MOST:,} characters")
         return [unknown(self._text[begin : self.at])] if values is None else values
 
     def _forget(self, arithmetic: str) -> None:
@@ -276,14 +288,15 @@ class WordReader:
             return arguments or []
         if name != "#" and not name.isdecimal():
             return self.variables.get(name)
-        if arguments is None or UNKNOWN in "".join(arguments) or name == "0":
+        before = arguments if arguments is None or name == "#" else arguments[: int(name)]
+        if arguments is None or UNKNOWN in "".join(before or ()) or name == "0":
             return None
         return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)]
 
     def _braced(self, braced: re.Match[str], in_quotes: bool) -> list[str] | None:
         """The value of ``${NAME}`` and of its forms with a word for where it is not set; None: unknown."""
         name, sign, every = braced["name"], braced["sign"], braced["all"] or braced["name"]
-        if name.isdecimal() and UNKNOWN in "".join(self.variables.get(ARGUMENTS, [])):
+        if name.isdecimal() and UNKNOWN in "".join(self.variables.get(ARGUMENTS, [])[: int(name)]):
             return None
         values = self._values(name)
         if braced["place"] is not None and values is not None:
