@@ -169,7 +169,7 @@ class VllmLanguage:
             told = body["init_info"]
             try:
                 model.received.join(told["address"], told["port"], 1, told["ranks"], told["group"], told["within"])
-            except RuntimeError as error:
+            except (ValueError, RuntimeError) as error:
                 raise Refused(500, f"Call to collective_rpc method failed: {error}") from None
         elif path == "/update_weights":
             if model.update is None:

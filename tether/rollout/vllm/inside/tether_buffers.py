@@ -39,12 +39,17 @@ class Buffer:
             self._name = told["name"]
 
     def join(self, address: str, port: int, rank: int, ranks: int, group: str, within: float) -> None:
-        """Join a process group whose rank 0 is the trainer."""
+        """Join a process group whose rank 0 is the trainer.
+
+        Raises:
+            ValueError: the trainer cannot be reached.
+        """
         self._group = None
+        own = _own_address(address, port)
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=within))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=within)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(address, port))]
+        options._devices = [ProcessGroupGloo.create_device(hostname=own)]
         named = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
         self._group = ProcessGroupGloo(named, rank, ranks, options)
 
@@ -113,5 +118,9 @@ def gpus() -> list[str]:
 
 def _own_address(address: str, port: int) -> str:
     """This machine's, as that one can reach it."""
-    with socket.create_connection((address, port), timeout=10) as found:
-        return str(found.getsockname()[0])
+    try:
+        with socket.create_connection((address, port), timeout=10) as found:
+            return str(found.getsockname()[0])
+    except OSError as error:
+        what = f"the trainer cannot be reached from here at {address}, port {port} ({error})"
+        raise ValueError(f"{what}; all of its ports must be open to this machine") from None
