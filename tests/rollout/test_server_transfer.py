@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tether.rollout.inside.tether_buffers import Buffer
-from tether.rollout.servers import Connections, is_here, shared_file
+from tether.rollout.servers import BroadcastGroup, Connections, broadcast, is_here, shared_file
 from tether.rollout.servers.transfer import Staging, buckets
 
 TENSORS = {
@@ -88,3 +88,17 @@ def test_another_file_under_the_number_of_a_buffer_is_refused(tmp_path: Path) ->
 def test_a_server_of_this_machine_is_known_by_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert is_here(Connections(f"http://localhost:{server.getsockname()[1]}"))
+
+
+def test_a_trainer_that_cannot_be_reached_is_named_at_once() -> None:
+    """By the server's worker; the store itself would try for as long as an update may take."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ValueError, match=f"cannot be reached from here at 127.0.0.1, port {port} .*refused"):
+        Buffer().join("127.0.0.1", port, 1, 2, "group", 600.0)
+
+
+def test_an_address_at_which_this_machine_cannot_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "_addresses", lambda http: ("192.0.2.1", ""))  # of no machine
+    with pytest.raises(ValueError, match=r"weight_transfer=distributed: this machine cannot listen at .* 192\.0\.2\.1"):
+        BroadcastGroup(Connections("http://127.0.0.1:1"), 1, "group", 0.2)

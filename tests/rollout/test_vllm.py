@@ -1,5 +1,8 @@
 """vLLM's servers: what only they have, against a server that speaks their language and against vLLM where it is."""
 
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rollout import vllm_stand_in
 from tests.rollout.bench import (
     ADAPTED,
     KEY,
@@ -25,10 +29,10 @@ from tests.rollout.bench import (
     processes_of,
     rows_of,
 )
-from tests.rollout.stand_in import environment
+from tests.rollout.stand_in import Refused, environment
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
-from tether.rollout.servers import Launch, Server, ServerGone, shared_file
+from tether.rollout.servers import Connections, Launch, Server, ServerGone, server, shared_file
 from tether.rollout.vllm import Adapters, Vllm
 
 
@@ -114,6 +118,16 @@ def test_a_server_that_takes_no_such_adapters_is_named(made: Callable[..., Bench
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
 
+def test_adapters_of_a_server_on_another_machine_are_refused_before_it_gets_weights(
+    made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = made(adapters=Adapters(4, 16))
+    monkeypatch.setattr("tether.rollout.vllm.dialect.is_here", lambda http: False)
+    with pytest.raises(ValueError, match=r"another machine's, and adapters travel in files.*=distributed, which sends"):
+        bench.engine.generate(PROMPTS, SAMPLING, KEY)
+    assert bench.server.moved == 0
+
+
 def takes(bench: Bench, way: str, bucket: int, step: int) -> bool:
     """Whether new weights arrive, in parts of as many bytes."""
     bench.server.speaks = replace(bench.dialect, way=way)
@@ -147,6 +161,68 @@ def test_weights_arrive_by_every_way(made: Callable[..., Bench], python: Path | 
     bench.close()
     assert bench.server._staging._bytes is None
     assert {path for path in set(Path("/dev/shm").iterdir()) - there if "tether" in path.name} == set()
+
+
+def test_a_server_whose_engine_died_in_an_update_is_not_waited_for(
+    made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM leaves the requests about weights open that it has then, as it was seen to."""
+    bench, over = made(), threading.Event()
+    bench.server.ready()
+
+    def get(self: vllm_stand_in.VllmLanguage, path: str) -> object:
+        raise Refused(503, "")
+
+    def dies(self: vllm_stand_in.VllmModel, told: object) -> None:
+        monkeypatch.setattr(vllm_stand_in.VllmLanguage, "get", get)
+        over.wait(60)
+
+    monkeypatch.setattr(server, "_LOOKS", 0.05)
+    monkeypatch.setattr(vllm_stand_in.VllmModel, "read", dies)
+    begun = time.monotonic()
+    with pytest.raises(ServerGone, match="/update_weights: "):
+        bench.server.take("run-1", bench.model.state_dict().items(), torch.float32, 1 << 16)
+    assert time.monotonic() - begun < 30
+    over.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("python", "sent"),
+    [
+        pytest.param(None, signal.SIGSTOP, id="stand-in"),
+        pytest.param(REAL, signal.SIGKILL, marks=needs_vllm, id="vllm"),
+    ],
+)
+def test_a_worker_that_fails_in_the_middle_of_broadcasts_is_replaced(
+    made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: Path | None, sent: int
+) -> None:
+    """The last process of the server; one that is stopped is noticed by `server_timeout`, one that is dead at once."""
+    bench = made(python=python or environment(tmp_path) / "bin/python")
+    assert takes(bench, "distributed", 1 << 30, 0)
+    post, asked = Connections.post, list[float]()
+    if sent == signal.SIGSTOP:
+        bench.server.timeout = 3
+    files = len(list(Path("/proc/self/fd").iterdir()))
+
+    def hit(self: Connections, path: str, *more: Any, **named: Any) -> Any:
+        if path == "/update_weights":
+            asked.append(time.monotonic())
+            if len(asked) == 3:
+                processes_of(bench.server)[-1].send_signal(sent)
+        return post(self, path, *more, **named)
+
+    def restart() -> None:
+        asked.append(time.monotonic())
+        bench.server.timeout = 900
+        Server.restart(bench.server)
+
+    monkeypatch.setattr(Connections, "post", hit)
+    monkeypatch.setattr(bench.server, "restart", restart)
+    assert takes(bench, "distributed", 1 << 12, 1)
+    assert bench.engine.moved()["transfer/server_failures"] == 1
+    assert asked[3] - asked[2] < 60
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
 
 
 NOT_KEEPING = """

@@ -170,9 +170,8 @@ class VllmLanguage:
         elif path == "/init_weight_transfer_engine":
             told = body["init_info"]
             try:
-                told |= {"rank": 1}
-                model.received.join(**told)
-            except RuntimeError as error:
+                model.received.join(**told, rank=1)
+            except (ValueError, RuntimeError) as error:
                 raise Refused(500, f"Call to collective_rpc method failed: {error}") from None
         elif path == "/update_weights":
             if model.update is None:

@@ -154,6 +154,11 @@ class VerlInteraction:
         return right, "right" if right else "wrong", float(right), {}
 
 
+class ShortInteraction(VerlInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return (True,)
+
+
 class Half:
     def step(self, messages):
         return None

@@ -108,11 +108,12 @@ def test_an_environment_is_stepped_turn_by_turn():
 @pytest.mark.parametrize(
     ("says", "error"),
     [
-        (("x", "1.0", False), "TypeError: step returned the reward '1.0', which is no number"),
-        (("x", 0.0, "no"), "TypeError: step returned done='no', neither True nor False"),
-        (("x", 0.0, 2), "TypeError: step returned done='2', neither True nor False"),
-        ((["x"], 0.0, False), "TypeError: step returned the message 'x', not {role, content}"),
-        ((5, 0.0, False), "TypeError: step returned the reply '5', neither text nor a list of messages"),
+        (("x", "1.0", False), "returned the reward '1.0', which is no number"),
+        (("x", 0.0, "no"), "returned done='no', neither True nor False"),
+        (("x", 0.0, 2), "returned done='2', neither True nor False"),
+        ((["x"], 0.0, False), "returned the message 'x', not {role, content}"),
+        ((5, 0.0, False), "returned the reply '5', neither text nor a list of messages"),
+        (("x",), "returned \"('x',)\", not (reply, reward, done)"),
         (("x", None, None), ""),
         (("x", 1, 1), ""),
     ],
@@ -120,9 +121,16 @@ def test_an_environment_is_stepped_turn_by_turn():
 def test_what_an_environment_returns_is_of_its_types(says, error):
     with pool_of(count=EnvironmentSpec(f"{OWN}:Says", {"answer": says})) as pool:
         found = step(pool, "a")
-    assert found.error == error
+    assert found.error == (error and f"TypeError: {OWN}:Says.step {error}")
     if not error:
         assert (found.reward, found.done) == (float(says[1] or 0), bool(says[2]))
+
+
+def test_what_verls_interaction_returns_has_four_parts():
+    with pool_of(judge=EnvironmentSpec(f"{OWN}:ShortInteraction")) as pool:
+        found = step(pool, "a", name="judge").error
+    named = f"{OWN}:ShortInteraction.generate_response"
+    assert found == f"TypeError: {named} returned '(True,)', not (done, reply, reward, data)"
 
 
 def line_of(text):

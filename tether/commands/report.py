@@ -95,11 +95,17 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
 
 
 def how_it_stopped(result: TrainingResult) -> str:
-    """A line about the signal that stopped a run, and about what the same command does now."""
+    """A line about what stopped a run, and about what the same command does now."""
+    after = f"after step {result.step} of {result.total_steps}"
     if result.stopped_by == "trainer.stop_at_score":
-        return f"trainer.stop_at_score was reached after step {result.step} of {result.total_steps}; raise it to go on"
+        return f"trainer.stop_at_score was reached {after}; raise it to go on"
+    if result.collapsed:
+        return (
+            f"stopped by trainer.on_collapse {after}: the policy has collapsed. Resume from an earlier checkpoint "
+            "(trainer.resume_mode=resume_path) with other settings; the command above goes on as it is"
+        )
     again = "the command above resumes" if result.checkpoint else "no step was saved: the same command begins again"
-    return f"stopped by {result.stopped_by} after step {result.step} of {result.total_steps}; {again}"
+    return f"stopped by {result.stopped_by} {after}; {again}"
 
 
 def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:

@@ -42,6 +42,11 @@ class TrainingResult:
     best_checkpoint: Path | None = None
     """Of the best test; None: it was not kept (trainer.keep_best)."""
 
+    @property
+    def collapsed(self) -> bool:
+        """Whether it was stopped because its policy has collapsed; `tether train` then exits with 1."""
+        return self.stopped_by == "trainer.on_collapse"
+
     def column(self, key: str) -> list[float]:
         """A metric at every logged step, NaN where it was not logged.
 

@@ -167,41 +167,46 @@ class Desk:
         environment_class, spec = self._class_of(request.name), self._environments[request.name]
         random.seed(repr(request.messages))
         if not hasattr(environment_class, "step"):
-            return _verls_session(environment_class(spec.config), request)
+            return _verls_session(environment_class(spec.config), request, f"{spec.class_name}.generate_response")
         environment = environment_class(**spec.config)
         _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
-        return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages]))))
+        step = f"{spec.class_name}.step"
+        return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages])), step))
 
 
-def _verls_session(interaction: Any, request: StepRequest) -> _Session:
-    """An interaction with verl's methods."""
+def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
+    """An interaction with verl's methods, of which this one is stepped."""
     extra = request.about.get("extra_info") or {}
     kwargs = {key: value for key, value in extra.get("interaction_kwargs", {}).items() if key != "name"}
     instance = _run(interaction.start_interaction(None, **kwargs))
 
     def step(messages: Sequence[Message]) -> Reply:
-        done, text, reward, _ = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
-        return _stepped((text, reward, done))
+        found = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
+        if not isinstance(found, tuple) or len(found) != 4:
+            raise TypeError(f"{method} returned {str(found)[:100]!r}, not (done, reply, reward, data)")
+        done, text, reward, _ = found
+        return _stepped((text, reward, done), method)
 
     return _Session(step)
 
 
-def _stepped(result: Any) -> Reply:
+def _stepped(result: Any, method: str) -> Reply:
+    """The reply of a step; errors name the method, of a class that a file or module has."""
     if not isinstance(result, tuple) or len(result) != 3:
-        raise TypeError(f"step returned {str(result)[:100]!r}, not (reply, reward, done)")
+        raise TypeError(f"{method} returned {str(result)[:100]!r}, not (reply, reward, done)")
     said, reward, done = result
     if not isinstance(said, str | list | tuple | None):
-        raise TypeError(f"step returned the reply {str(said)[:100]!r}, neither text nor a list of messages")
+        raise TypeError(f"{method} returned the reply {str(said)[:100]!r}, neither text nor a list of messages")
     messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
     for message in messages:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise TypeError(f"step returned the message {str(message)[:100]!r}, not {{role, content}}")
+            raise TypeError(f"{method} returned the message {str(message)[:100]!r}, not {{role, content}}")
     if not messages and not done:
-        raise TypeError("step returned neither a reply nor done=True, so the policy could not go on")
+        raise TypeError(f"{method} returned neither a reply nor done=True, so the policy could not go on")
     if done not in (None, False, True):
-        raise TypeError(f"step returned done={str(done)[:100]!r}, neither True nor False")
+        raise TypeError(f"{method} returned done={str(done)[:100]!r}, neither True nor False")
     messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    return Reply(messages, _reward(reward, "step"), bool(done))
+    return Reply(messages, _reward(reward, method), bool(done))
 
 
 def _reward(reward: Any, method: str) -> float:

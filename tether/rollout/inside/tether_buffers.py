@@ -44,11 +44,14 @@ class Buffer:
             self._name = told["name"]
 
     def join(self, address: str, port: int, rank: int, ranks: int, group: str, backend: str, within: float) -> None:
-        """Join a process group whose rank 0 is the trainer; see `joined`."""
+        """Join a process group whose rank 0 is the trainer; see `joined`.
+
+        Raises:
+            ValueError: the trainer cannot be reached.
+        """
         self._group, timeout = None, timedelta(seconds=within)
+        own = _own_address(address, port)
         store = TCPStore(address, port, is_master=False, timeout=timeout)
-        with socket.create_connection((address, port), timeout=10) as found:
-            own = str(found.getsockname()[0])
         self._group = joined(store, rank, ranks, group, backend, own, timeout)
         self._device = torch.device(_BACKENDS[backend][0])
 
@@ -113,6 +116,16 @@ def _of_gpu(told: dict[str, Any]) -> torch.Tensor:
 def gpus() -> list[str]:
     """Names of the GPUs that this process sees, by their number in it."""
     return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
+def _own_address(address: str, port: int) -> str:
+    """This machine's, as that one can reach it."""
+    try:
+        with socket.create_connection((address, port), timeout=10) as found:
+            return str(found.getsockname()[0])
+    except OSError as error:
+        what = f"the trainer cannot be reached from here at {address}, port {port} ({error})"
+        raise ValueError(f"{what}; all of its ports must be open to this machine") from None
 
 
 def joined(store: Store, rank: int, ranks: int, group: str, backend: str, address: str, timeout: timedelta) -> Backend:

@@ -30,13 +30,23 @@ class BroadcastGroup:
         name: that no other group of this server has, or had.
         within: seconds in which all must have joined, and each broadcast must be done.
         backend: ``gloo`` or ``nccl``.
+
+    Raises:
+        ServerGone: it does not answer.
+        ValueError: this machine cannot be connected to at the address from which it reaches the server.
     """
 
     def __init__(self, http: Connections, workers: int, name: str, within: float, backend: str) -> None:
         self.name, self.ranks, self.backend, self._http, self._within = name, 1 + workers, backend, http, within
         self.address, _ = _addresses(http)
         self._timeout = timedelta(seconds=within)
-        self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        try:
+            self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        except RuntimeError as error:
+            key = "actor_rollout_ref.rollout.weight_transfer"
+            raise ValueError(
+                f"{key}: for broadcasts, this machine cannot listen at its address {self.address}: {error}"
+            ) from None
         self.port = self._store.port
         self._group: Backend | None = None
 
@@ -95,7 +105,9 @@ def _in_thread(do: Callable[[], Result]) -> Future[Result]:
         try:
             future.set_result(do())
         except RuntimeError as error:
-            future.set_exception(error)
+            future.set_exception(
+                error.with_traceback(None)
+            )  # whose frames would keep the group until they are collected
 
     Thread(target=run, daemon=True).start()
     return future

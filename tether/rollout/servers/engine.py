@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 _TRIES = 4  # without a turn between them that is heard, before the run ends; two where the server gives one reason
 _SAYS = 60.0  # seconds without a token between two lines about that
 _LOOKS = 2.0  # seconds between two looks at a server that finishes no row
+_SHORTEST = 1.0  # seconds of a look at one whose patience ends meanwhile
 _INTERRUPTS = 0.05  # seconds between two attempts to break off what is sampled
 _POSITIONS = 64  # of a row, whose kept tokens are spread over the vocabulary at once
 
@@ -470,11 +471,12 @@ class _Watch:
             silent = time.monotonic() - self._alive[server]
             if silent < min(_LOOKS, server.patience / 2):
                 continue
-            tokens = server.sign_of_life()
+            tokens = server.sign_of_life(max(server.patience - silent, _SHORTEST))
+            silent = time.monotonic() - self._alive[server]
             if tokens is not None and tokens != self._tokens[server]:
                 self._tokens[server] = tokens
                 self._alive[server] = time.monotonic()
-            elif silent > server.patience:
+            elif silent >= server.patience:
                 found.append(server)
             elif time.monotonic() - max(self._alive[server], self._told[server]) > _SAYS:
                 self._told[server] = time.monotonic()

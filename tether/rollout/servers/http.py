@@ -16,6 +16,10 @@ class ServerGone(Exception):
     """No whole answer came: the server is dead, hangs, broke off, or failed by itself (HTTP 5xx)."""
 
 
+class ServerSilent(ServerGone):
+    """No answer came in time."""
+
+
 class NoSuchHost(ServerGone):
     """The name of its host has no address."""
 
@@ -71,7 +75,8 @@ class Connections:
         except socket.gaierror as error:
             raise NoSuchHost(f"{self.url}: {error.strerror} ({self.host})") from None
         except (OSError, http.client.HTTPException) as error:
-            raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from None
+            kind = ServerSilent if isinstance(error, TimeoutError) else ServerGone
+            raise kind(f"{self.url}{path}: {type(error).__name__}: {error}") from None
         finally:
             with self._lock:
                 self._open.discard(connection)

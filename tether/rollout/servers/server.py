@@ -7,8 +7,10 @@ import math
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from tether.rollout.servers.claim import Claim
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
-from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses
+from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses, ServerSilent
 from tether.rollout.servers.transfer import Outgoing, Staging, buckets
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
@@ -26,6 +28,7 @@ from tether.runtime.supervised import SupervisedProcess
 _log = logging.getLogger(__name__)
 _PORTS = 4  # to try: between its choice and the server's start another program may take one
 _SAYS_AFTER, _SAYS = 2.0, 60.0  # seconds to the first line about a server that does not answer, and between lines
+_LOOKS = 2.0  # seconds between two looks at a server that takes weights
 _ERROR = re.compile(r"(?:^|\s)((?:[\w.]*(?:Error|Exception)|error): \S.*)")
 _A_WHILE = 86400.0  # seconds: a whole row may take long, and what hangs is noticed by its signs of life
 
@@ -232,8 +235,9 @@ class Server:
     def _give(self, weights: str, give: Callable[[], None], must: str) -> None:
         self.weights = None
         try:
-            give()
-            self.forget()
+            with self._cut_when_dead():
+                give()
+                self.forget()
         except ServerRefuses as error:
             lacks = error.status in (404, 405)
             why = f"takes no weights: it has no such route; {self.speaks.how}" if lacks else f"refuses them. {must}"
@@ -244,6 +248,31 @@ class Server:
             raise ValueError(f"{error}. The server did not take the weights. {must}") from None
         self.weights = weights
 
+    @contextmanager
+    def _cut_when_dead(self) -> Iterator[None]:
+        """Break off what waits for it once it says that it is dead, or is gone: a vLLM server whose engine died answers
+        none of the requests about weights that it has, and ends only when they do.
+        """
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(_LOOKS):
+                try:
+                    self.http.get(self.speaks.health_asleep, within=_LOOKS)
+                except (ServerSilent, ServerRefuses):  # it may be busy
+                    pass
+                except ServerGone:
+                    if not done.is_set():
+                        self.http.cut()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
     def forget(self) -> None:
         """Empty its prefix cache.
 
@@ -252,10 +281,10 @@ class Server:
         """
         self.speaks.forget(self.http, self.timeout)
 
-    def sign_of_life(self) -> float | None:
-        """See `Dialect.sign_of_life`; None too where it does not answer."""
+    def sign_of_life(self, within: float) -> float | None:
+        """See `Dialect.sign_of_life`; None too where it does not answer in time."""
         try:
-            return self.speaks.sign_of_life(self.http, self._soon)
+            return self.speaks.sign_of_life(self.http, min(within, self._soon))
         except (ServerGone, ValueError):
             return None
 

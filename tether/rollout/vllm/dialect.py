@@ -26,6 +26,7 @@ from tether.rollout.servers import (
     ServerRefuses,
     check_formats,
     experts_missing,
+    is_here,
     shared_file,
 )
 from tether.rollout.vllm.weights import WAYS
@@ -127,6 +128,12 @@ class Vllm:
             raise ValueError(
                 f"{http.url}: {theirs} {self.adapters.rank}. Start it with {how}, or set "
                 "actor_rollout_ref.model.lora.merge=True, which sends whole weights"
+            )
+        if self.adapters and self.way == "auto" and not is_here(http):
+            key = "actor_rollout_ref.rollout.weight_transfer"
+            raise ValueError(
+                f"{http.url}: is another machine's, and adapters travel in files of this one. Set {key}=distributed, "
+                "which sends whole weights with the adapters added in"
             )
         if self.tells_experts and not about.get("experts", True):
             raise experts_missing(http.url, _TELLING)
