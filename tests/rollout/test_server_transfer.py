@@ -100,5 +100,5 @@ def test_a_trainer_that_cannot_be_reached_is_named_at_once() -> None:
 
 def test_an_address_at_which_this_machine_cannot_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "_addresses", lambda http: ("192.0.2.1", ""))  # of no machine
-    with pytest.raises(ValueError, match=r"weight_transfer=distributed: this machine cannot listen at .* 192\.0\.2\.1"):
-        BroadcastGroup(Connections("http://127.0.0.1:1"), 1, "group", 0.2)
+    with pytest.raises(ValueError, match=r"weight_transfer: for broadcasts, this machine cannot listen at .* 192\.0\.2\.1"):
+        BroadcastGroup(Connections("http://127.0.0.1:1"), 1, "group", 0.2, "gloo")
