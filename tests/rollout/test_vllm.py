@@ -263,6 +263,7 @@ class Forgetless(Server):
 
 
 def test_a_stale_prefix_cache_is_found(bench: Bench) -> None:
+    bench.server.ready()
     server = Forgetless(bench.dialect, bench.server.url, bench.server.timeout)
     engine = bench.engine_of(server)
     probe = bench.probe(engine)
