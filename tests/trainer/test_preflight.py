@@ -150,7 +150,7 @@ def test_what_the_template_writes_between_turns_is_no_missed_end(tmp_path: Path)
     never = f"{ROLLOUT}.agent.default_agent_loop={folder / 'never.py'}:Never"
     found = look([*turn_overrides(folder, tmp_path / "run"), never, f"{ROLLOUT}.multi_turn.tool_config_path=null"])
     assert found.findings[0].cause == "all_truncated"
-    assert "conversations ended by itself: 16 were cut by max_assistant_turns" in found.findings[0].message
+    assert "16 were cut by actor_rollout_ref.rollout.multi_turn.max_assistant_turns" in found.findings[0].message
 
 
 def test_responses_that_ignore_their_end_are_cut_on_purpose(unseen: list[str], inputs: Path, tmp_path: Path):
