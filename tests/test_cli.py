@@ -540,22 +540,6 @@ def test_full_disk(inputs: Path, tmp_path: Path):
     assert not list((tmp_path / "run").glob("*global_step*"))
 
 
-def test_a_run_that_is_stopped_for_its_collapse_exits_with_1(cli: Cli, inputs: Path, tmp_path: Path) -> None:
-    """Hardly any entropy, and no score to learn from: a script must not go on with such a policy."""
-    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    settings = [*GRPO, f"{actor}.use_kl_loss=False", "algorithm.use_kl_in_reward=False", f"{rollout}.temperature=1e-3",
-                f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=12",
-                "trainer.on_collapse=stop"]  # fmt: skip
-    said = cli("train", *base_overrides(inputs, tmp_path / "run"), *settings)
-    step = int((tmp_path / "run" / TRACKER).read_text())
-    assert step < 12
-    assert said.code == 1, said
-    assert f"stopped by trainer.on_collapse after step {step} of 12: the policy has collapsed" in " ".join(
-        said.out.split()
-    )
-
-
 def test_sigterm_saves_and_the_same_command_goes_on(cli: Cli, inputs: Path, tmp_path: Path):
     folder = tmp_path / "run"
     arguments = ["train", *base_overrides(inputs, folder), *GRPO, "trainer.total_training_steps=2000"]

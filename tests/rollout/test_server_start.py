@@ -1,8 +1,10 @@
-"""The error of a server that is not ready in time, or never will be."""
+"""Servers that are not ready in time, or never will be."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.rollout.bench import DIALECTS
 from tether.rollout.servers import Server
+from tether.rollout.servers.engine import _Watch
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import launch_of as launch_vllm
 
@@ -51,3 +54,14 @@ def test_a_program_that_is_no_server_of_models_is_not_waited_for() -> None:
         with pytest.raises(ValueError, match=r"/health: HTTP 501: .* This is no vLLM server that tether can use"):
             server.ready()
         other.shutdown()
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_a_server_that_hangs_is_noticed_when_its_patience_ends(kind: str) -> None:
+    """It takes connections, and answers none of the looks at it."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        hangs = Server(DIALECTS[kind], f"http://127.0.0.1:{there.getsockname()[1]}", 60, patience=2)
+        begun, watch = time.monotonic(), _Watch([hangs])
+        while not watch.hanging({hangs}):
+            time.sleep(0.05)
+        assert 2 <= time.monotonic() - begun < 20

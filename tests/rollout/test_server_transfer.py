@@ -95,10 +95,10 @@ def test_a_trainer_that_cannot_be_reached_is_named_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(ValueError, match=f"cannot be reached from here at 127.0.0.1, port {port} .*refused"):
-        Buffer().join("127.0.0.1", port, 1, 2, "group", 600.0)
+        Buffer().join("127.0.0.1", port, 1, 2, "group", "gloo", 600.0)
 
 
 def test_an_address_at_which_this_machine_cannot_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "_addresses", lambda http: ("192.0.2.1", ""))  # of no machine
-    with pytest.raises(ValueError, match=r"weight_transfer: for broadcasts, this machine cannot listen at .* 192\.0\.2\.1"):
+    with pytest.raises(ValueError, match=r"for broadcasts, this machine cannot listen at .* 192\.0\.2\.1"):
         BroadcastGroup(Connections("http://127.0.0.1:1"), 1, "group", 0.2, "gloo")

@@ -39,7 +39,6 @@ from tether.batch import RolloutBatch
 from tether.rollout import NoiseKey
 from tether.rollout.parity import ParityProbe
 from tether.rollout.servers import Draw, Sampled, Server, server
-from tether.rollout.servers.engine import _Watch
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -409,16 +408,6 @@ def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest
 def test_a_server_that_gives_no_memory_back_is_named(started: Callable[..., Bench]) -> None:
     with pytest.raises(ValueError, match=r"HTTP 404.*gives no memory back, as .*free_cache_engine=True asks for. Set"):
         started("no_sleep").engine.generate(PROMPTS, SAMPLING, KEY)
-
-
-def test_a_server_that_hangs_is_noticed_when_its_patience_ends(kind: str) -> None:
-    """It takes connections, and answers none of the looks at it."""
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        hangs = Server(DIALECTS[kind], f"http://127.0.0.1:{there.getsockname()[1]}", 60, patience=2)
-        begun, watch = time.monotonic(), _Watch([hangs])
-        while not watch.hanging({hangs}):
-            time.sleep(0.05)
-        assert 2 <= time.monotonic() - begun < 4
 
 
 def test_half_answers_end_the_run(made: Callable[..., Bench]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 import shutil
 import statistics
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tests.trainer.tiny_run import GAE, GRPO, measured, rows, set_eos, train, write_jsonl
+from tether.commands.cli import app
 from tether.trainer.parts.alarms import (
     ALIKE_STEPS,
     CALLS,
@@ -569,3 +572,15 @@ def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
     resumed = loop.train(stops)
     assert (resumed.trainer.step_number, resumed.trainer.stopped_by) == (12, None)
     assert_same_run(whole.directory, resumed.directory, 12)
+
+
+def test_a_command_that_ends_by_a_collapse_says_so_to_what_called_it(tmp_path: Path) -> None:
+    """`tether train ... && tether eval ...` does not go on with such a policy."""
+    settings = [
+        "env.train.id=CartPole-v1", "env.train.total_num_envs=8", "actor_rollout_ref.actor.optim.lr=3",
+        "trainer.on_collapse=stop", "trainer.total_training_steps=20", "trainer.preflight=False", "trainer.logger=file",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, ["train", *settings])
+    assert re.search(r"stopped by trainer.on_collapse after step \d+ of 20: the policy\s+has\s+collapsed", done.output)
+    assert done.exit_code == 3

@@ -167,7 +167,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
     show_report(result.folder, screen, command_to_resume(command, loaded, result.step, result.total_steps))
     if result.stopped_by:
         screen.print(how_it_stopped(result))
-        raise typer.Exit(1 if result.collapsed else 0)
+        raise typer.Exit(3 if result.collapsed else 0)
 
 
 @app.command(name="eval")

@@ -44,7 +44,7 @@ class TrainingResult:
 
     @property
     def collapsed(self) -> bool:
-        """Whether it was stopped because its policy has collapsed; `tether train` then exits with 1."""
+        """Whether it was stopped because its policy has collapsed; `tether train` then exits with 3."""
         return self.stopped_by == "trainer.on_collapse"
 
     def column(self, key: str) -> list[float]:
