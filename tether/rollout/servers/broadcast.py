@@ -105,9 +105,8 @@ def _in_thread(do: Callable[[], Result]) -> Future[Result]:
         try:
             future.set_result(do())
         except RuntimeError as error:
-            future.set_exception(
-                error.with_traceback(None)
-            )  # whose frames would keep the group until they are collected
+            # The frames of its traceback would keep the group until they are collected.
+            future.set_exception(error.with_traceback(None))
 
     Thread(target=run, daemon=True).start()
     return future
