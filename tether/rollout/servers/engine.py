@@ -471,7 +471,7 @@ class _Watch:
             silent = time.monotonic() - self._alive[server]
             if silent < min(_LOOKS, server.patience / 2):
                 continue
-            tokens = server.sign_of_life(max(server.patience - silent, _SHORTEST))
+            tokens = server.sign_of_life(max(min(server.patience - silent, _SAYS), _SHORTEST))
             silent = time.monotonic() - self._alive[server]
             if tokens is not None and tokens != self._tokens[server]:
                 self._tokens[server] = tokens
