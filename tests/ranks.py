@@ -28,7 +28,7 @@ def on_ranks(folder: Path, ranks: int, work: Work, *arguments: Any, answers: int
 
 
 def of_first(work: Callable[[], Result]) -> Result:
-    """What all would find alike is found by the first rank, as there are fewer cores than ranks."""
+    """The result of the first rank, on every rank: all would compute the same, on fewer cores than ranks."""
     found = [work() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return found[0]  # type: ignore[return-value]

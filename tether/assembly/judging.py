@@ -1,4 +1,4 @@
-"""How a judge of a run is asked; loads no model."""
+"""The prompt and the parser of a judge, read from the configuration; loads no model."""
 
 from __future__ import annotations
 

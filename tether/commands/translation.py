@@ -11,7 +11,7 @@ from tether.config import ConfigError, Problem
 
 
 def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None, source: Path) -> None:
-    """Write a YAML to a file, or print it; the listing beside it goes to stderr.
+    """Write the translated YAML to a file, or print it; the listing goes to stderr.
 
     Raises:
         ConfigError: there is no translation; one of its problems then says that `out` is not written.
@@ -22,7 +22,7 @@ def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None
     try:
         yaml, listing = translate()
     except ConfigError as error:
-        unwritten = [Problem(f"--out {out}", "is not written", "first mend what is above")] if out else []
+        unwritten = [Problem(f"--out {out}", "is not written", "fix the problems above first")] if out else []
         raise ConfigError([*error.problems, *unwritten]) from None
     if out is None:
         typer.echo(yaml)

@@ -1,6 +1,6 @@
 """The ways in which weights reach a vLLM server (`actor_rollout_ref.rollout.weight_transfer`), within an open update.
 
-``inside/`` has the other side: it is given where some tensors lie, and keeps its share of each.
+`tether.rollout.inside` has the other side: it is given where some tensors lie, and keeps its share of each.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _by_tensor(http: Connections, name: str, weights: Outgoing, within: float) -
     """Part by part, in a buffer that the workers have open: of this machine's memory, or of a GPU's."""
 
     def open_to_all(device: torch.device) -> torch.device:
-        seen = _workers(http, within)
-        return device if device.type == "cuda" and all(gpu_of(device) in one["gpus"] for one in seen) else CPU
+        seen = device.type == "cuda" and all(gpu_of(device) in one["gpus"] for one in _workers(http, within))
+        return device if seen else CPU
 
     for staged in weights.staged(open_to_all):
         _update(http, {"buffer": staged.buffer, "tensors": staged.tensors, "last": staged.last}, within)

@@ -93,7 +93,7 @@ DRIFTS: Mapping[str, Drift] = {
         lambda now, first: now >= REPEATED and first <= REPEATED / 2,
         "responses repeat themselves: {now:.0%} of their sequences of four tokens they have had before "
         "(response/repeated_fraction; {first:.0%} at first). Unless the task asks for that, the reward pays for it: "
-        "read the samples and mend the reward (tether reward check)",
+        "read the samples and fix the reward (tether reward check)",
     ),
     "actor/entropy": Drift(
         lambda now, first: abs(now) <= COLLAPSED_ENTROPY and abs(first) > 3 * COLLAPSED_ENTROPY,

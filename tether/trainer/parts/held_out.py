@@ -36,7 +36,7 @@ class Fall:
         if self.trained[1] > self.trained[0]:
             return (
                 f"the score of training rises ({trained}) while that of tests falls ({tested}): the policy learns what "
-                "the reward pays for and not what it is meant for, or its prompts by heart. Read the samples, and mend "
+                "the reward pays for and not what it is meant for, or its prompts by heart. Read the samples, and fix "
                 "the reward (tether reward check)"
             )
         return (
