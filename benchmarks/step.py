@@ -1,11 +1,15 @@
-"""A whole GRPO step beside TRL's GRPOTrainer.
+"""A whole GRPO step, sampled by tether's own engine and by a vLLM server, beside TRL's GRPOTrainer.
 
 Both sample 8 responses of exactly 64 tokens to each of some GSM8K prompts and take one optimizer step on them with the
 clipped loss over tokens, lr 1e-6, no KL, no weight decay, gradients clipped to 1, and the same trivial reward.
+The side of vLLM is the same run of tether with ``rollout.name=vllm``: its own server, which gets the weights each step.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from statistics import median
 
 from benchmarks.speed.peers.processes import Skipped
@@ -23,19 +27,34 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds, take_turns
 from benchmarks.training import start_trl
+from tether.trainer.loop import Trainer
 
 OVER_TRL = 3.0
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
+OURS, SERVED = "tether", "tether, sampling by vLLM"
+VLLM = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"]
 
 
 def measure(setting: Setting) -> Section:
     """4 prompts; 2 with ``--quick``."""
-    table, goals, notes = [], [], []
+    goals, notes = [], []
     prompts, warm_up = prompts_of_step(setting), setting.steps_to_warm_up
-    with running(setting, GRPO) as trainer:
-        metrics: list[dict[str, float]] = []
-        sides = {"tether": lambda _: seconds(lambda: metrics.append(one_step(trainer)))}
-        sampling: list[float] = []
+    metrics: dict[str, list[dict[str, float]]] = {OURS: []}
+    sampling: list[float] = []
+
+    def ours(name: str, trainer: Trainer) -> Callable[[int], float]:
+        return lambda _: seconds(lambda: metrics[name].append(one_step(trainer)))
+
+    with ExitStack() as runs:
+        sides = {OURS: ours(OURS, runs.enter_context(running(setting, GRPO)))}
+        try:
+            environment = setting.peers.environment("vllm")
+        except Skipped as why:
+            notes.append(f"vLLM left out: {why}.")
+        else:
+            os.environ["TETHER_VLLM"] = str(environment.parent.parent)
+            metrics[SERVED] = []
+            sides[SERVED] = ours(SERVED, runs.enter_context(running(setting, [*GRPO, *VLLM])))
         try:
             trl = start_trl(setting, "trl step", samples=SAMPLES, responses=prompts * SAMPLES, new_tokens=NEW_TOKENS)
         except Skipped as why:
@@ -51,15 +70,19 @@ def measure(setting: Setting) -> Section:
             sides["TRL"] = peer
         medians = take_turns(sides, setting.runs, warm_up)
         setting.peers.stop()
-    metrics = metrics[warm_up:]
-    spent = {phase: median_seconds(metrics, phase) for phase in PHASES if f"timing_s/{phase}" in metrics[0]}
-    where = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in spent.items() if seconds >= 0.01)
-    table.append(["tether", f"{medians['tether']:.2f}", f"{share_of_limit(setting, metrics):.0%}", where])
+    table = []
+    for name, steps in metrics.items():
+        counted = steps[warm_up:]
+        spent = {phase: median_seconds(counted, phase) for phase in PHASES if f"timing_s/{phase}" in counted[0]}
+        where = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in spent.items() if seconds >= 0.01)
+        share = f"{share_of_limit(setting, counted):.0%}"
+        table.append([name, f"{medians[name]:.2f}", f"{medians[name] / medians[OURS]:.2f}", share, where])
     if "TRL" in medians:
         generating = median(sampling[warm_up:])
+        ratio = medians["TRL"] / medians[OURS]
         where = f"sampling and reward {generating:.2f}, update {medians['TRL'] - generating:.2f}"
-        table.append(["TRL", f"{medians['TRL']:.2f}", "", where])
-        goals.append(Goal("GRPO step: tether / TRL", medians["TRL"] / medians["tether"], OVER_TRL))
+        table.append(["TRL", f"{medians['TRL']:.2f}", f"{ratio:.2f}", "", where])
+        goals.append(Goal("GRPO step: tether / TRL", ratio, OVER_TRL))
     return Section(
         "A GRPO step",
         [
@@ -68,7 +91,7 @@ def measure(setting: Setting) -> Section:
             "rows share counts once) would take at the rate of a large product.",
             *notes,
         ],
-        ("", "s", "limit", "where"),
+        ("", "s", "time / tether's", "limit", "where"),
         table,
         goals,
     )

@@ -106,7 +106,7 @@ class Peers:
             raise Skipped(self._absent[peer])
         if name not in self._workers:
             try:
-                self._workers[name] = Worker(self._environment(peer), module, arguments)
+                self._workers[name] = Worker(self.environment(peer), module, arguments)
             except Skipped as why:
                 self._absent[peer] = str(why)
                 raise
@@ -118,7 +118,12 @@ class Peers:
             worker.close()
         self._workers.clear()
 
-    def _environment(self, peer: str) -> Path:
+    def environment(self, peer: str) -> Path:
+        """The interpreter that has the peer, which is installed unless it is there.
+
+        Raises:
+            Skipped: the peer cannot be installed.
+        """
         python = make(self._folders.get(peer, ROOT / "runs/peers" / peer))
         find = f"import importlib.util as u, sys; sys.exit(u.find_spec({IMPORTED[peer]!r}) is None)"
         if subprocess.run([str(python), "-c", find], check=False).returncode == 0:
