@@ -269,6 +269,12 @@ CASES = {
         f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
+    "servers_are_where_they_are_looked_for": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{port: 8100}}"],
+        f"{ROLLOUT}.engine_kwargs.vllm.port",
+        "8100 moves a server away from where the run looks for it. leave it out",
+        [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
+    ),
     "servers_sample_where_their_addresses_are": (
         [f"{ROLLOUT}.server_urls=[http://h:1]"],
         f"{ROLLOUT}.server_urls",
@@ -612,6 +618,7 @@ NOT_VERLS = {
     "models_are_placed",
     "servers_sample_where_their_addresses_are",
     "servers_are_named_once",
+    "servers_are_where_they_are_looked_for",
     "routers_can_be_told",
 }
 """About keys, names or options that verl does not have or does not read."""

@@ -126,6 +126,8 @@ LARGEST_RANK = 512
 """Of vLLM's --max-lora-rank."""
 SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver", "enable_weights_cpu_backup")}
 """Options of servers without which they give no memory back."""
+ADDRESS_OPTIONS = {"vllm": ("host", "port", "served_model_name"), "sglang": ("host", "port")}
+"""Options by which the run finds the servers that it starts."""
 
 
 def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
@@ -156,6 +158,20 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
         if given.get(option, True) is False:
             what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
             fix = f"set {ROLLOUT}.free_cache_engine=False, or leave {option} out"
+            return Problem(f"{ROLLOUT}.engine_kwargs.{rollout.name}.{option}", what, fix)
+    return None
+
+
+def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
+    """A server that listens elsewhere is waited for until its deadline."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name not in SERVERS or rollout.server_urls:
+        return None
+    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    for option in ADDRESS_OPTIONS[rollout.name]:
+        if option in given:
+            what = f"{given[option]!r} moves a server away from where the run looks for it"
+            fix = f"leave it out; servers of your own go into {ROLLOUT}.server_urls"
             return Problem(f"{ROLLOUT}.engine_kwargs.{rollout.name}.{option}", what, fix)
     return None
 
@@ -344,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     misplaced,
     servers_tell_what_they_kept,
     servers_can_sleep,
+    servers_are_where_they_are_looked_for,
     servers_sample_where_their_addresses_are,
     servers_are_named_once,
     staleness_bounds_something,

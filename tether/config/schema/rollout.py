@@ -57,7 +57,7 @@ class EngineKwargsConfig(Section):
     """`rollout.engine_kwargs`: options of an engine that have no key of their own."""
 
     vllm: Annotated[Options, _our_options("vllm")]
-    """Options of vLLM's command line, with underscores; they win over what tether sets."""
+    """Options of vLLM's command line, with underscores; they win over what tether sets, but for its address."""
     sglang: Annotated[Options, _our_options("sglang")]
     """Options of SGLang's command line, likewise."""
 
