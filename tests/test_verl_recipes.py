@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.scripts import SCRIPTS
 from tests.installed import needs_megatron
-from tests.rollout.bench import REAL, VLLM
+from tests.rollout.bench import REAL, needs_vllm
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.forked_group import ForkedGroup
@@ -173,18 +173,28 @@ def test_a_recipe_runs_made_small(name: str, tmp_path: Path, monkeypatch: pytest
     check_run(name, made_small(name, tmp_path))
 
 
+OF_VLLM = [name for name in SCRIPTS if f"{ENGINE}=vllm" in SCRIPTS[name]]
+OWN_HEADS = {"gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32}, "qwen3": {"head_dim": 32}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", VLLM)
-def test_a_recipe_is_sampled_by_vllm(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its script says, with heads that vLLM takes on a CPU."""
-    name, vllm = "run_qwen2-7b_seq_balance", REAL.parent.parent if kind == "vllm" and REAL else environment(tmp_path)
-    monkeypatch.setenv("TETHER_VLLM", str(vllm))
+@pytest.mark.parametrize(
+    ("name", "python"),
+    [
+        pytest.param("run_qwen2-7b_seq_balance", None, id="stand-in"),
+        *(pytest.param(name, REAL, marks=needs_vllm, id=f"vllm-{name}") for name in OF_VLLM),
+    ],
+)
+def test_a_recipe_is_sampled_by_vllm(
+    name: str, python: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its script says, with heads of 32, the narrowest that vLLM takes on a CPU."""
+    monkeypatch.setenv("TETHER_VLLM", str(python.parent.parent if python else environment(tmp_path)))
     small = made_small(name, tmp_path)
-    set_eos(save_tiny(tmp_path / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
-    of_script = [setting for setting in SCRIPTS[name] if key_of(setting) == ENGINE]
+    heads = {"hidden_size": 128} | OWN_HEADS.get(class_of(name), {})
+    set_eos(save_tiny(tmp_path / "model", class_of(name), **heads), [EOS_ID, *range(4, 90)])
     sizes = [f"actor_rollout_ref.rollout.{size}" for size in ("gpu_memory_utilization=0.05", "enforce_eager=True")]
-    assert of_script == [f"{ENGINE}=vllm"]
-    check_run(name, [*small, *of_script, *sizes])
+    check_run(name, [*small, f"{ENGINE}=vllm", *sizes])
 
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
