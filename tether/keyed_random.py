@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 Words = TypeVar("Words", "Tensor", NDArray[np.int64])
 
 
+_WORD = 1 << 64
+
+
 def _signed(word: int) -> int:
     """The int64 with the bits of an unsigned 64-bit word."""
-    word %= 1 << 64
-    return word - (1 << 64) if word >> 63 else word
+    word %= _WORD
+    return word - _WORD if word >> 63 else word
 
 
 _GAMMA = _signed(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: keeps an all-zero address from hashing to zero
@@ -60,17 +63,17 @@ def generator(seed: int, step: int, purpose: str, *index: int) -> torch.Generato
     """
     import torch  # processes of environments have seeds too, and do without torch
 
-    return torch.Generator().manual_seed(int(_addressed(seed, step, purpose, *index)[0]))
+    return torch.Generator().manual_seed(_addressed(seed, step, purpose, *index))
 
 
 def seed_of(seed: int, step: int, purpose: str, *index: int) -> int:
     """A seed below 2**31, which every simulator takes; arguments as for `generator`."""
-    return int(_addressed(seed, step, purpose, *index)[0]) % 2**31
+    return _addressed(seed, step, purpose, *index) % 2**31
 
 
 def permutation(size: int, seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
     """``range(size)`` in a random order, the same on every machine; arguments as for `generator`."""
-    words = _hash(_addressed(seed, step, purpose, *index).repeat(size), np.arange(size))
+    words = _hash(np.full(size, _addressed(seed, step, purpose, *index)), np.arange(size))
     return np.argsort(words, kind="stable")
 
 
@@ -80,13 +83,18 @@ def held_out_rows(count: int, share: float, seed: int) -> list[int]:
     return permutation(count, seed, 0, "held out")[:size].tolist()
 
 
-def _addressed(seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
-    """[1] the hash of an address that has a purpose, whose 64 bits are no number of a sample."""
-    word = np.zeros(1, dtype=np.int64)
+def _addressed(seed: int, step: int, purpose: str, *index: int) -> int:
+    """The hash of an address that has a purpose, whose 64 bits are no number of a sample; in Python's integers, which
+    are faster for a single word.
+    """
+    word = 0
     digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
     for part in (seed, step, int.from_bytes(digest), *index):
-        word = _hash(word, part)
-    return word
+        word = ((word ^ part) + _GAMMA) % _WORD
+        word = (word ^ word >> 30) * _FIRST % _WORD
+        word = (word ^ word >> 27) * _SECOND % _WORD
+        word ^= word >> 31
+    return _signed(word)
 
 
 def _hash(word: Words, part: int | Words) -> Words:

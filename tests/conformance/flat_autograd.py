@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -49,7 +48,7 @@ class FlatAutogradEngine(FlatEngine):
         if loss.critic_only:
             return outputs
         by_outputs = torch.cat([found.outputs.grad for found in said if found.outputs.grad is not None])
-        norm = torch.linalg.vector_norm(by_outputs) * math.sqrt(len(by_outputs))
+        norm = torch.linalg.vector_norm(by_outputs)
         token_loss = loss.token_loss(log_probs, replace(rows, selected=selected), width)
         return replace(outputs, loss=token_loss, policy_grad_norm=norm)
 

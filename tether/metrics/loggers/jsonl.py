@@ -1,9 +1,10 @@
 """Every metric and every sample of a run as lines of JSON: `metrics.jsonl` and `samples.jsonl` in its folder.
 
-`tether plot` and other tools read these files. A line is on the disk before `log` returns, whole or not at all. A step
-has one line: metrics that are logged later, such as the time that its checkpoint took, are added to that line. A run
-that resumes from step N first drops the lines after N, so that no step stands there twice; a fresh run moves older
-files aside. Files that are deleted during the run are written again, with all their lines.
+`tether plot` and other tools read these files. A line is in the file before `log` returns, whole or not at all; on the
+disk too, unless lines come faster than one per second. A step has one line: metrics that are logged later, such as the
+time that its checkpoint took, are added to that line. A run that resumes from step N first drops the lines after N, so
+that no step stands there twice; a fresh run moves older files aside. Files that are deleted during the run are written
+again, with all their lines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -97,6 +99,7 @@ class _Lines:
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
+        self._synced = -math.inf
         self.last_step: int | None = None
         """Of the last line of the run that is resumed."""
         try:
@@ -130,6 +133,7 @@ class _Lines:
             before = os.pread(self._file.fileno(), over, start)
             try:
                 _write(self._file, data)
+                self._sync_now_and_then()
             except OSError:
                 with suppress(OSError):
                     os.pwrite(self._file.fileno(), before, start)
@@ -139,7 +143,18 @@ class _Lines:
             raise _failed(self._path, error) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _failed(self._path, error) from error
+        finally:
+            self._file.close()
+
+    def _sync_now_and_then(self) -> None:
+        """Let lines outlive a machine that crashes; not each of them, as small steps would wait for the disk."""
+        if time.monotonic() - self._synced > 1:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
 
     def _follow(self) -> None:
         """Use the file of that name, if it is another one now; if it is gone, write it again."""
@@ -163,7 +178,6 @@ def _open(path: Path) -> FileIO:
 def _write(file: FileIO, data: bytes) -> None:
     while data:
         data = data[file.write(data) :]
-    os.fsync(file.fileno())
 
 
 def _write_all(path: Path, data: bytes) -> None:
@@ -172,6 +186,7 @@ def _write_all(path: Path, data: bytes) -> None:
     new.unlink(missing_ok=True)
     with _open(new) as file:
         _write(file, data)
+        os.fsync(file.fileno())
     new.replace(path)
 
 

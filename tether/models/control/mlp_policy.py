@@ -98,10 +98,10 @@ class ControlPolicy(nn.Module):
 
     def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
         """Say something of normalised observations [B, O], for `backward`."""
-        pieces = obs.split(self.micro_batch or len(obs))
-        if len(pieces) == 1:
+        if self.micro_batch is None or len(obs) <= self.micro_batch:
             hidden, valued = self._activations(obs)
-            return ForwardPass(hidden[-1], valued[-1] if valued else None, (pieces, hidden, valued))
+            return ForwardPass(hidden[-1], valued[-1] if valued else None, ((obs,), hidden, valued))
+        pieces = obs.split(self.micro_batch)
         ends = [(hidden[-1], valued[-1:]) for hidden, valued in map(self._activations, pieces)]
         values = [value for _, end in ends for value in end]
         return ForwardPass(torch.cat([end for end, _ in ends]), torch.cat(values) if values else None, (pieces, [], []))
@@ -131,16 +131,30 @@ class ControlPolicy(nn.Module):
             values_grad: by the values, [B, V]; None: there is no critic.
         """
         pieces, hidden, valued = passed.saved
+        if len(pieces) == 1:
+            self._backward(hidden, valued, outputs_grad, values_grad)
+            return
         for number, (start, stop) in enumerate(pairwise(accumulate(map(len, pieces), initial=0))):
-            if len(pieces) > 1:
-                hidden, valued = self._activations(pieces[number])
-            hidden_grad = None
-            if self.critic is not None and values_grad is not None:
-                self.critic.backward(valued, values_grad[start:stop], add=number > 0)
-                if self.spec.share_critic:
-                    hidden_grad = values_grad[start:stop] @ self.critic.linear[0][0]
-            if outputs_grad is not None:
-                self.actor.backward(hidden, outputs_grad[start:stop], hidden_grad, add=number > 0)
+            grads = (None if grad is None else grad[start:stop] for grad in (outputs_grad, values_grad))
+            self._backward(*self._activations(pieces[number]), *grads, add=number > 0)
+
+    def _backward(
+        self,
+        hidden: list[Tensor],
+        valued: list[Tensor],
+        outputs_grad: Tensor | None,
+        values_grad: Tensor | None,
+        *,
+        add: bool = False,
+    ) -> None:
+        """See `backward`, of one piece; `add` to the gradients that are there, instead of over them."""
+        hidden_grad = None
+        if self.critic is not None and values_grad is not None:
+            self.critic.backward(valued, values_grad, add=add)
+            if self.spec.share_critic:
+                hidden_grad = values_grad @ self.critic.linear[0][0]
+        if outputs_grad is not None:
+            self.actor.backward(hidden, outputs_grad, hidden_grad, add=add)
 
     @torch.no_grad()
     def review(

@@ -5,6 +5,7 @@ Legend: B decisions, each on K actions of D columns; L and V numbers per decisio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,8 +35,8 @@ class Outputs:
     loss: TokenLoss | None
     """Of the policy, where its gradient needed it."""
     policy_grad_norm: Tensor | None = None
-    """Root mean square, over the decisions, of the gradient of a decision's loss by the policy's outputs; None: only
-    the critic was trained. A critic's gradient has no part in it, whatever the two share."""
+    """Of the gradient of the mean loss by the policy's outputs [B, outputs]; None: only the critic was trained. A
+    critic's gradient has no part in it, whatever the two share."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,11 @@ class ControlLoss:
         else:
             loss = self.token_loss(log_probs, rows, width)
         found = {name: float(metric) for name, metric in loss.metrics.items()}
-        norms = [float(output.policy_grad_norm) for output in outputs if output.policy_grad_norm is not None]
+        norms = [  # root mean squares, over the decisions, of the gradient of a decision's own loss
+            float(output.policy_grad_norm) * math.sqrt(len(output.log_probs))
+            for output in outputs
+            if output.policy_grad_norm is not None
+        ]
         return found | {
             "actor/pg_loss": float((loss.loss * self._weights(log_probs, rows, width)).sum()),
             "actor/policy_grad_norm": sum(norms) / len(norms),

@@ -157,8 +157,7 @@ class FlatEngine:
         )
         policy.backward(passed, outputs_grad, values_grad)
         self._finish_gradients()
-        norm = self._norm_of_all(outputs_grad) * math.sqrt(len(log_probs))
-        return Outputs(log_probs, entropy, values, found.loss, norm)
+        return Outputs(log_probs, entropy, values, found.loss, self._norm_of_all(outputs_grad))
 
     def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
         """See `within_policy_memory`."""
