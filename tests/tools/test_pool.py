@@ -181,9 +181,13 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
             lambda: pool_of(x=EnvironmentSpec(f"{OWN}:Prepared", {"word": "no"}, "here")),
             r"here: .*Prepared cannot be prepared \(KeyError: 'no'\)",
         ),
-        (lambda: pool_of(tool("Half")), "the schema of .*Half: no mapping"),
+        (lambda: pool_of(tool("Calculator", {"function": {}})), "the schema of .*Calculator: function.name is missing"),
         (lambda: pool_of(tool(sides=3)), r"cannot be made with config \{'sides': 3\}"),
         (lambda: pool_of(half=EnvironmentSpec(f"{OWN}:Half")), "no methods `reset` and `step`"),
+        (
+            lambda: pool_of(count=EnvironmentSpec(f"{OWN}:Count", {"upto": 3}, "here")),
+            r"here: .*Count cannot be made with config \{'upto': 3\} \(TypeError: .*argument 'upto'",
+        ),
         (lambda: pool_of(none=EnvironmentSpec("no_such_package.tools.Class")), "cannot be imported"),
     ],
 )

@@ -20,7 +20,15 @@ from typing import Any
 from tether.runtime.channel import Channel
 from tether.runtime.user_files import definition, place_of, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
-from tether.tools.spec import EnvironmentSpec, McpSpec, Talkers, ToolSpec, environment_named, schema_problem
+from tether.tools.spec import (
+    EnvironmentSpec,
+    McpSpec,
+    Talkers,
+    ToolSpec,
+    class_problem,
+    environment_named,
+    schema_problem,
+)
 from tether.types import JsonObject, Message
 
 _MESSAGE_HEAD = 500  # characters
@@ -110,8 +118,6 @@ class Desk:
             raise ValueError(f"{spec.place}: the schema of {spec.class_name}: {problem}. Give it as tool_schema")
         assert isinstance(schema, dict)
         is_verls = not hasattr(tool_class, "call")
-        if is_verls and not hasattr(tool_class, "execute"):
-            raise ValueError(f"{spec.place}: {spec.class_name} has no method `call` (or `execute`, as verl's have)")
         arguments = {"config": spec.config, "tool_schema": schema} if is_verls else spec.config
         self._keep(schema, _made(tool_class, arguments, spec), spec.place)
 
@@ -263,11 +269,8 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
-    wanted = {"step": "reset", "generate_response": "start_interaction"}
-    if isinstance(spec, EnvironmentSpec) and not any(
-        hasattr(found, a) and hasattr(found, b) for a, b in wanted.items()
-    ):
-        raise ValueError(f"{spec.place}: {spec.class_name} has no methods `reset` and `step`")
+    if problem := class_problem(spec, dir(found), _takes(found)):
+        raise ValueError(f"{spec.place}: {spec.class_name} {problem}")
     if isinstance(spec, EnvironmentSpec) and hasattr(found, "prepare"):
         try:
             found.prepare(**spec.config)
@@ -275,6 +278,13 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
             what = f"{spec.place}: {spec.class_name} cannot be prepared"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     return found
+
+
+def _takes(found: type) -> inspect.Signature | None:
+    try:
+        return inspect.signature(found)
+    except (TypeError, ValueError):  # of a class that is written in C
+        return None
 
 
 def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]]:
