@@ -35,7 +35,7 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     for source in (*config.data.train_files, *config.data.val_files):
         if source.startswith(ENVIRONMENT):
             name = environment_named_by(source)
-            environments = environments | {name: environment_named(name, turns.format, source)}
+            environments = environments | {name: environment_named(name, turns.format, name)}
     return ToolPool(
         Talkers(tools, environments, turns.format),
         num_workers=rollout.agent.num_workers,

@@ -74,6 +74,13 @@ class EnvironmentSpec:
     config: JsonObject = field(default_factory=dict)
     place: str = f"{SECTION} agent_name"
     """Where it is named, for messages."""
+    library_name: str = ""
+    """Of an environment of a library, as `environment_named` takes it; its class is tether's then."""
+
+    @property
+    def title(self) -> str:
+        """What the user named."""
+        return self.library_name or self.class_name
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def environment_named(name: str, call_format: str, place: str = f"{SECTION} agen
     if not name.startswith(LIBRARY):
         return EnvironmentSpec(name, place=place)
     config = {"environment": name.removeprefix(LIBRARY), "call_format": call_format}
-    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place)
+    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place, name)
 
 
 def read_tools(path: str) -> tuple[ToolSpec | McpSpec, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
-from tether.runtime.user_files import definition, place_of, words_of
+from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import (
     EnvironmentSpec,
@@ -85,7 +85,7 @@ class Desk:
         self._environments, self._call_format = dict(talkers.environments), talkers.call_format
         self._classes: dict[str, Any] = {}
         for name, environment in self._environments.items():
-            loads(f"{environment.place}: loading {environment.class_name}")
+            loads(f"{environment.place}: loading {environment.title}")
             self._classes[name] = _load(environment)
         self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
@@ -173,10 +173,10 @@ class Desk:
         environment_class, spec = self._class_of(request.name), self._environments[request.name]
         random.seed(repr(request.messages))
         if not hasattr(environment_class, "step"):
-            return _verls_session(environment_class(spec.config), request, f"{spec.class_name}.generate_response")
+            return _verls_session(environment_class(spec.config), request, f"{spec.title}.generate_response")
         environment = environment_class(**spec.config)
         _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
-        step = f"{spec.class_name}.step"
+        step = f"{spec.title}.step"
         return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages])), step))
 
 
@@ -265,6 +265,9 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found = getattr(importlib.import_module(module), name)
         except Exception as error:
+            if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
+                what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
+                raise ValueError(f"{what}. Run: pip install 'tether[verifiers]'") from error
             what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
@@ -275,7 +278,10 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found.prepare(**spec.config)
         except Exception as error:
-            what = f"{spec.place}: {spec.class_name} cannot be prepared"
+            if spec.library_name and raised_by_tether(error):
+                place = "" if spec.place == spec.library_name else f"{spec.place}: "
+                raise ValueError(f"{place}{error}") from error
+            what = f"{spec.place}: {spec.title} cannot be prepared"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     return found
 
