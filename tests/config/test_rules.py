@@ -287,6 +287,24 @@ CASES = {
         "http://h:1 is named more than once. name each server once",
         [f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:2']"],
     ),
+    "servers_are_named_once_by_any_name": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=['http://127.0.0.1:80', 'http://LocalHost']"],
+        f"{ROLLOUT}.server_urls",
+        "http://LocalHost is named more than once (before as http://127.0.0.1:80). name each server once",
+        [f"{ROLLOUT}.server_urls=['http://127.0.0.1:80', 'http://localhost:8000']"],
+    ),
+    "a_pass_of_vllm_has_a_token_of_each_row": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_batched_tokens=16"],
+        f"{ROLLOUT}.max_num_batched_tokens",
+        f"16 is less than {ROLLOUT}.max_num_seqs=256, so that vllm would not start. set it to 256 or above, or lower",
+        [f"{ROLLOUT}.max_num_seqs=16"],
+    ),
+    "a_pass_of_vllm_has_a_whole_row": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enable_chunked_prefill=False", "data.max_response_length=8000"],
+        f"{ROLLOUT}.max_num_batched_tokens",
+        f"8192 is less than the 8512 tokens of a row, so that vllm would not start without {ROLLOUT}.enable_ch",
+        [f"{ROLLOUT}.engine_kwargs.vllm={{max_num_batched_tokens: 9000}}"],
+    ),
     "vllm_takes_adapters_of_this_rank": (
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=513"],
         "actor_rollout_ref.model.lora_rank",
@@ -601,7 +619,7 @@ def test_mended(rule):
 NOT_TAKEN_BY_VERL = {
     *(name for name in CASES if name.startswith("megatron_")),
     *(name for name in CASES if name.startswith(("rows_of_", "shared_rows_of_"))),
-    "vllm_takes_adapters_of_this_rank",
+    *("vllm_takes_adapters_of_this_rank", "a_pass_of_vllm_has_a_token_of_each_row", "a_pass_of_vllm_has_a_whole_row"),
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "rejection_modes_have_bounds",
@@ -617,8 +635,7 @@ NOT_VERLS = {
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     "models_are_placed",
     "servers_sample_where_their_addresses_are",
-    "servers_are_named_once",
-    "servers_are_where_they_are_looked_for",
+    *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
 }
 """About keys, names or options that verl does not have or does not read."""

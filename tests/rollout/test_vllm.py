@@ -1,14 +1,17 @@
 """vLLM's servers: what only they have, against a server that speaks their language and against vLLM where it is."""
 
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -32,7 +35,8 @@ from tests.rollout.bench import (
 from tests.rollout.stand_in import Refused, environment
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
-from tether.rollout.servers import Connections, Launch, Server, ServerGone, server, shared_file
+from tether.rollout.inside import tether_buffers
+from tether.rollout.servers import Connections, Launch, Server, ServerGone, broadcast, server, shared_file
 from tether.rollout.vllm import Adapters, Vllm
 
 
@@ -223,6 +227,38 @@ def test_a_worker_that_fails_in_the_middle_of_broadcasts_is_replaced(
     assert bench.engine.moved()["transfer/server_failures"] == 1
     assert asked[3] - asked[2] < 60
     assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+@pytest.mark.parametrize(
+    "python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow])], ids=["stand-in", "vllm"]
+)
+def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
+    made: Callable[..., Bench],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    python: Path | None,
+) -> None:
+    """The server is well, and goes on with what it has."""
+    bench = made(python=python or environment(tmp_path) / "bin/python")
+    assert takes(bench, "distributed", 1 << 30, 0)
+    processes, sends = processes_of(bench.server), list[int]()
+
+    def cut(group: Any, tensors: Any) -> None:
+        sends.append(len(sends))
+        if len(sends) == 3:
+            for one in psutil.Process().net_connections("tcp"):
+                if one.status == "ESTABLISHED" and bench.server.http.port not in (one.laddr.port, one.raddr.port):
+                    with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as its:
+                        its.shutdown(socket.SHUT_RDWR)
+        tether_buffers.broadcast(group, tensors)
+
+    monkeypatch.setattr(broadcast, "broadcast", cut)
+    assert takes(bench, "distributed", 1 << 12, 1)
+    assert bench.engine.moved()["transfer/server_failures"] == 1
+    assert processes_of(bench.server) == processes
+    assert "the connection between this process (127.0.0.1) and the server's workers broke: " in caplog.text
+    assert "It gets them again" in caplog.text
 
 
 NOT_KEEPING = """

@@ -1,11 +1,21 @@
 """Tools and environments in processes of their own: what they answer, and what becomes of those that do not."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tether.tools import EnvironmentSpec, Reply, Talkers, ToolPool, ToolSpec, read_environments, read_tools
+from tether.tools import (
+    EnvironmentSpec,
+    Reply,
+    Talkers,
+    ToolPool,
+    ToolSpec,
+    environment_named,
+    read_environments,
+    read_tools,
+)
 from tether.tools.pool import CallRequest, StepRequest
 
 OWN = Path(__file__).with_name("own.py")
@@ -181,9 +191,18 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
             lambda: pool_of(x=EnvironmentSpec(f"{OWN}:Prepared", {"word": "no"}, "here")),
             r"here: .*Prepared cannot be prepared \(KeyError: 'no'\)",
         ),
-        (lambda: pool_of(tool("Half")), "the schema of .*Half: no mapping"),
+        (lambda: pool_of(tool("Calculator", {"function": {}})), "the schema of .*Calculator: function.name is missing"),
         (lambda: pool_of(tool(sides=3)), r"cannot be made with config \{'sides': 3\}"),
         (lambda: pool_of(half=EnvironmentSpec(f"{OWN}:Half")), "no methods `reset` and `step`"),
+        (
+            lambda: pool_of(count=EnvironmentSpec(f"{OWN}:Count", {"upto": 3}, "here")),
+            r"here: .*Count cannot be made with config \{'upto': 3\} \(TypeError: .*argument 'upto'",
+        ),
+        pytest.param(
+            lambda: pool_of(none=environment_named("verifiers:some?a=1", "hermes", "here")),
+            r"^here: verifiers:some\?a=1 needs the package verifiers, .* Run: pip install 'tether\[verifiers\]'$",
+            marks=pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed"),
+        ),
         (lambda: pool_of(none=EnvironmentSpec("no_such_package.tools.Class")), "cannot be imported"),
     ],
 )

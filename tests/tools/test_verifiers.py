@@ -115,6 +115,18 @@ def test_what_cannot_be_used_is_one_error(source: str, message: str) -> None:
         load_rows(source)
 
 
+def test_messages_name_the_environment_as_the_user_does() -> None:
+    missing = "verifiers:no-such-thing"
+    with pytest.raises(ValueError, match=f"^{missing}: the environment no-such-thing is not installed") as error:
+        ToolPool(
+            Talkers((), {missing: environment_named(missing, "hermes", missing)}),
+            num_workers=1,
+            timeout=60.0,
+            startup_timeout=300.0,
+        )
+    assert "verifiers_environment" not in str(error.value)
+
+
 def test_a_run_trains_on_it(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path)
     section = "actor_rollout_ref.rollout"

@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.named_inputs import rows_of
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_rewards
-from tether.assembly.turns import check_agents, check_turns_act
+from tether.assembly.row_agents import check_turns_act
+from tether.assembly.turns import check_agents
 from tether.config import RunConfig, device_count, placed, reads_weights, values_of
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
+from tether.data.rows import Agent
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
-from tether.rollout.turns import Agent
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.tools import ToolPool

@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tether.assembly.judging import judge_of
+from tether.assembly.row_agents import (
+    NEEDS_TURNS,
+    TURNS,
+    agent_problem,
+    check_turns_act,
+    interactions_of,
+    row_agent,
+)
 from tether.config import (
     FunctionPart,
     JudgePart,
@@ -29,7 +37,7 @@ from tether.config import (
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import locate
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT
+from tether.data.rows import TOOL_AGENT, Agent, agent_of
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -40,10 +48,10 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
-from tether.tools import LIBRARY, EnvironmentSpec, ToolSpec, read_environments, read_tools
+from tether.tools import EnvironmentSpec, ToolSpec, class_problem, read_environments, read_tools
 
 if TYPE_CHECKING:
-    from tether.data.rows import Row, Rows
+    from tether.data.rows import Rows
 
 _NOT_FOUND = 3
 _FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.find_spec(sys.argv[1]) is None else 0)"
@@ -72,9 +80,11 @@ def missing_inputs(
             look(value)
         except ValueError as error:
             # The same path under several keys is one problem, of the first of them.
-            where, _, what = str(error).partition(": ")
-            if not re.fullmatch(rf"{re.escape(key)}(\.\w+)?", where):
-                where, what = key, str(error).removeprefix(f"{key}=")
+            named_there, _, what = str(error).partition(": ")
+            found = re.fullmatch(rf"({re.escape(key)}(?:\.\w+)?)(?:=(.*))?", named_there)
+            where = found[1] if found else key
+            if not found or found[2]:
+                what = str(error).removeprefix(f"{where}=")
             problems.setdefault(value, Problem(where, what, ""))
     return list(problems.values())
 
@@ -103,9 +113,6 @@ NO_TEMPLATE = (
     "its tokenizer has no chat template, so responses cannot be written for it. Add one to tokenizer_config.json, or "
     "set reward_model.model.input_tokenizer=null where it has the policy's tokenizer."
 )
-TURNS = "actor_rollout_ref.rollout.multi_turn"
-_NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
-_NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
 """(key, what it names, a function that raises ValueError where that is not there)"""
 
@@ -124,13 +131,15 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.reward_model.enable and config.reward_model.server.url:
         key = "reward_model.server.url"
         yield key, config.reward_model.server.url, partial(check_address, key=key)
-    sources = set[str]()
+    sources, agents = set[str](), dict[str, set[tuple[Agent, Agent]]]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
-        rows = partial(_rows, config, first, sources)
+        rows = partial(_rows, config, first, sources, agents)
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
+        if first is None and agents.keys() == {*data.train_files, *data.val_files}:
+            yield TURNS, TURNS, lambda _: check_turns_act(config, set().union(*agents.values()))
     if any(map(has_tests, sources)):
         yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, config)
     if custom.path:
@@ -157,7 +166,7 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if turns.interaction_config_path:
         yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
     if is_own_function(agent.default_agent_loop):
-        yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _definition
+        yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _environment_class
     yield from _of_both(config)
 
 
@@ -202,28 +211,34 @@ def _of_both(config: RunConfig) -> Named:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
 
 
-def _rows(config: RunConfig, first: int | None, sources: set[str], name: str) -> None:
+def _rows(
+    config: RunConfig, first: int | None, sources: set[str], agents: dict[str, set[tuple[Agent, Agent]]], name: str
+) -> None:
     """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them.
 
-    `sources`: gets the data sources that rules score.
+    `sources`: gets the data sources that rules score; `agents`: by name, who answers the rows of it, where that is
+    known; see `check_turns_act`.
     """
     kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:
-        raise ValueError(f"{name}: an environment, which {_NEEDS_TURNS}")
+        raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
+    if kind == "environment":
+        agents[name] = {(Agent(False, name), Agent(False, name))}
     if kind != "file":
         return
     rows, rules, defined = rows_of(config, name, first), _rules_score(config), set[str]()
     interactions: Sequence[str] | None = None
     with suppress(ValueError):  # which is told of its own key
         interactions = interactions_of(config)
-    problems = list[str]()
+    problems, talkers = list[str](), set[tuple[Agent, Agent]]()
     for row in (rows[number] for number in range(len(rows))):
         agent = row.agent_name
+        talkers.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
         try:
             if problem := agent_problem(config, row, interactions):
                 raise ValueError(problem)
             if agent is not None and is_own_function(agent) and agent not in defined:
-                _definition(agent)
+                _class(EnvironmentSpec(agent))
                 defined.add(agent)
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
@@ -231,6 +246,7 @@ def _rows(config: RunConfig, first: int | None, sources: set[str], name: str) ->
                 check_truth(row.data_source, row.ground_truth, row.extra_info)
         except ValueError as error:
             problems.append(f"{row.place}: {error}")
+    agents[name] = talkers
     if problems:
         more = f" ({len(problems) - 1} more of these rows have problems)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
@@ -244,46 +260,6 @@ def _programs(config: RunConfig, _: str) -> None:
         ProgramOptions(sandbox.languages, unconfined=sandbox.unconfined, server=server).check_machine()
     except ValueError as error:
         raise ValueError(str(error).removeprefix(PROGRAMS).lstrip(".: ")) from None
-
-
-def interactions_of(config: RunConfig) -> Sequence[str]:
-    """Names that rows of `tool_agent` may give in `extra_info.interaction_kwargs.name`.
-
-    Raises:
-        ValueError: the file of `interaction_config_path` cannot be read.
-    """
-    path = config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
-    return list(read_environments(path)) if path else []
-
-
-def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """The problem with the agent that a row names, as far as names tell; empty: there is none.
-
-    Args:
-        config: of the run.
-        row: of its data.
-        interactions: see `interactions_of`; None: they are not known.
-    """
-    rollout, name = config.actor_rollout_ref.rollout, row.agent_name
-    if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
-        own = "or your own class: FILE.py:CLASS"
-        return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own}"
-    if not rollout.multi_turn.enable:
-        return "" if name in (None, SINGLE_TURN) else f"`agent_name` is {name!r}, which {_NEEDS_TURNS}"
-    if (name or rollout.agent.default_agent_loop) != TOOL_AGENT:
-        return ""
-    of_tools, of_interaction = (row.extra_info.get(key) or {} for key in ("tools_kwargs", "interaction_kwargs"))
-    objects = {"tools_kwargs": of_tools, "interaction_kwargs": of_interaction}
-    if isinstance(of_tools, Mapping):
-        objects |= {f"tools_kwargs.{tool}": kwargs or {} for tool, kwargs in of_tools.items()}
-    for key, found in objects.items():
-        if not isinstance(found, Mapping):
-            return f"`extra_info.{key}` is {str(found)[:80]!r}, not an object with keys"
-    wanted = of_interaction.get("name")
-    if wanted is not None and interactions is not None and wanted not in interactions:
-        there = f"{TURNS}.interaction_config_path has {', '.join(interactions) or 'none: give interaction_config_path'}"
-        return f"`extra_info.interaction_kwargs.name` is {wanted!r}; {there}"
-    return ""
 
 
 def _rules_score(config: RunConfig) -> bool:
@@ -372,16 +348,45 @@ def _interactions(path: str) -> None:
     _classes(read_environments(path).values())
 
 
+def _environment_class(name: str) -> None:
+    _class(EnvironmentSpec(name))
+
+
 def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
     """Look for every ``FILE.py:Class``, and for the first part of ``package.module.Class``, whose rest would run it."""
     for spec in named:
         try:
             if ":" in spec.class_name:
-                _definition(spec.class_name)
+                _class(spec)
             elif not _is_module(package := spec.class_name.partition(".")[0]):
                 raise ValueError(f"{spec.class_name}: there is no module {package}")
         except ValueError as error:
             raise ValueError(f"{spec.place}.class_name={error}") from None
+
+
+def _class(spec: ToolSpec | EnvironmentSpec) -> None:
+    """Look for a ``FILE.py:Class``, and for its methods and arguments, where the file itself has all of them."""
+    _definition(spec.class_name)
+    file, _, name = spec.class_name.rpartition(":")
+    classes = {node.name: node for node in _parsed(file).body if isinstance(node, ast.ClassDef)}
+    names, takes, waiting = set[str](), inspect.Signature(), [name]
+    while waiting:
+        found = classes.get(waiting.pop())
+        if found is None or found.decorator_list or found.keywords:
+            return
+        here = {*_top_level(found)}
+        if "__new__" in here:
+            return
+        if "__init__" in here - names:
+            made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+            if not made or made[-1].decorator_list:
+                return
+            del (made[-1].args.posonlyargs or made[-1].args.args)[:1]
+            takes = _signature(made[-1].args)
+        names |= here
+        waiting += [base.id if isinstance(base, ast.Name) else "" for base in reversed(found.bases)]
+    if problem := class_problem(spec, names, takes):
+        raise ValueError(f"{spec.class_name} {problem}")
 
 
 def _is_module(name: str) -> bool:
@@ -455,8 +460,8 @@ def _parsed(file: str) -> ast.Module:
         raise ValueError(f"{file}: is not Python ({error})") from error
 
 
-def _top_level(tree: ast.Module) -> Iterator[str]:
-    """Names that a module has once it is imported; also those in an `if` or a `try`."""
+def _top_level(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
+    """Names that a module or class has once it is imported; also those in an `if` or a `try`."""
     open_nodes: list[ast.AST] = [tree]
     while open_nodes:
         for node in ast.iter_child_nodes(open_nodes.pop()):

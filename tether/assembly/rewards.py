@@ -8,7 +8,7 @@ from functools import partial
 from tether.assembly.groups import Groups
 from tether.assembly.judge import build_judge, check_judge
 from tether.assembly.reward_model import build_reward_model
-from tether.assembly.turns import row_agent
+from tether.assembly.row_agents import row_agent
 from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, read_parts
 from tether.data.prompts import PromptDataset
 from tether.data.rows import Row

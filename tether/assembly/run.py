@@ -35,7 +35,6 @@ from tether.assembly.common import (
 from tether.assembly.groups import build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron, megatron_line
-from tether.assembly.named_inputs import TURNS
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
 from tether.assembly.off_policy import (
     build_dynamic_sampling,
@@ -49,6 +48,7 @@ from tether.assembly.reward_model import reward_model_path
 from tether.assembly.rewards import build_rewards
 from tether.assembly.roles import build_roles
 from tether.assembly.router_replay import check_router_replay
+from tether.assembly.row_agents import TURNS
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
 from tether.checkpoints import sha256_of

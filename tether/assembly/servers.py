@@ -234,7 +234,7 @@ def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: 
         "enforce_eager": rollout.enforce_eager,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "load_format": rollout.load_format,
+        "load_format": "dummy",  # they get the policy's weights
         **_told(rollout),
         **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
     }
@@ -256,7 +256,7 @@ def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu
         "chunked_prefill_size": chunks,
         "disable_cuda_graph": rollout.enforce_eager,
         "disable_radix_cache": not rollout.enable_prefix_caching,
-        "load_format": rollout.load_format,
+        "load_format": "dummy",  # they get the policy's weights
         "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # ties at the cut come on top
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps,

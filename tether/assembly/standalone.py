@@ -18,8 +18,9 @@ from tether.assembly.named_inputs import models_read_replies, scores_texts_alone
 from tether.assembly.number_formats import decided_formats
 from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import build_rewards, check_rewards
+from tether.assembly.row_agents import row_agent
 from tether.assembly.run import sampling_params, validation_sampling
-from tether.assembly.turns import build_conversations, build_tool_pool, check_agents, row_agent, scored_by_environments
+from tether.assembly.turns import build_conversations, build_tool_pool, check_agents, scored_by_environments
 from tether.batch import Prompt
 from tether.config import LoadedConfig, RunConfig, with_values
 from tether.data.chat import decode

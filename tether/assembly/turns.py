@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.assembly.named_inputs import TURNS, agent_problem, interactions_of
-from tether.batch import Prompt
+from tether.assembly.row_agents import agent_problem, interactions_of, row_agent
 from tether.config import RunConfig
 from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, own_tools
-from tether.rollout.turns import Agent, Conversations, TurnLimits, TurnTemplate, agent_of
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of, own_tools
+from tether.rollout.turns import Conversations, TurnLimits, TurnTemplate
 from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
 
 _STARTUP = 300.0  # seconds: an environment may load a dataset
@@ -36,18 +35,13 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     for source in (*config.data.train_files, *config.data.val_files):
         if source.startswith(ENVIRONMENT):
             name = environment_named_by(source)
-            environments = environments | {name: environment_named(name, turns.format, source)}
+            environments = environments | {name: environment_named(name, turns.format, name)}
     return ToolPool(
         Talkers(tools, environments, turns.format),
         num_workers=rollout.agent.num_workers,
         timeout=turns.timeout,
         startup_timeout=_STARTUP,
     )
-
-
-def row_agent(config: RunConfig, row: Row | Prompt) -> Agent:
-    """Who answers a row."""
-    return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
 
 
 def scored_by_environments(config: RunConfig) -> bool:
@@ -82,36 +76,6 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
 
     prompts.check_rows(check)
     return agents
-
-
-def check_turns_act(config: RunConfig, agents: set[tuple[Agent, Agent]]) -> None:
-    """Refuse turns, tools and interactions that are asked for where no row of a run has any.
-
-    Args:
-        config: of the run.
-        agents: of all its rows; see `check_agents`.
-
-    Raises:
-        ValueError: what is asked for, and how rows get it.
-    """
-    turns, default = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.agent.default_agent_loop"
-    if not turns.enable:
-        return
-    of_tools = [agent.environment for agent, _ in agents if agent.has_tools]
-    if not of_tools and not any(agent.environment for agent, _ in agents):
-        advice = f"Set {default}, or give the rows an `agent_name`"
-        if any(would.environment for _, would in agents):
-            named = "the interaction that rows name in `extra_info.interaction_kwargs.name`"
-            advice = f"Set {default}={TOOL_AGENT}, by which {named} acts"
-        raise ValueError(f"{TURNS}.enable=True: no row has several turns. {advice}")
-    if turns.tool_config_path and not of_tools:
-        what, path, needed = "tool_config_path", turns.tool_config_path, f"is of {TOOL_AGENT} ({default})"
-    elif turns.interaction_config_path and not any(of_tools):
-        what, path = "interaction_config_path", turns.interaction_config_path
-        needed = f"is of {TOOL_AGENT} ({default}) and names one in `extra_info.interaction_kwargs.name`"
-    else:
-        return
-    raise ValueError(f"{TURNS}.{what}={path}: has no effect, as no row {needed}. Leave it out, or change the rows")
 
 
 def build_conversations(

@@ -94,6 +94,30 @@ class Row:
         return f"{self.file} row {self.number}"
 
 
+@dataclass(frozen=True)
+class Agent:
+    """Who answers a row."""
+
+    has_tools: bool
+    environment: str | None
+    """Name of a class that answers every turn, or those without a call."""
+
+
+def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
+    """Read a row's agent.
+
+    Args:
+        name: `agent_name` of the row, or the default.
+        extra_info: of the row.
+    """
+    if name == SINGLE_TURN:
+        return Agent(False, None)
+    if name == TOOL_AGENT:
+        wanted = extra_info.get("interaction_kwargs")
+        return Agent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
+    return Agent(False, name)
+
+
 def own_tools(extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
     """Schemas of the tools that a row's environment has of its own, see `tether.data.environment_rows`."""
     own = extra_info.get("verifiers")

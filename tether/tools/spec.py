@@ -24,8 +24,9 @@ Environments (`multi_turn.interaction_config_path`); rows name theirs in `extra_
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Signature
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ class EnvironmentSpec:
     config: JsonObject = field(default_factory=dict)
     place: str = f"{SECTION} agent_name"
     """Where it is named, for messages."""
+    library_name: str = ""
+    """Of an environment of a library, as `environment_named` takes it; its class is tether's then."""
+
+    @property
+    def title(self) -> str:
+        """What the user named."""
+        return self.library_name or self.class_name
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def environment_named(name: str, call_format: str, place: str = f"{SECTION} agen
     if not name.startswith(LIBRARY):
         return EnvironmentSpec(name, place=place)
     config = {"environment": name.removeprefix(LIBRARY), "call_format": call_format}
-    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place)
+    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place, name)
 
 
 def read_tools(path: str) -> tuple[ToolSpec | McpSpec, ...]:
@@ -153,6 +161,30 @@ def read_environments(path: str) -> dict[str, EnvironmentSpec]:
             raise ValueError(f"{place}.name is {name!r}. Give each environment a name of its own")
         found[name] = EnvironmentSpec(_class_name(entry, place), _config(entry, place), place)
     return found
+
+
+def class_problem(spec: ToolSpec | EnvironmentSpec, names: Collection[str], takes: Signature | None) -> str:
+    """The fault of the class of an entry; empty if there is none.
+
+    Args:
+        spec: the entry.
+        names: that the class has.
+        takes: the arguments of the class, where they are known.
+    """
+    if isinstance(spec, ToolSpec):
+        is_own, lacks = "call" in names, "has no method `call` (or `execute`, as verl's have)"
+        is_verls = "execute" in names
+    else:
+        is_own, lacks = {"reset", "step"} <= {*names}, "has no methods `reset` and `step`"
+        is_verls = {"start_interaction", "generate_response"} <= {*names}
+    if not is_own and not is_verls:
+        return lacks
+    if is_own and takes is not None:
+        try:
+            takes.bind(**spec.config)
+        except TypeError as error:
+            return f"cannot be made with config {spec.config} (TypeError: {error})"
+    return ""
 
 
 def schema_problem(schema: object) -> str:

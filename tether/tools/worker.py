@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
-from tether.runtime.user_files import definition, place_of, words_of
+from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
-from tether.tools.spec import EnvironmentSpec, McpSpec, Talkers, ToolSpec, environment_named, schema_problem
+from tether.tools.spec import (
+    EnvironmentSpec,
+    McpSpec,
+    Talkers,
+    ToolSpec,
+    class_problem,
+    environment_named,
+    schema_problem,
+)
 from tether.types import JsonObject, Message
 
 _MESSAGE_HEAD = 500  # characters
@@ -77,7 +85,7 @@ class Desk:
         self._environments, self._call_format = dict(talkers.environments), talkers.call_format
         self._classes: dict[str, Any] = {}
         for name, environment in self._environments.items():
-            loads(f"{environment.place}: loading {environment.class_name}")
+            loads(f"{environment.place}: loading {environment.title}")
             self._classes[name] = _load(environment)
         self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
@@ -110,8 +118,6 @@ class Desk:
             raise ValueError(f"{spec.place}: the schema of {spec.class_name}: {problem}. Give it as tool_schema")
         assert isinstance(schema, dict)
         is_verls = not hasattr(tool_class, "call")
-        if is_verls and not hasattr(tool_class, "execute"):
-            raise ValueError(f"{spec.place}: {spec.class_name} has no method `call` (or `execute`, as verl's have)")
         arguments = {"config": spec.config, "tool_schema": schema} if is_verls else spec.config
         self._keep(schema, _made(tool_class, arguments, spec), spec.place)
 
@@ -167,10 +173,10 @@ class Desk:
         environment_class, spec = self._class_of(request.name), self._environments[request.name]
         random.seed(repr(request.messages))
         if not hasattr(environment_class, "step"):
-            return _verls_session(environment_class(spec.config), request, f"{spec.class_name}.generate_response")
+            return _verls_session(environment_class(spec.config), request, f"{spec.title}.generate_response")
         environment = environment_class(**spec.config)
         _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
-        step = f"{spec.class_name}.step"
+        step = f"{spec.title}.step"
         return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages])), step))
 
 
@@ -259,22 +265,32 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         try:
             found = getattr(importlib.import_module(module), name)
         except Exception as error:
+            if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
+                what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
+                raise ValueError(f"{what}. Run: pip install 'tether[verifiers]'") from error
             what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
-    wanted = {"step": "reset", "generate_response": "start_interaction"}
-    if isinstance(spec, EnvironmentSpec) and not any(
-        hasattr(found, a) and hasattr(found, b) for a, b in wanted.items()
-    ):
-        raise ValueError(f"{spec.place}: {spec.class_name} has no methods `reset` and `step`")
+    if problem := class_problem(spec, dir(found), _takes(found)):
+        raise ValueError(f"{spec.place}: {spec.class_name} {problem}")
     if isinstance(spec, EnvironmentSpec) and hasattr(found, "prepare"):
         try:
             found.prepare(**spec.config)
         except Exception as error:
-            what = f"{spec.place}: {spec.class_name} cannot be prepared"
+            if spec.library_name and raised_by_tether(error):
+                place = "" if spec.place == spec.library_name else f"{spec.place}: "
+                raise ValueError(f"{place}{error}") from error
+            what = f"{spec.place}: {spec.title} cannot be prepared"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     return found
+
+
+def _takes(found: type) -> inspect.Signature | None:
+    try:
+        return inspect.signature(found)
+    except (TypeError, ValueError):  # of a class that is written in C
+        return None
 
 
 def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]]:

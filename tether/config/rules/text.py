@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
 
@@ -141,11 +140,35 @@ def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
 
 def servers_are_named_once(cfg: RunConfig) -> Problem | None:
     """A server would get each update as often as it is named, in the middle of its rows."""
-    urls = [url.rstrip("/") for url in cfg.actor_rollout_ref.rollout.server_urls]
-    twice = [url for url, times in Counter(urls).items() if times > 1]
-    if not twice:
+    named = dict[str, str]()
+    for url in cfg.actor_rollout_ref.rollout.server_urls:
+        place = re.sub(r"//localhost(?=:|$)", "//127.0.0.1", url.rstrip("/").lower())
+        place = place.removesuffix(":80")
+        if place in named:
+            before = f" (before as {named[place]})" if named[place] != url.rstrip("/") else ""
+            what = f"{url.rstrip('/')} is named more than once{before}"
+            return Problem(f"{ROLLOUT}.server_urls", what, "name each server once")
+        named[place] = url.rstrip("/")
+    return None
+
+
+def vllm_starts(cfg: RunConfig) -> Problem | None:
+    """vLLM refuses these numbers by itself, once the model is loaded."""
+    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
+    key, tokens, sizes = f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens, rollout.engine_kwargs.vllm
+    own = {"max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"} & set(sizes)
+    if rollout.name != "vllm" or rollout.server_urls or own:
         return None
-    return Problem(f"{ROLLOUT}.server_urls", f"{twice[0]} is named more than once", "name each server once")
+    if tokens < rollout.max_num_seqs:
+        other = f"{ROLLOUT}.max_num_seqs"
+        what = f"{tokens} is less than {other}={rollout.max_num_seqs}, so that vllm would not start"
+        return Problem(key, what, f"set it to {rollout.max_num_seqs} or above, or lower {other}")
+    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    if tokens < longest and not rollout.enable_chunked_prefill:
+        other = f"{ROLLOUT}.enable_chunked_prefill"
+        what = f"{tokens} is less than the {longest} tokens of a row, so that vllm would not start without {other}"
+        return Problem(key, what, f"set it to {longest} or above, or {other}=True")
+    return None
 
 
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
@@ -363,6 +386,7 @@ RULES: tuple[Rule, ...] = (
     servers_are_where_they_are_looked_for,
     servers_sample_where_their_addresses_are,
     servers_are_named_once,
+    vllm_starts,
     staleness_bounds_something,
     vllm_takes_adapters_of_this_rank,
     agents_are_known,

@@ -11,7 +11,6 @@ from tether.config.schema.section import (
     Count,
     Inherits,
     Limit,
-    Name,
     NonNegative,
     NullIsUnset,
     OffOrEvery,
@@ -184,6 +183,4 @@ class RolloutConfig(Section):
     """Mix parts of long prompts with decoding."""
     enable_prefix_caching: Annotated[bool, OURS] = True
     """Compute what prompts share once; the cache is emptied at each update."""
-    load_format: Annotated[Name, OURS] = "dummy"
-    """The weights that a server starts with; dummy: random weights, as it is given the policy's before it samples."""
     engine_kwargs: EngineKwargsConfig

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -14,9 +16,10 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import TCPStore
 
 from tether.rollout.inside.tether_buffers import broadcast, joined
-from tether.rollout.servers.http import Connections, ServerGone
+from tether.rollout.servers.http import ConnectionLost, Connections, ServerFailed, ServerGone, ServerRefuses
 
 Result = TypeVar("Result")
+_BESIDE = 2.0  # seconds between the two ends' notice of a broken connection
 
 
 class BroadcastGroup:
@@ -27,7 +30,7 @@ class BroadcastGroup:
     Args:
         http: the server.
         workers: that it has.
-        name: that no other group of this server has, or had.
+        name: of the weights.
         within: seconds in which all must have joined, and each broadcast must be done.
         backend: ``gloo`` or ``nccl``.
 
@@ -37,7 +40,8 @@ class BroadcastGroup:
     """
 
     def __init__(self, http: Connections, workers: int, name: str, within: float, backend: str) -> None:
-        self.name, self.ranks, self.backend, self._http, self._within = name, 1 + workers, backend, http, within
+        self.name = f"tether-{name}-{uuid.uuid4().hex[:8]}"  # which no other group of this server has, or had
+        self.ranks, self.backend, self._http, self._within = 1 + workers, backend, http, within
         self.address, _ = _addresses(http)
         self._timeout = timedelta(seconds=within)
         try:
@@ -54,7 +58,7 @@ class BroadcastGroup:
         """Join it, while a request has the server's workers do so.
 
         Raises:
-            ServerGone: they do not.
+            ServerGone: they do not; `ConnectionLost`: nothing but a connection of the group broke.
             ServerRefuses: they will not.
         """
         self._group = self._both(route, body, self._joined)
@@ -68,7 +72,14 @@ class BroadcastGroup:
     def _both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
         """The server's side and ours at once. Where it refuses, ours is left waiting: nobody will come."""
         meanwhile = _in_thread(ours)
-        self._http.post(route, body, self._within)
+        try:
+            self._http.post(route, body, self._within)
+        except (ServerFailed, ServerRefuses) as error:
+            with suppress(TimeoutError):
+                if broken := meanwhile.exception(_BESIDE):
+                    what = f"the connection between this process ({self.address}) and the server's workers broke"
+                    raise ConnectionLost(f"{self._http.url}: {what}: {broken}. {error}") from None
+            raise
         try:
             return meanwhile.result(self._within)
         except (RuntimeError, TimeoutError) as error:

@@ -30,7 +30,7 @@ from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, Rollout
 from tether.rollout.servers.checkpoint_names import checkpoint_weights, without_adapters
 from tether.rollout.servers.dialect import Draw, Sampled
 from tether.rollout.servers.dialogue import Dialogue
-from tether.rollout.servers.http import Connections, ServerGone
+from tether.rollout.servers.http import ConnectionLost, Connections, ServerGone
 from tether.rollout.servers.server import Server
 from tether.runtime.interrupt import give_up_if_interrupted
 
@@ -129,7 +129,7 @@ class ServedEngine:
                 server.ready()
                 self._give(server, weights)
             except ServerGone as error:
-                self._revive(server, error)
+                self._revive(server, error, restart=_is_down(server, error))
 
     def remedies(self) -> dict[str, Callable[[], None]]:
         """See `tether.rollout.parity.Proven`: what may be stale in a server, and what renews it."""
@@ -364,7 +364,7 @@ class ServedEngine:
                 if attempt == _TRIES - 1:
                     what = f"{self.speaks.title} failed {_TRIES} times to take weights"
                     raise ServersFailed(f"{what}, at last: {server.explained(again)}") from None
-                error, restart = again, True
+                error, restart = again, _is_down(server, again)
 
     def _give(self, server: Server, weights: WeightUpdate) -> None:
         assert self._name is not None
@@ -437,6 +437,11 @@ class ServedEngine:
                     kept[place, drawable] = True
                 recorder.add(torch.full((len(part),), row), torch.arange(first, first + len(part)), kept)
         return recorder.result(width)
+
+
+def _is_down(server: Server, error: ServerGone) -> bool:
+    """Whether a server that failed is to be started again: not where a connection broke, and it answers."""
+    return not (isinstance(error, ConnectionLost) and server.answers())
 
 
 def _experts(answers: Sequence[Dialogue], width: int) -> torch.Tensor:

@@ -20,6 +20,14 @@ class ServerSilent(ServerGone):
     """No answer came in time."""
 
 
+class ServerFailed(ServerGone):
+    """It answers with a failure of its own (HTTP 5xx)."""
+
+
+class ConnectionLost(ServerGone):
+    """What its workers and this process send each other beside requests broke off; both may be well."""
+
+
 class NoSuchHost(ServerGone):
     """The name of its host has no address."""
 
@@ -50,7 +58,7 @@ class Connections:
         """The answer to a POST: parsed JSON, or text where it is none.
 
         Raises:
-            ServerGone: no whole answer within this many seconds, or a failure of the server itself.
+            ServerGone: no whole answer within this many seconds, or a failure of the server itself (`ServerFailed`).
             ServerRefuses: the request is refused.
         """
         return self._ask("POST", path, json.dumps(body if body is not None else {}).encode(), within)
@@ -82,7 +90,7 @@ class Connections:
                 self._open.discard(connection)
             connection.close()
         if status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED:
-            raise ServerGone(f"{self.url}{path}: HTTP {status}: {_message(text)}")
+            raise ServerFailed(f"{self.url}{path}: HTTP {status}: {_message(text)}")
         if status >= 400:
             raise ServerRefuses(f"{self.url}{path}: HTTP {status}: {_message(text)}", status)
         return _parsed(text)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tether.rollout.servers.claim import Claim
 from tether.rollout.servers.dialect import Dialect, Draw, Launch, Sampled, TakesAdapters
-from tether.rollout.servers.http import Connections, NoSuchHost, ServerGone, ServerRefuses, ServerSilent
+from tether.rollout.servers.http import Connections, NoSuchHost, ServerFailed, ServerGone, ServerRefuses, ServerSilent
 from tether.rollout.servers.transfer import Outgoing, Staging, buckets
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
@@ -243,7 +243,7 @@ class Server:
             why = f"takes no weights: it has no such route; {self.speaks.how}" if lacks else f"refuses them. {must}"
             raise ValueError(f"{error}. The server {why}") from None
         except ServerGone as error:
-            if not self.answers() or "HTTP 5" not in str(error):
+            if not (isinstance(error, ServerFailed) and self.answers()):
                 raise
             raise ValueError(f"{error}. The server did not take the weights. {must}") from None
         self.weights = weights

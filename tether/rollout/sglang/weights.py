@@ -65,7 +65,7 @@ def _by_nccl(http: Connections, name: str, weights: Outgoing, within: float) -> 
 def _broadcast(
     http: Connections, name: str, weights: Outgoing, within: float, backend: str, device: torch.device
 ) -> None:
-    group = BroadcastGroup(http, _ranks(http, within), f"tether-{name}", within, backend)
+    group = BroadcastGroup(http, _ranks(http, within), name, within, backend)
     joins = {"master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": group.ranks,
              "group_name": group.name, "backend": backend}  # fmt: skip
     group.join("/init_weights_update_group", joins)

@@ -3,7 +3,7 @@
 `template` tokenizes what stands between two turns; `conversations` is the partner of a rollout engine.
 """
 
-from tether.rollout.turns.conversations import Agent, Conversations, Talk, TurnLimits, agent_of
+from tether.rollout.turns.conversations import Conversations, Talk, TurnLimits
 from tether.rollout.turns.template import TurnTemplate
 
-__all__ = ["Agent", "Conversations", "Talk", "TurnLimits", "TurnTemplate", "agent_of"]
+__all__ = ["Conversations", "Talk", "TurnLimits", "TurnTemplate"]

@@ -11,7 +11,7 @@ What a tool does wrong is an answer to the policy. What an environment does wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT
+from tether.data.rows import Agent, agent_of
 from tether.rewards import RewardError, RewardFailure, RewardOutcome, Score
 from tether.rollout.turns.template import TurnTemplate
 from tether.runtime.worker_pool import WorkersFailed
 from tether.tools import Call, CallRequest, Reply, StepRequest, ToolPool, shortened
-from tether.types import ExtraInfo, Message
+from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,30 +46,6 @@ class TurnLimits:
     """Characters of what a tool answers."""
     tool_response_truncate_side: str = "middle"
     """See `tether.tools.shortened`."""
-
-
-@dataclass(frozen=True)
-class Agent:
-    """Who answers a row."""
-
-    has_tools: bool
-    environment: str | None
-    """Name of a class of the pool."""
-
-
-def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
-    """Read a row's agent.
-
-    Args:
-        name: `agent_name` of the row, or the default.
-        extra_info: of the row.
-    """
-    if name == SINGLE_TURN:
-        return Agent(False, None)
-    if name == TOOL_AGENT:
-        wanted = extra_info.get("interaction_kwargs")
-        return Agent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
-    return Agent(False, name)
 
 
 @dataclass(frozen=True, kw_only=True)

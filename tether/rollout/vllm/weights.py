@@ -58,7 +58,7 @@ def _by_nccl(http: Connections, name: str, weights: Outgoing, within: float) -> 
 def _broadcast(
     http: Connections, name: str, weights: Outgoing, within: float, backend: str, workers: int, device: torch.device
 ) -> None:
-    group = BroadcastGroup(http, workers, f"tether-{name}", within, backend)
+    group = BroadcastGroup(http, workers, name, within, backend)
     joins = {"address": group.address, "port": group.port, "ranks": group.ranks, "group": group.name,
              "backend": backend, "within": within}  # fmt: skip
     group.join("/init_weight_transfer_engine", {"init_info": joins})
