@@ -19,7 +19,7 @@ from tether.rollout.inside.tether_buffers import broadcast, joined
 from tether.rollout.servers.http import ConnectionLost, Connections, ServerFailed, ServerGone, ServerRefuses
 
 Result = TypeVar("Result")
-_BESIDE = 2.0  # seconds between the two ends' notice of a broken connection
+_BESIDE = 5.0  # seconds in which this end, too, notices a broken connection, also on a busy machine
 
 
 class BroadcastGroup:
