@@ -1,6 +1,10 @@
 """Several nodes: two raylets on this machine, each with one rank; what is missing or different is said."""
 
+import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +29,9 @@ from tether.execution.ray_group import RayGroup
 from tether.execution.worker import this_process
 from tether.runtime.ranks import Deadlines, Pool, RankFailed
 from tether.trainer import Callbacks
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
 
 
 @pytest.fixture
@@ -126,6 +133,51 @@ def test_a_port_that_another_program_has_is_said(taken: int, tmp_path: Path, mon
     says = rf"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:{taken} \(another program listens there; .*--port"
     with pytest.raises(RankFailed, match=says):
         RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
+
+
+def test_a_cluster_of_this_machine_that_has_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, it leaves its address behind, where Ray would wait for two minutes."""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(
+        RankFailed, match=r"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:1 .*ray start --head"
+    ):
+        RayGroup([Pool(2, 1)], "cpu", 1, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(tmp_path: Path) -> None:
+    """The first local Ray of a machine writes one; `ray start --head` asks for it from then on."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("0" * 64)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "RAY_worker_niceness": "0"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command += ["--num-cpus=1", "--include-dashboard=false"]
+    ask = f"from tether.execution.cluster import nodes_of; print(*nodes_of('127.0.0.1:{port}'))"
+    with (tmp_path / "said").open("w") as said:
+        head = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
+    try:
+        until = time.monotonic() + PATIENCE
+        while "ray stop" not in (tmp_path / "said").read_text() and time.monotonic() < until:
+            time.sleep(0.2)
+        without, given = (
+            subprocess.run(
+                [sys.executable, "-c", ask], env=environment | more, capture_output=True, text=True, check=False
+            )
+            for more in ({}, {"RAY_AUTH_MODE": "token"})
+        )
+    finally:
+        head.terminate()
+        head.wait()
+    assert "it asks for that token: set RAY_AUTH_MODE=token" in without.stderr
+    assert "0 GPUs, 1 CPUs" in given.stdout, given.stderr
 
 
 @pytest.mark.slow  # Ray is started three times

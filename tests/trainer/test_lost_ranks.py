@@ -1,6 +1,7 @@
 """A rank that is lost in the middle of a run: the run goes on by itself from its last checkpoint, to the same bits."""
 
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.trainer.test_devices import overrides
 from tests.trainer.tiny_run import GAE, base_overrides, measured, same, weights, write_inputs
 from tether.checkpoints import find_checkpoint
 from tether.checkpoints.store import DiskFull
+from tether.commands.status import show_status
 from tether.commands.train import train
 from tether.config import load_config
 from tether.runtime.ranks import RankLost
@@ -74,6 +76,9 @@ def test_a_run_whose_rank_is_killed_ends_with_the_same_bits(
         assert same(weights(whole / "global_step_4", role), weights(killed / "global_step_4", role))
     assert learned(whole) == learned(killed)
     assert not any(Path(f"/proc/{pid}").exists() for pid in killer.killed[0].values())
+    assert (killed / "ranks/rank_1.log").read_text().count("rank 1 begins") == 2  # what the first one wrote is kept
+    show_status(killed)
+    assert re.search(r"last error, \d+ s ago: rank 1 died", capsys.readouterr().out)
 
 
 class FullDisk:

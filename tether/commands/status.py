@@ -49,7 +49,7 @@ def show_status(folder: Path) -> None:
     screen.print(f"ranks, seen {_ago(status['time'])}:")
     screen.print(table)
     if status["failure"]:
-        screen.print(f"last error: {status['failure']}", soft_wrap=True)
+        screen.print(f"last error, {_ago(status['failed'])}: {status['failure']}", soft_wrap=True)
 
 
 def _ago(when: float) -> str:

@@ -10,7 +10,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -39,6 +40,10 @@ STARTS = 3
 OBJECT_STORE = 1 << 30  # bytes
 LOCAL = "local"
 KEY = "ray_kwargs.ray_init"
+TOKEN = (
+    "Started where there is a ~/.ray/auth_token, which a local Ray makes, it asks for that token: set "
+    "RAY_AUTH_MODE=token here and for each ray start, or RAY_AUTH_MODE=disabled for all"
+)
 
 
 def address_of(nodes: int, options: Mapping[str, Any]) -> str:
@@ -85,7 +90,8 @@ def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> s
         except Exception as error:  # Ray raises many kinds
             ray.shutdown()
             if address != LOCAL:
-                raise _no_cluster(address, nodes, error) from error
+                asks = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+                raise _no_cluster(address, nodes, f"{error}. {TOKEN}" if asks else error) from error
             if attempt == STARTS - 1:
                 why = f"{type(error).__name__}: {error}"
                 raise RankFailed(f"Ray does not start on this machine ({why}); its options are {KEY}") from error
@@ -95,7 +101,12 @@ def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> s
 
 
 def _reach(address: str, nodes: int) -> None:
-    """Whether Ray listens at HOST:PORT: Ray itself would wait there for minutes."""
+    """Whether Ray listens at HOST:PORT, or where the last cluster of this machine did: Ray itself would wait there for
+    minutes.
+    """
+    if address == "auto":
+        with suppress(OSError):
+            address = (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray/ray_current_cluster").read_text().strip()
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in host:
         try:

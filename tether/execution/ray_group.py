@@ -76,7 +76,9 @@ class RayGroup:
         """Looks since the last sign of life: not seconds, since the driver may have been stopped with the ranks."""
         self._processes: list[Process] = []
         self._logs = [logs.absolute() / f"rank_{rank}.log" for rank in range(size)]
+        self._begins = [_begin(log, rank) for rank, log in enumerate(self._logs)]
         self._failure: RankFailed | None = None
+        self._last_failure = _last_failure(self._status)
         self._turns = [threading.Lock() for _ in range(size)]
         """Of each rank: threads ask whether a checkpoint is written, and sample while others train."""
         self._looking, self._looked = threading.Lock(), 0.0
@@ -274,22 +276,23 @@ class RayGroup:
             sign | {"rank": rank, "process": f"{process.pid} on {process.host}", "silent": self._silent[rank]}
             for rank, (sign, process) in enumerate(zip(signs, self._processes, strict=True))
         ]
-        failure = str(self._failure) if self._failure else None
         with suppress(OSError):  # a full disk ends no run for this
             whole = self._status.with_suffix(".new")
-            whole.write_text(json.dumps({"time": time.time(), "failure": failure, "ranks": ranks}))
+            whole.write_text(json.dumps({"time": time.time(), **self._last_failure, "ranks": ranks}))
             whole.replace(self._status)
 
     def _failed(self, what: str, rank: int | None, kind: type[RankFailed] = RankLost) -> RankFailed:
         """After a failure the ranks no longer are at the same place, so that every later call fails, too."""
         log = self._logs[rank] if rank is not None else None
-        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
+        said = log.read_bytes()[self._begins[rank] :] if rank is not None and log and log.exists() else b""
+        lines = said.decode(errors="replace").splitlines()
         shown = "".join(f"\n  {line}" for line in lines[-LINES:])
         last = f". Its last lines, of {log}:{shown}" if lines else ""
         return self._ended(kind(what + last))
 
     def _ended(self, failure: RankFailed) -> RankFailed:
         self._failure = failure
+        self._last_failure = {"failure": str(failure), "failed": time.time()}
         self._note()
         return failure
 
@@ -355,6 +358,22 @@ class SomeRanks:
         of_all: list[tuple[object, ...] | None] = [None] * self.whole.size
         of_all[self.ranks.start : self.ranks.stop] = arguments
         return self.whole.ask(name, of_all)[self.ranks.start : self.ranks.stop]
+
+
+def _begin(log: Path, rank: int) -> int:
+    """Add a line to a rank's log, which keeps what earlier ones wrote; returns where the lines of the rank begin."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError), log.open("a") as file:  # a full disk ends no run for this
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} begins", file=file)
+    return log.stat().st_size if log.exists() else 0
+
+
+def _last_failure(status: Path) -> dict[str, Any]:
+    """What the ranks before these have failed by, and when."""
+    with suppress(OSError, ValueError, KeyError):
+        found = json.loads(status.read_text())
+        return {key: found[key] for key in ("failure", "failed")}
+    return {"failure": None, "failed": None}
 
 
 def _error_of(ref: Any) -> RayError | None:

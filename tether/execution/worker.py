@@ -114,7 +114,7 @@ class Worker:
     Args:
         rank: its number.
         threads: CPU threads.
-        log: file for what it prints, stacks on SIGUSR1 among it.
+        log: file that it adds what it prints to, stacks on SIGUSR1 among it.
         folder: that relative paths begin at.
         store: host and port of the driver's `torch.distributed.TCPStore`, where ranks meet and give signs of life.
     """
@@ -127,7 +127,7 @@ class Worker:
         with suppress(OSError):  # a folder of another machine
             os.chdir(folder)
         log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, sys.stdout.fileno())
         os.dup2(descriptor, sys.stderr.fileno())
         faulthandler.enable()

@@ -383,7 +383,7 @@ class Generation:
         """All rows, once `step` has returned False."""
         n, width = self._sampling.n, max(self._lengths)
         length, rows = torch.tensor(self._lengths), torch.arange(self._num_rows)
-        prompt_ids = pad_sequence([torch.from_numpy(prompt) for prompt in self._prompts], batch_first=True)
+        prompt_ids = pad_sequence([torch.tensor(prompt) for prompt in self._prompts], batch_first=True)
         response_ids = self._tokens[:-1, :width].to("cpu", copy=True)
         sampled = torch.arange(width) < length[:, None]
         for row, begin, end in self._answers:
