@@ -275,7 +275,9 @@ def test_a_configuration_is_named_as_hydra_names_it(files):
     for name in ("mine", "mine.yaml"):
         with pytest.raises(ConfigError, match=r"data\.train_batch_size: 0 is not"):
             command("--config-path=conf", "--config-name", name)
-    with pytest.raises(ConfigError, match=r"conf/other\.yaml: cannot be read \(No such file or directory\)\. give a YAML"):
+    with pytest.raises(
+        ConfigError, match=r"conf/other\.yaml: cannot be read \(No such file or directory\)\. give a YAML"
+    ):
         command("--config-path=conf", "--config-name=other")
     for arguments, meant in (
         (["--config-path=conf", "--config-name=mien"], "conf/mine.yaml"),
