@@ -10,6 +10,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -41,6 +42,17 @@ def runs_per_second(count: int, at_once: int, *, confined: bool) -> float:
         return count / (time.perf_counter() - begun)
 
 
+def start_ms(runs: int = 100) -> tuple[float, float]:
+    """Medians of milliseconds from the start to the end of `true`, as a plain process and in the sandbox, in turns."""
+    took: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(runs):
+        for confined, times in took.items():
+            begun = time.perf_counter()
+            assert run(Program(("/usr/bin/true",)), b"", LIMITS, confined=confined).succeeded
+            times.append(1e3 * (time.perf_counter() - begun))
+    return median(took[False]), median(took[True])
+
+
 def left_behind() -> dict[str, int]:
     """Leftovers of runs: processes below this one, descriptors, mounts, folders, and memory in MiB."""
     own = psutil.Process()
@@ -61,6 +73,7 @@ def main() -> None:
     if reason := why_not():
         raise SystemExit(reason)
     print(machine_line())
+    print("start and end of a program that does nothing: {:.0f} ms plain, {:.0f} ms in the sandbox".format(*start_ms()))
     for at_once in (1, 2, 4):
         plain, confined = (runs_per_second(200, at_once, confined=confined) for confined in (False, True))
         print(f"{at_once} at once: {plain:.0f} plain runs a second, {confined:.0f} in the sandbox")

@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/vllm.sh
 exec bash scripts/test.sh -n 0 -m slow -k "vllm and not stand-in" \
-  tests/conformance/test_rollout_engines.py tests/rollout tests/trainer/test_servers.py "$@"
+  tests/conformance/test_rollout_engines.py tests/rollout tests/trainer/test_servers.py tests/trainer/test_served_reward_model.py "$@"

@@ -275,8 +275,18 @@ def test_a_configuration_is_named_as_hydra_names_it(files):
     for name in ("mine", "mine.yaml"):
         with pytest.raises(ConfigError, match=r"data\.train_batch_size: 0 is not"):
             command("--config-path=conf", "--config-name", name)
-    with pytest.raises(ConfigError, match=r"conf/other\.yaml: cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"conf/other\.yaml: cannot be read \(No such file or directory\)\. give a YAML"
+    ):
         command("--config-path=conf", "--config-name=other")
+    for arguments, meant in (
+        (["--config-path=conf", "--config-name=mien"], "conf/mine.yaml"),
+        (["conf/mien.yaml"], "conf/mine.yaml"),
+        (["--config-name=ppo_traner"], "ppo_trainer.yaml"),
+        (["--config-path=config", "--config-name=ppo_megatron_traner"], "config/ppo_megatron_trainer.yaml"),
+    ):
+        with pytest.raises(ConfigError, match=rf"cannot be read .*did you mean {meant}\?"):
+            command(*arguments)
     with pytest.raises(ValueError, match="are two configurations"):
         command("run.yaml", "--config-name=mine")
 

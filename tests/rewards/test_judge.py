@@ -318,6 +318,16 @@ def test_a_slow_or_broken_server_is_an_error_in_time(server: ModelServer, misbeh
     found = ask(server, timeout=0.8)
     assert isinstance(found, RewardError)
     assert time.monotonic() - begun < 2.5  # a header every 50 ms goes on for 3 s
+    assert ("gave no answer within 0.8 s; `timeout` is too short, or the server hangs" in found.message) == (
+        misbehaves != "reset"
+    )
+
+
+def test_what_is_left_after_a_failure_is_not_told_as_the_timeout(server: ModelServer) -> None:
+    server.failures, server.misbehaves = [(503, {})], "hang"
+    found = ask(server, timeout=1.5)
+    assert isinstance(found, RewardError)
+    assert "no answer within 1.5 s; `timeout` is too short, or the server hangs (attempt 2 of 3)" in found.message
 
 
 def test_a_dead_server_is_an_error() -> None:

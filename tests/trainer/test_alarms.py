@@ -1,6 +1,7 @@
 """Alarms about runs that go on without learning: when each speaks, that it speaks once, and in whole runs."""
 
 import copy
+import math
 import random
 import re
 import shutil
@@ -241,23 +242,24 @@ def falls(tests: list[float], training: list[float]) -> list[int]:
 def test_tests_that_fall() -> None:
     """While training rises, or together with it.
 
-    After twelve tests the last three have a mean of 0.133, and the best three before them, (0.6 0.7 0.8), of 0.7.
+    After 15 tests the last three have a mean of 0.1, and the best three before them, (0.6 0.7 0.8), of 0.7.
 
-    The differences without the steepest fall scatter by 0.1, so t is 6.9; with 6.9 degrees of freedom z is 3.65, and
-    of 28 comparisons 3.38 is asked.
+    The differences without the steepest fall scatter by 0.088. They have so clear a trend that the most correlation is
+    allowed for, v = (1 + 0.4 + 0.06) / 0.7, so t is 5.8; with 8.9 degrees of freedom z is 3.63, and of 55 comparisons
+    3.57 is asked.
     """
-    rises = [0.1 * step for step in range(12)]
-    peak = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1]
-    assert falls(peak, rises) == [12]
-    assert falls(peak, peak) == [12]
-    assert falls(peak, rises[::-1]) == [12]
-    assert falls(peak, [0.5] * 12) == []  # training stays
-    assert falls(peak, [*[0.4, 0.6] * 5, 0.4, 0.4]) == []  # or falls by chance
+    rises = [0.1 * step for step in range(15)]
+    peak = [0.1, 0.2, 0.5, 0.6, 0.7, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1]
+    assert falls(peak, rises) == [15]
+    assert falls(peak, peak) == [15]
+    assert falls(peak, rises[::-1]) == [15]
+    assert falls(peak, [0.5] * 15) == []  # training stays
+    assert falls(peak, [*[0.4, 0.6] * 7, 0.4]) == []  # or falls by chance
     assert falls([0.8, 0.8, 0.8, 0.75, 0.75, 0.75], rises[:6]) == []  # a sixteenth of its level
     assert falls([0.8, 0.8, 0.8, 0.5, 0.5, 0.5], rises[:6]) == [6]
-    assert falls([0.0] * 12, rises) == []
-    assert falls([0.5, 0.3, 0.6, 0.2, 0.5, 0.3, 0.4, 0.2, 0.5, 0.2, 0.4, 0.3], rises) == []  # scatter
-    assert falls([float("-inf")] * 12, rises) == []
+    assert falls([0.0] * 12, rises[:12]) == []
+    assert falls([0.5, 0.3, 0.6, 0.2, 0.5, 0.3, 0.4, 0.2, 0.5, 0.2, 0.4, 0.3], rises[:12]) == []  # scatter
+    assert falls([float("-inf")] * 12, rises[:12]) == []
 
 
 def shares(draws: random.Random, prompts: int, *chances: float) -> list[float]:
@@ -275,6 +277,21 @@ def test_tests_that_never_fall_hardly_ever_alarm(chance: float, prompts: int, te
     assert alarmed < 0.05 * 200
 
 
+@pytest.mark.parametrize("tests", [20, 100])
+def test_tests_that_err_alike_hardly_ever_alarm(tests: int) -> None:
+    """Scores of a policy that wanders: each keeps 0.3 of the last one's deviation, while training rises."""
+    draws, rises = random.Random(2), [number / tests for number in range(tests)]
+
+    def wander() -> list[float]:
+        deviations = [draws.gauss(0, 0.03)]
+        while len(deviations) < tests:
+            deviations.append(0.3 * deviations[-1] + math.sqrt(1 - 0.3**2) * draws.gauss(0, 0.03))
+        return [0.1 + deviation for deviation in deviations]
+
+    alarmed = sum(bool(falls(wander(), rises)) for _ in range(300))
+    assert alarmed <= 0.08 * 300  # 0.37 of runs of 100 tests, if they counted as independent
+
+
 @pytest.mark.parametrize("before", [10, 40])
 def test_a_fall_of_both_is_found_soon(before: int) -> None:
     """A policy that loses what it can do, and not only what it had gained."""
@@ -284,7 +301,7 @@ def test_a_fall_of_both_is_found_soon(before: int) -> None:
         found = falls(tested, trained)
         late.append(found[0] - before if found else 99)
     assert statistics.median(late) <= 3
-    assert sum(number <= 8 for number in late) >= 0.9 * 40
+    assert sum(number <= 8 for number in late) >= 0.85 * 40
 
 
 def test_what_a_fall_says() -> None:

@@ -89,6 +89,15 @@ def missing_inputs(
     return list(problems.values())
 
 
+def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Problem]:
+    """The same of every row; what only this machine lacks, as others may train, is said and no problem."""
+    problems = missing_inputs(config, rows=None)
+    here = [item for item in problems if item.path == PROGRAMS and config.reward_model.sandbox_fusion.url is None]
+    for item in here:
+        say(f"this machine cannot train it: {item}")
+    return [item for item in problems if item not in here]
+
+
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
     """The same of what a reward is tried on where nothing is sampled: without the policy, if it reads texts alone."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")

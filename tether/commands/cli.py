@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -104,20 +104,20 @@ def _load(
     *,
     files: bool = False,
     of_reward: bool = False,
-    every_row: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> LoadedConfig:
     """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it.
 
-    `of_reward`: only of what a reward needs that is tried without sampling; `every_row`: not of the first ones alone.
+    `of_reward`: only of what a reward needs; `say`: gets what only this machine lacks, and every row is looked at.
     """
-    from tether.assembly.named_inputs import FIRST_ROWS, missing_inputs, missing_reward_inputs
+    from tether.assembly.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
     from tether.config import load_config
 
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)
     if path is not None and named is not None:
         raise ValueError(f"{path} and {named} are two configurations. Give one: the file, or --config-name")
-    look = missing_reward_inputs if of_reward else partial(missing_inputs, rows=None if every_row else FIRST_ROWS)
+    look = missing_reward_inputs if of_reward else partial(missing_anywhere, say=say) if say else missing_inputs
     return load_config(path or named, overrides, look if files else lambda config: [])
 
 
@@ -349,7 +349,7 @@ def check(
     config_name: ConfigName = None,
 ) -> None:
     """Check a configuration; prints every problem at once."""
-    loaded = _load(arguments, config_path, config_name, files=files, every_row=True)
+    loaded = _load(arguments, config_path, config_name, files=files, say=lambda lack: typer.echo(f"note: {lack}"))
     for note in loaded.notes:
         typer.echo(f"note: {note}")
     typer.echo("the configuration is sound")

@@ -10,10 +10,13 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from tests.processes import command_of, runs
 from tests.rewards.sandbox.machine import confined, needs_prlimit
+from tests.trainer.tiny_run import base_overrides, write_inputs, write_jsonl
 from tether.assembly.named_inputs import missing_inputs
+from tether.commands.cli import app
 from tether.config import load_config
 from tether.rewards.outcome import RewardError, RewardRequest, Score
 from tether.rewards.router import check_sources
@@ -457,3 +460,26 @@ def test_a_pool_that_is_closed_leaves_no_program():
     closing.join(20)
     assert not closing.is_alive()
     assert not running()
+
+
+@needs_prlimit
+def test_config_check_says_what_this_machine_lacks_and_a_run_is_refused(nothing_installed, tmp_path):
+    """A login node has no sandbox, and does not train."""
+    ended = {}
+    for words in (["config", "check"], ["train"]):
+        given = [
+            *base_overrides(write_inputs(tmp_path), tmp_path / "run"),
+            f"data.train_files={problems_file(tmp_path)}",
+        ]
+        given = [word for word in given if not word.startswith("custom_reward_function")]
+        ended[words[0]] = CliRunner().invoke(app, [*words, *given, "data.val_files=[]", "trainer.test_freq=-1"])
+    lacks = "reward_model.sandbox: bwrap is not installed"
+    assert f"note: this machine cannot train it: {lacks}" in ended["config"].output
+    assert ended["config"].exit_code == 0
+    assert lacks in str(ended["train"].exception)
+
+
+def problems_file(folder):
+    prompt = [{"role": "user", "content": "Add."}]
+    row = {"data_source": "apps", "prompt": prompt, "reward_model": {"ground_truth": SUMS}, "extra_info": {"index": 0}}
+    return write_jsonl(folder / "code.jsonl", [row] * 8)

@@ -67,8 +67,9 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     problems: list[Problem] = []
     notes: list[str] = []
     parsed, unreadable = parse_overrides(overrides)
-    shipped = composed_files().get(path.stem) if path is not None and _may_be_verls(path) else None
-    tree = shipped if shipped is not None else {} if path is None else read_yaml(path)
+    of_verl = composed_files() if path is not None and _may_be_verls(path) else {}
+    shipped = of_verl.get(path.stem) if path is not None else None
+    tree = shipped if shipped is not None else {} if path is None else read_yaml(path, of_verl)
     if path is not None and is_rlinf(tree):  # imported here: its tables take a moment to load
         imported = importlib.import_module("tether.config.importers.rlinf.importer").import_file(path, parsed)
         given, parsed = _translated(imported, path.name), list(imported.rest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tether.config.problems import ConfigError, Problem
+from tether.spelling import closest
 
 MISSING = "???"
 """OmegaConf's word for a value that is still to be given."""
@@ -26,8 +28,12 @@ _OF_RAY = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.M
 """The prefix that Ray puts before each line of another process."""
 
 
-def read_yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
     """Read a file of keys, or the dict of Python that verl prints at its start; interpolations stand as `${...}`.
+
+    Args:
+        path: of the file.
+        others: names without a suffix that could have been given instead, beside those of files in its folder.
 
     Raises:
         ConfigError: it cannot be read, or holds no keys.
@@ -41,9 +47,12 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     except RecursionError as error:
         raise ConfigError([Problem(str(path), "is nested too deeply to be read", "write it flatter")]) from error
     except OSError as error:
-        raise ConfigError(
-            [Problem(str(path), f"cannot be read ({error.strerror or error})", "give a YAML file")]
-        ) from error
+        fix = "give a YAML file"
+        if isinstance(error, FileNotFoundError):
+            there = [file.name for file in path.parent.glob("*.y*ml")]
+            meant = closest(path.name, [*there, *(f"{name}.yaml" for name in others)], cutoff=0.8)
+            fix = f"did you mean {path.with_name(meant[0])}?" if meant else fix
+        raise ConfigError([Problem(str(path), f"cannot be read ({error.strerror or error})", fix)]) from error
     except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: no UTF-8, or too long a number
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error

@@ -47,7 +47,9 @@ class Endpoint:
             try:
                 answer = post_json(self.url, body, headers, max(until - time.monotonic(), 1e-3))
             except NoAnswer as error:
-                problem = str(error)
+                late = time.monotonic() >= until
+                hint = f"no answer within {self.timeout:g} s; `timeout` is too short, or the server hangs"
+                problem = hint if late else str(error)
             else:
                 if 200 <= answer.status < 300:
                     return self._parsed(answer.body)

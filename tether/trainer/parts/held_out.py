@@ -16,7 +16,10 @@ LOST = 0.5
 LOST_LEVEL = 0.1
 """The same of their level, where nothing was gained."""
 FALSE_ALARMS = 0.01
-"""Level that is shared by all comparisons up to a test: of runs of 100 tests that never fall, 1 to 3 % alarm."""
+"""Level that is shared by all comparisons up to a test: of runs of 100 tests that never fall, 1 to 3 % alarm, and
+7 % where each test keeps 0.3 of the last one's deviation."""
+ALIKE = 0.3
+"""Autocorrelation of tests that follow each other: what is expected, and the most allowed for (a trend has more)."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,14 @@ def _rare(fall: float, scores: tuple[float, ...], best: int) -> bool:
     Neumann 1941), which a slow trend hardly changes. The steepest fall since the best window is left out: it may be
     what is looked for. Of the m that are left, with the n = 3 tests of a window::
 
-        s^2 = sum d^2 / 2m,   t = fall / (s sqrt(2 / n)),   f = 2 m^2 / (3 m - 1)
+        s^2 = sum d^2 / 2m,   t = fall / (s sqrt(2 v / n)),   f = 2 m^2 / (3 m - 1)
+
+    Tests of policies that follow each other may err alike. With an autocorrelation r^k of tests k apart, E d^2 is
+    2 (1 - r) times the variance of a test, E d d' of neighbours -(1 - r)^2 times, and a mean of three varies more::
+
+        r = 1 + 2 mean(d d') / mean(d^2),   v = (1 + 4 r / 3 + 2 r^2 / 3) / (1 - r)
+
+    This r has a variance of about 2 / m (Bartlett 1946), and a prior of variance `ALIKE`^2 takes it to 0 by as much.
 
     t has about Student's distribution with f degrees of freedom, so z is about normal (Wallace 1959)::
 
@@ -111,12 +121,18 @@ def _rare(fall: float, scores: tuple[float, ...], best: int) -> bool:
     part of `FALSE_ALARMS` (Bonferroni).
     """
     differences = [right - left for left, right in pairwise(scores)]
-    steepest = min(0.0, *differences[best + TESTS - 1 :])
+    after = best + TESTS - 1
+    steepest = min(range(after, len(differences)), key=differences.__getitem__)
+    before, since = differences[:steepest], differences[steepest + 1 :]
     m, windows = len(differences) - 1, len(scores) - 2 * TESTS + 1
-    squares = math.fsum([*(d * d for d in differences), -steepest * steepest])
+    squares = math.fsum(d * d for d in before + since)
     if squares <= 0:
         return True
-    t, f = fall / math.sqrt(squares / (TESTS * m)), 2 * m * m / (3 * m - 1)
+    products = [left * right for part in (before, since) for left, right in pairwise(part)]
+    r = (1 + 2 * fmean(products) * m / squares) * m / (m + 2 / ALIKE**2)
+    r = min(max(r, 0.0), ALIKE)
+    v = (1 + 4 * r / 3 + 2 * r * r / 3) / (1 - r)
+    t, f = fall / math.sqrt(v * squares / (TESTS * m)), 2 * m * m / (3 * m - 1)
     z = (8 * f + 1) / (8 * f + 3) * math.sqrt(f * math.log1p(t * t / f))
     return z >= -NormalDist().inv_cdf(FALSE_ALARMS / (windows * (windows + 1) / 2))
 
