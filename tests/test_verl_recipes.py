@@ -11,7 +11,7 @@ from tests.config.scripts import SCRIPTS
 from tests.installed import needs_megatron
 from tests.rollout.bench import REAL, needs_vllm
 from tests.rollout.stand_in import environment
-from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
+from tests.tiny import EOS_ID, MOE, save_tiny, save_tiny_reward_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
 from tether.assembly import groups
@@ -173,7 +173,8 @@ def test_a_recipe_runs_made_small(name: str, tmp_path: Path, monkeypatch: pytest
     check_run(name, made_small(name, tmp_path))
 
 
-OF_VLLM = [name for name in SCRIPTS if f"{ENGINE}=vllm" in SCRIPTS[name]]
+OF_VLLM = [name for name in SCRIPTS if f"{ENGINE}=vllm" in SCRIPTS[name] and class_of(name) not in MOE]
+"""On a CPU vLLM refuses new weights of experts (docs/servers.md)."""
 OF_32 = {
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.05},  # 0.2: always the same token
     "qwen3": {"head_dim": 32},
