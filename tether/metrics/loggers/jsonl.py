@@ -143,6 +143,8 @@ class _Lines:
             raise _failed(self._path, error) from error
 
     def close(self) -> None:
+        if self._file.closed:
+            return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -19,6 +19,8 @@ from tether.rollout.inside.tether_buffers import broadcast, joined
 from tether.rollout.servers.http import ConnectionLost, Connections, ServerFailed, ServerGone, ServerRefuses
 
 Result = TypeVar("Result")
+_BROKEN = re.compile("connection (closed|reset)|gloo/transport|ncclRemoteError", re.IGNORECASE)
+"""Of what a server says whose workers lost this process; this end may have sent all that it had by then."""
 _BESIDE = 5.0  # seconds in which this end, too, notices a broken connection, also on a busy machine
 
 
@@ -75,10 +77,9 @@ class BroadcastGroup:
         try:
             self._http.post(route, body, self._within)
         except (ServerFailed, ServerRefuses) as error:
-            with suppress(TimeoutError):
-                if broken := meanwhile.exception(_BESIDE):
-                    what = f"the connection between this process ({self.address}) and the server's workers broke"
-                    raise ConnectionLost(f"{self._http.url}: {what}: {broken}. {error}") from None
+            if _BROKEN.search(str(error)) or _failed(meanwhile):
+                what = f"the connection between this process ({self.address}) and the server's workers broke"
+                raise ConnectionLost(f"{what}: {error}") from None
             raise
         try:
             return meanwhile.result(self._within)
@@ -87,6 +88,14 @@ class BroadcastGroup:
 
     def _joined(self) -> Backend:
         return joined(self._store, 0, self.ranks, self.name, self.backend, self.address, self._timeout)
+
+
+def _failed(sent: Future[Result]) -> bool:
+    """Whether this end fails, too, soon after the server's."""
+    try:
+        return sent.exception(_BESIDE) is not None
+    except TimeoutError:
+        return False
 
 
 def is_here(http: Connections) -> bool:
