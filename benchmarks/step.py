@@ -2,7 +2,8 @@
 
 Both sample 8 responses of exactly 64 tokens to each of some GSM8K prompts and take one optimizer step on them with the
 clipped loss over tokens, lr 1e-6, no KL, no weight decay, gradients clipped to 1, and the same trivial reward.
-The side of vLLM is the same run of tether with ``rollout.name=vllm``: its own server, which gets the weights each step.
+The side of vLLM is the same run of tether with ``rollout.name=vllm``: its own server, which gets the weights each step,
+and is stopped while the others are measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
+
+import psutil
 
 from benchmarks.speed.peers.processes import Skipped
 from benchmarks.speed.runs import (
@@ -27,12 +30,40 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds, take_turns
 from benchmarks.training import start_trl
-from tether.trainer.loop import Trainer
 
 OVER_TRL = 3.0
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
 OURS, SERVED = "tether", "tether, sampling by vLLM"
 VLLM = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"]
+
+
+def served_by_vllm(setting: Setting, runs: ExitStack, metrics: list[dict[str, float]]) -> Callable[[int], float]:
+    """The side of vLLM; its server is stopped between steps, as it waits in a loop.
+
+    Args:
+        setting: of all sides.
+        runs: closes it.
+        metrics: gets those of its steps.
+
+    Raises:
+        Skipped: vLLM cannot be installed.
+    """
+    os.environ["TETHER_VLLM"] = str(setting.peers.environment("vllm").parent.parent)
+    before = psutil.Process().children(recursive=True)
+    trainer = runs.enter_context(running(setting, [*GRPO, *VLLM]))
+    one_step(trainer)  # starts the server
+    server = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    runs.callback(lambda: [process.resume() for process in server])
+
+    def side(_: int) -> float:
+        for process in server:
+            process.resume()
+        spent = seconds(lambda: metrics.append(one_step(trainer)))
+        for process in server:
+            process.suspend()
+        return spent
+
+    return side
 
 
 def measure(setting: Setting) -> Section:
@@ -42,19 +73,14 @@ def measure(setting: Setting) -> Section:
     metrics: dict[str, list[dict[str, float]]] = {OURS: []}
     sampling: list[float] = []
 
-    def ours(name: str, trainer: Trainer) -> Callable[[int], float]:
-        return lambda _: seconds(lambda: metrics[name].append(one_step(trainer)))
-
     with ExitStack() as runs:
-        sides = {OURS: ours(OURS, runs.enter_context(running(setting, GRPO)))}
+        trainer = runs.enter_context(running(setting, GRPO))
+        sides = {OURS: lambda _: seconds(lambda: metrics[OURS].append(one_step(trainer)))}
         try:
-            environment = setting.peers.environment("vllm")
+            sides[SERVED] = served_by_vllm(setting, runs, metrics.setdefault(SERVED, []))
         except Skipped as why:
+            del metrics[SERVED]
             notes.append(f"vLLM left out: {why}.")
-        else:
-            os.environ["TETHER_VLLM"] = str(environment.parent.parent)
-            metrics[SERVED] = []
-            sides[SERVED] = ours(SERVED, runs.enter_context(running(setting, [*GRPO, *VLLM])))
         try:
             trl = start_trl(setting, "trl step", samples=SAMPLES, responses=prompts * SAMPLES, new_tokens=NEW_TOKENS)
         except Skipped as why:
