@@ -20,16 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Words = TypeVar("Words", "Tensor", NDArray[np.int64])
-
-
-_WORD = 1 << 64
+Words = TypeVar("Words", int, "Tensor", NDArray[np.int64])
 
 
 def _signed(word: int) -> int:
     """The int64 with the bits of an unsigned 64-bit word."""
-    word %= _WORD
-    return word - _WORD if word >> 63 else word
+    word %= 1 << 64
+    return word - (1 << 64) if word >> 63 else word
 
 
 _GAMMA = _signed(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: keeps an all-zero address from hashing to zero
@@ -85,16 +82,13 @@ def held_out_rows(count: int, share: float, seed: int) -> list[int]:
 
 def _addressed(seed: int, step: int, purpose: str, *index: int) -> int:
     """The hash of an address that has a purpose, whose 64 bits are no number of a sample; in Python's integers, which
-    are faster for a single word.
+    are faster for a single word, and whose low 64 bits are the same.
     """
     word = 0
     digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
     for part in (seed, step, int.from_bytes(digest), *index):
-        word = ((word ^ part) + _GAMMA) % _WORD
-        word = (word ^ word >> 30) * _FIRST % _WORD
-        word = (word ^ word >> 27) * _SECOND % _WORD
-        word ^= word >> 31
-    return _signed(word)
+        word = _signed(_hash(word, part))
+    return word
 
 
 def _hash(word: Words, part: int | Words) -> Words:

@@ -90,7 +90,7 @@ def missing_inputs(
 
 
 def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Problem]:
-    """The same of every row; what only this machine lacks, as others may train, is said and no problem."""
+    """`missing_inputs` of every row; what is missing on this machine alone goes to `say`, as another one may train."""
     problems = missing_inputs(config, rows=None)
     here = [item for item in problems if item.path == PROGRAMS and config.reward_model.sandbox_fusion.url is None]
     for item in here:

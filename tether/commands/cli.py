@@ -108,7 +108,7 @@ def _load(
 ) -> LoadedConfig:
     """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it.
 
-    `of_reward`: only of what a reward needs; `say`: gets what only this machine lacks, and every row is looked at.
+    `of_reward`: only of what a reward needs; `say`: look at every row, and call it with what is missing here alone.
     """
     from tether.assembly.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
     from tether.config import load_config
@@ -349,7 +349,7 @@ def check(
     config_name: ConfigName = None,
 ) -> None:
     """Check a configuration; prints every problem at once."""
-    loaded = _load(arguments, config_path, config_name, files=files, say=lambda lack: typer.echo(f"note: {lack}"))
+    loaded = _load(arguments, config_path, config_name, files=files, say=lambda missing: typer.echo(f"note: {missing}"))
     for note in loaded.notes:
         typer.echo(f"note: {note}")
     typer.echo("the configuration is sound")

@@ -369,7 +369,7 @@ def _begin(log: Path, rank: int) -> int:
 
 
 def _last_failure(status: Path) -> dict[str, Any]:
-    """What the ranks before these have failed by, and when."""
+    """The error that ended the previous ranks, and when."""
     with suppress(OSError, ValueError, KeyError):
         found = json.loads(status.read_text())
         return {key: found[key] for key in ("failure", "failed")}

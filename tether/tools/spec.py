@@ -79,7 +79,7 @@ class EnvironmentSpec:
 
     @property
     def title(self) -> str:
-        """What the user named."""
+        """The name that the user gave."""
         return self.library_name or self.class_name
 
 

@@ -25,7 +25,7 @@ class ServerFailed(ServerGone):
 
 
 class ConnectionLost(ServerGone):
-    """What its workers and this process send each other beside requests broke off; both may be well."""
+    """The connection by which its workers get weights broke; the server and this process may be well."""
 
 
 class NoSuchHost(ServerGone):
