@@ -164,7 +164,7 @@ def compare_served(folder: Path, python: Path) -> dict[str, tuple[float, float, 
     save_tiny(folder / "served", "qwen2", **SERVED)
     model = AutoModelForCausalLM.from_pretrained(folder / "served")
     given = {"model": str(folder / "served"), "dtype": "float32", "load_format": "dummy", "enforce_eager": True,
-             "max_model_len": 64, "gpu_memory_utilization": 0.05}  # fmt: skip
+             "max_model_len": 64, "gpu_memory_utilization": 0.1}  # fmt: skip
     alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     speaks = Vllm(Policy("qwen2", model.config.vocab_size))
     server = Server(speaks, launch_of(python, folder / "vllm.log", given, alone), 900)

@@ -197,7 +197,7 @@ def test_a_recipe_is_sampled_by_vllm(
     small = made_small(name, tmp_path)
     heads = {"hidden_size": 128} | OF_32.get(class_of(name), {})
     set_eos(save_tiny(tmp_path / "model", class_of(name), **heads), [EOS_ID, *range(4, 90)])
-    sizes = [f"actor_rollout_ref.rollout.{size}" for size in ("gpu_memory_utilization=0.05", "enforce_eager=True")]
+    sizes = [f"actor_rollout_ref.rollout.{size}" for size in ("gpu_memory_utilization=0.1", "enforce_eager=True")]
     check_run(name, [*small, f"{ENGINE}=vllm", *sizes])
 
 

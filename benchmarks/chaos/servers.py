@@ -81,6 +81,6 @@ def _overrides(inputs: Path, folder: Path, steps: int, seconds: float) -> list[s
     return [
         *base_overrides(inputs, folder), *GRPO, f"trainer.total_training_steps={steps}", "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=2", "trainer.preflight=False", "trainer.logger=file", f"{ROLLOUT}.name=vllm",
-        f"{ROLLOUT}.gpu_memory_utilization=0.05", f"{ROLLOUT}.enforce_eager=True",
+        f"{ROLLOUT}.gpu_memory_utilization=0.1", f"{ROLLOUT}.enforce_eager=True",
         f"{ROLLOUT}.server_timeout={seconds:g}", f"{ROLLOUT}.parity_freq=4",
     ]  # fmt: skip

@@ -26,12 +26,6 @@ def test_a_default_that_is_written_out_is_not_noted():
     assert load(f"{ROLLOUT}.gpu_memory_utilization=0.5", f"{ACTOR}.fsdp_config.param_offload=False").notes == ()
 
 
-def test_servers_are_given_their_weights():
-    """Scripts of verl ask for another load_format, above all with adapters."""
-    (note,) = load(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.load_format=safetensors").notes
-    assert note.startswith(f"no effect: {ROLLOUT}.load_format=safetensors (servers begin with random weights")
-
-
 def test_another_engine_is_never_silently_replaced():
     assert load(f"{ROLLOUT}.name=vllm").notes == ()
     assert load(f"{ROLLOUT}.name=hf").notes == (

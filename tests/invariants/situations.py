@@ -33,7 +33,7 @@ SERVED = (  # by vLLM
     *("server_urls", "server_timeout", "parity_freq", "update_weights_bucket_megabytes", "weight_transfer"),
     "free_cache_engine",
     *("tensor_model_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager"),
-    *("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "engine_kwargs.vllm"),
 )
 BY_SGLANG = ("engine_kwargs.sglang",)
 ROLLBACKS = {key: ["trainer.save_freq=5"] for key in ("trainer.rollback_lr_factor", "trainer.max_rollbacks")}
@@ -216,6 +216,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         **{f"{role}.megatron.dist_checkpointing_path": [f"{folder / 'stored2'}"] for role in MEGATRONS},
         **{f"{role}.strategy": ["megatron"] for role in ("actor_rollout_ref.ref", "critic")},
         f"{ROLLOUT}.server_urls": ["[http://127.0.0.1:9]"],
+        f"{ROLLOUT}.load_format": ["auto"],
         f"{ROLLOUT}.engine_kwargs.vllm": ["{swap_space: 3}"],
         f"{ROLLOUT}.engine_kwargs.sglang": ["{attention_backend: triton}"],
         "data.val_files": [f"{folder / 'train.jsonl'}"],

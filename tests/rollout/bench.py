@@ -74,7 +74,7 @@ class Bench:
         faults: of a stand-in in this process.
         dialect: other than that of the kind.
         adapters: of the policy, which travel as such, to vLLM.
-        options: of the server's command line.
+        options: of the server's command line; with a `load_format` it begins with files of the policy.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Bench:
     ) -> None:
         self.model, self.version, self.kind, self.folder = tiny_policy(), 0, kind, folder
         self.adapters = adapters
-        self.model.config.save_pretrained(folder / "config")
+        self.loads = "load_format" in options
+        (self.model if self.loads else self.model.config).save_pretrained(folder / "config")
         self.model.generation_config.save_pretrained(folder / "config")
         self.there = None
         self.engine: Any
@@ -123,7 +124,7 @@ class Bench:
     def engine_of(self, *servers: Server, holds_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
         traffic = Traffic(torch.float32, 1 << 16, left_out, 8, sleeps=not holds_weights, holds_weights=holds_weights,
-                          adapters=self.adapters is not None)  # fmt: skip
+                          adapters=self.adapters is not None, layers_are_there=self.loads)  # fmt: skip
         return ServedEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:
@@ -161,7 +162,7 @@ def _launch(kind: str, python: Path, folder: Path, options: dict[str, object]) -
         given = {"model_path": config, "dtype": "float32", "load_format": "dummy", "device": "cpu", **options}
         return launch_sglang(python, log, given, {"OMP_NUM_THREADS": "1"})
     given = {"model": config, "dtype": "float32", "load_format": "dummy", "enforce_eager": True, "max_model_len": 512,
-             "gpu_memory_utilization": 0.05, **options}  # fmt: skip
+             "gpu_memory_utilization": 0.1, **options}  # fmt: skip
     return launch_vllm(python, log, given, {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 

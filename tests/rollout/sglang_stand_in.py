@@ -55,8 +55,10 @@ class Unpickler(pickle.Unpickler):
 class SGLangModel(Model):
     """`deterministic`: whether seeds act."""
 
-    def __init__(self, folder: str, faults: set[str], limit: int | None, *, deterministic: bool) -> None:
-        super().__init__(folder, faults, limit)
+    def __init__(
+        self, folder: str, faults: set[str], limit: int | None, load_format: str, *, deterministic: bool
+    ) -> None:
+        super().__init__(folder, faults, limit, load_format)
         self.deterministic = deterministic and "seedless" not in faults
         self.session = False
         self.running, self.paused = 0, False
@@ -323,11 +325,12 @@ def serve(
     port: int,
     faults: set[str],
     limit: int | None = None,
+    load_format: str = "dummy",
     *,
     deterministic: bool = True,
     tells_experts: bool = False,
 ) -> ThreadingHTTPServer:
-    model = SGLangModel(folder, faults, limit, deterministic=deterministic)
+    model = SGLangModel(folder, faults, limit, load_format, deterministic=deterministic)
     model.tells_experts = tells_experts
     return listening(SGLangLanguage(model), port)
 
@@ -348,6 +351,7 @@ def main() -> None:
         chosen.port,
         faults,
         chosen.context_length,
+        chosen.load_format,
         deterministic=deterministic,
         tells_experts=tells,
     ).serve_forever()

@@ -39,11 +39,14 @@ class Refused(Exception):
 class Model:
     """The policy, its prefix cache, and the weights that are on their way."""
 
-    def __init__(self, folder: str, faults: set[str], limit: int | None) -> None:
-        torch.manual_seed(12345)  # not those of the trainer: "load_format dummy"
+    def __init__(self, folder: str, faults: set[str], limit: int | None, load_format: str = "dummy") -> None:
+        torch.manual_seed(12345)  # not those of the trainer
         config = AutoConfig.from_pretrained(folder)
         self.folder, self.faults = folder, faults
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        if load_format == "dummy":
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.version, self.tokens, self.sleeps = "default", 0, False
         self.limit = limit or config.max_position_embeddings
         self.cache: dict[tuple[int, ...], Any] = {}

@@ -113,6 +113,26 @@ def test_a_server_that_lost_its_weights_gets_the_layers_and_then_the_adapters(ad
     assert probe.moved()["transfer/weights_bytes"] == everything
 
 
+@pytest.mark.parametrize(
+    "real", [pytest.param(False, id="stand-in"), pytest.param(True, id="vllm", marks=[needs_vllm, pytest.mark.slow])]
+)
+def test_layers_that_a_server_read_from_files_do_not_travel(
+    made: Callable[..., Bench], tmp_path: Path, *, real: bool
+) -> None:
+    """Also after it was started again; but where something in it is stale, they do."""
+    python = REAL if real else environment(tmp_path / "environment") / "bin/python"
+    bench = made(python=python, adapters=Adapters(4, 16), load_format="safetensors")
+    bench.learn()
+    probe, layers, adapters = bench.probe(), bytes_of(bench, adapters=False), bytes_of(bench, adapters=True)
+    expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
+    assert probe.moved()["transfer/weights_bytes"] == adapters
+    processes_of(bench.server)[0].kill()
+    assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
+    assert probe.moved()["transfer/weights_bytes"] == adapters
+    bench.engine.remedies()["older weights"]()
+    assert probe.moved()["transfer/weights_bytes"] == layers + adapters
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_server_that_takes_no_such_adapters_is_named(made: Callable[..., Bench], rank: int) -> None:
     bench = made(adapters=Adapters(4, 16))

@@ -239,9 +239,16 @@ class VllmLanguage:
 
 
 def serve(
-    folder: str, port: int, faults: set[str], limit: int | None = None, rank: int = 0, *, tells_experts: bool = False
+    folder: str,
+    port: int,
+    faults: set[str],
+    limit: int | None = None,
+    rank: int = 0,
+    load_format: str = "dummy",
+    *,
+    tells_experts: bool = False,
 ) -> ThreadingHTTPServer:
-    model = VllmModel(folder, faults, limit)
+    model = VllmModel(folder, faults, limit, load_format)
     model.tells_experts = tells_experts
     model.rank = rank
     return listening(VllmLanguage(model), port)
@@ -263,4 +270,5 @@ def main() -> None:
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     rank = chosen.max_lora_rank if chosen.enable_lora else 0
     tells = bool(chosen.enable_return_routed_experts)
-    serve(chosen.model, chosen.port, faults, chosen.max_model_len, rank, tells_experts=tells).serve_forever()
+    limit, begins = chosen.max_model_len, chosen.load_format
+    serve(chosen.model, chosen.port, faults, limit, rank, begins, tells_experts=tells).serve_forever()

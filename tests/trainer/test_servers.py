@@ -28,7 +28,7 @@ from tether.checkpoints.store import TRACKER
 from tether.config import ConfigError, load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
-SIZES = ("parity_freq=2", "gpu_memory_utilization=0.05", "enforce_eager=True", "server_timeout=900")
+SIZES = ("parity_freq=2", "gpu_memory_utilization=0.1", "enforce_eager=True", "server_timeout=900")
 SETTINGS = [*GRPO, *(f"{ROLLOUT}.{size}" for size in SIZES)]
 VLLM, SGLANG = ([*SETTINGS, f"{ROLLOUT}.name={kind}"] for kind in ("vllm", "sglang"))
 
@@ -150,14 +150,15 @@ def test_a_run_by_a_server_of_sglang_that_tether_starts(inputs: Path, way: str) 
 
 ADAPTERS, MERGED = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora.merge=True"
 PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size=2"
+FROM_FILES = f"{ROLLOUT}.load_format=safetensors"
 
 
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
-    [[], [ADAPTERS], [ADAPTERS, MERGED], [PARALLEL], [ADAPTERS, PARALLEL]],
-    ids=["", "adapters", "merged", "parallel", "adapters-parallel"],
+    [[], [ADAPTERS], [ADAPTERS, MERGED], [PARALLEL], [ADAPTERS, PARALLEL], [FROM_FILES], [ADAPTERS, FROM_FILES]],
+    ids=["", "adapters", "merged", "parallel", "adapters-parallel", "files", "adapters-files"],
 )
 def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]) -> None:
     assert REAL is not None
@@ -184,6 +185,38 @@ def test_adapters_reach_a_server_that_tether_starts(inputs: Path) -> None:
     assert metrics[1]["rollout_corr/k3_kl"] < 1e-7
     assert metrics[3]["actor/grad_norm"] > 0
     assert metrics[1]["transfer/weights_bytes"] > 5 * metrics[3]["transfer/weights_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_begins_with_the_files_of_the_policy(inputs: Path, kind: str) -> None:
+    """Of a policy with adapters, vLLM is then sent these alone, from the beginning."""
+    sent = {}
+    for begins in ("auto", "dummy"):
+        settings = [*SETTINGS, f"{ROLLOUT}.name={kind}", ADAPTERS, f"{ROLLOUT}.load_format={begins}"]
+        run = train([*base_overrides(inputs, inputs / begins), *settings])
+        check_steps(run, 1, 2, 3)
+        sent[begins] = [found["transfer/weights_bytes"] for step, found in measured(run).items() if step]
+    assert sent["auto"][1:] == sent["dummy"][1:]
+    if kind == "vllm":  # at the beginning of the first step and at its end
+        assert sent["auto"][0] == 2 * sent["auto"][1] < sent["dummy"][0]
+    else:
+        assert sent["auto"][0] == sent["dummy"][0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            [f"{ROLLOUT}.load_format=safetensors"],
+            r"load_format=safetensors: .*/model has no \*.safetensors files, .*dummy",
+        ),
+        ([f"{ROLLOUT}.load_format=tensorizer"], r"load_format.*tensorizer"),
+    ],
+)
+def test_files_that_servers_could_not_begin_with_are_refused(inputs: Path, settings: list[str], message: str) -> None:
+    (inputs / "model/model.safetensors").rename(inputs / "model/pytorch_model.bin")  # only the name is looked at here
+    with pytest.raises((ConfigError, ValueError), match=message):
+        build_run(load_config(None, [*base_overrides(inputs, inputs / "run"), *VLLM, *settings]))
 
 
 @pytest.mark.slow
@@ -320,9 +353,12 @@ def test_keys_of_verl_reach_the_command_line_of_vllm(inputs: Path) -> None:
         f"{ROLLOUT}.engine_kwargs.vllm={{swap_space: 3, seed: 4, compilation_config: {{mode: 0}}}}",
     )  # fmt: skip
     assert {"--port=1234", "--max-num-seqs=7", "--max-num-batched-tokens=99", "--no-enable-chunked-prefill"} <= words
-    assert {"--tensor-parallel-size=2", "--gpu-memory-utilization=0.05", "--enforce-eager", "--dtype=float32"} <= words
+    assert {"--tensor-parallel-size=2", "--gpu-memory-utilization=0.1", "--enforce-eager", "--dtype=float32"} <= words
     assert {"--load-format=dummy", "--max-model-len=72", "--max-logprobs=5", "--swap-space=3", "--seed=4"} <= words
     assert '--compilation-config={"mode": 0}' in words
+    for settings in ([f"{ROLLOUT}.load_format=hf"], [f"{ROLLOUT}.engine_kwargs.vllm={{load_format: auto}}"]):
+        assert "--load-format=auto" in command_of(inputs, *VLLM, *settings)[0]
+    assert "--load-format=dummy" in command_of(inputs, *VLLM, f"{ROLLOUT}.load_format=dummy_dtensor")[0]
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
@@ -332,7 +368,7 @@ def test_keys_of_verl_reach_the_command_line_of_sglang(inputs: Path) -> None:
     words, _ = command_of(inputs, *SGLANG, *settings, f"{ROLLOUT}.engine_kwargs.sglang={{attention_backend: triton}}")
     assert {"--port=1234", "--tp-size=2", "--max-running-requests=7", "--max-prefill-tokens=99"} <= words
     assert {"--chunked-prefill-size=99", "--disable-radix-cache", "--disable-cuda-graph", "--dtype=float32"} <= words
-    assert {"--mem-fraction-static=0.05", "--context-length=72", "--load-format=dummy", "--device=cpu"} <= words
+    assert {"--mem-fraction-static=0.1", "--context-length=72", "--load-format=dummy", "--device=cpu"} <= words
     assert {"--skip-tokenizer-init", "--enable-deterministic-inference", "--attention-backend=triton"} <= words
     assert "--sampling-mask-max-tokens=6000" in words
     assert not any("memory-saver" in word or "cpu-backup" in word or word.startswith("--no-") for word in words)

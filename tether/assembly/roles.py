@@ -144,7 +144,7 @@ def _served(
 ) -> RolloutEngine:
     """The sampler that servers are behind."""
     learner = build_actor(config, actor, sources.total_steps)
-    return build_servers(config, learner, card, sources.device, sampling, logs, resources)
+    return build_servers(config, learner, card, sources, sampling, logs, resources)
 
 
 def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:

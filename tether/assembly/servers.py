@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from tether.assembly.named_inputs import server_address, server_python
 from tether.assembly.number_formats import DTYPES
+from tether.assembly.parts import Sources
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
+from tether.models.language.model_path import WEIGHT_FILES
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -25,7 +29,9 @@ from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
 from tether.rollout.vllm import launch_of as launch_vllm
+from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
+from tether.runtime.objects import is_object
 from tether.trainer.parts import mismatch_tolerance
 from tether.training import AnyLearner
 
@@ -69,7 +75,7 @@ def build_servers(
     config: RunConfig,
     actor: AnyLearner,
     policy: PolicyCard,
-    device: torch.device,
+    sources: Sources,
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
@@ -80,18 +86,18 @@ def build_servers(
         config: of the run.
         actor: whose weights they get, and who is compared with them.
         policy: its model.
-        device: that trains.
+        sources: where its files lie, and the device that trains.
         sampling: how responses are drawn that are trained on.
         logs: folder for what servers print.
         resources: ends the servers.
 
     Raises:
-        ValueError: the servers' program is not installed, or an address is none.
+        ValueError: the servers' program is not installed, an address is none, or files of weights cannot be had.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
-    where = theirs or _launches(config, policy, device, logs / rollout.name)
+    where = theirs or _launches(config, policy, sources, logs / rollout.name)
     dialect, adapters = _dialect(config, policy.config), _adapters(config)
     servers = [Server(dialect, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
@@ -102,6 +108,7 @@ def build_servers(
         sleeps=rollout.free_cache_engine and in_turns,
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
         adapters=adapters is not None,
+        layers_are_there=not theirs and _load_format(rollout) != "dummy",
         holds_weights=not in_turns,
     )
     engine = ServedEngine(
@@ -128,9 +135,12 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
     """Look at servers of somebody else that answer already, before anything is loaded; others are waited for later.
 
     Raises:
-        ValueError: one cannot be used, or weights have no way from the device that trains.
+        ValueError: one cannot be used, weights have no way from the device that trains, or the policy has no files that
+            servers of tether's own could load.
     """
     settings = config.actor_rollout_ref
+    if settings.rollout.name in SERVERS and not settings.rollout.server_urls:
+        _check_files(settings.rollout, model)
     if settings.rollout.name in SERVERS and settings.rollout.weight_transfer == "nccl" and device.type != "cuda":
         raise ValueError(
             "actor_rollout_ref.rollout.weight_transfer=nccl: broadcasts from a GPU, and this run trains on "
@@ -184,11 +194,52 @@ def _context(policy: PreTrainedConfig) -> int | None:
     return getattr(policy.get_text_config(), "max_position_embeddings", None)
 
 
-def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs: Path) -> list[Launch]:
+def _load_format(rollout: RolloutConfig) -> str:
+    """How servers of tether's own begin, as they call it; dummy: with random weights."""
+    own: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    name = str(own.get("load_format", rollout.load_format))
+    if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
+        return "dummy"
+    return "auto" if name == "hf" else name
+
+
+def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
+    """Refuse to load files that are not there; those of a hub are looked for when they are loaded.
+
+    Raises:
+        ValueError: names the key and the model.
+    """
+    name = _load_format(rollout)
+    if name == "dummy":
+        return
+    if is_object(model) or is_gguf(model):
+        lacks = "is no directory of weights"
+    elif name == "safetensors" and isinstance(model, Path) and not any(model.glob("*.safetensors")):
+        lacks = "has no *.safetensors files"
+    else:
+        return
+    raise ValueError(
+        f"actor_rollout_ref.rollout.load_format={name}: {model} {lacks}, with which {rollout.name} could begin. "
+        "Set it to dummy: it gets the policy's weights before it samples"
+    )
+
+
+def _link_files(model: Path | str, folder: Path) -> None:
+    """Put links to the policy's weights beside the config that servers read, which may have entries replaced."""
+    if isinstance(model, str):
+        with asking_hugging_face(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
+            model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
+    for file in {file for pattern in WEIGHT_FILES for file in model.glob(pattern)}:
+        link = folder / file.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(file.absolute())
+
+
+def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Path) -> list[Launch]:
     """One server on a CPU; on GPUs as many as the devices of the run have room for.
 
     Raises:
-        ValueError: the servers' program is not installed, or there are too few devices.
+        ValueError: the servers' program is not installed, there are too few devices, or a hub does not give files.
     """
     rollout, described = config.actor_rollout_ref.rollout, logs / "model"
     name, parts, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
@@ -196,8 +247,10 @@ def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs:
     policy.config.save_pretrained(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
+    if _load_format(rollout) != "dummy":
+        _link_files(sources.model_path, described)
     longest, folder = _longest(rollout, policy.config), str(described.absolute())
-    on_gpu = device.type == "cuda"
+    on_gpu = sources.device.type == "cuda"
     if name == "vllm":
         adapters = _adapters(config)
         options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
@@ -205,7 +258,7 @@ def _launches(config: RunConfig, policy: PolicyCard, device: torch.device, logs:
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
         own, on_cores = rollout.engine_kwargs.sglang, {"SGLANG_USE_CPU_ENGINE": "1"}
-    options |= {option: _word(value) for option, value in own.items()}
+    options |= {option: _word(value) for option, value in own.items() if option != "load_format"}
     if not on_gpu:
         return [launch_of(python, logs / f"{name}.log", options, on_cores)]
     if ranks % parts:
@@ -234,7 +287,7 @@ def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: 
         "enforce_eager": rollout.enforce_eager,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
-        "load_format": "dummy",  # they get the policy's weights
+        "load_format": _load_format(rollout),
         **_told(rollout),
         **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
     }
@@ -256,7 +309,7 @@ def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu
         "chunked_prefill_size": chunks,
         "disable_cuda_graph": rollout.enforce_eager,
         "disable_radix_cache": not rollout.enable_prefix_caching,
-        "load_format": "dummy",  # they get the policy's weights
+        "load_format": _load_format(rollout),
         "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # ties at the cut come on top
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps,

@@ -16,7 +16,7 @@ DRAW = ("data.", "algorithm.", "actor_rollout_ref.rollout.", "reward_model.", "c
 """Begin the keys that decide what a batch is: which prompts, sampled how, scored and chosen by what."""
 _OF_SAMPLER = (
     "val_kwargs.", "log_prob_", "max_num_", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "free_cache_engine", "tensor_model_parallel_size", "server_", "parity_freq",
+    "enable_prefix_caching", "free_cache_engine", "tensor_model_parallel_size", "load_format", "server_", "parity_freq",
     "update_weights_bucket_megabytes", "weight_transfer", "agent.num_workers", "multi_turn.max_kept_tokens",
 )  # fmt: skip
 _OF_REWARD = ("num_workers", "micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")

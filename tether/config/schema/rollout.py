@@ -29,6 +29,8 @@ SERVERS = ("vllm", "sglang")
 SERVED = ActsIf(".name", on=SERVERS)
 OURS = ActsIf(".server_urls", on=((),))
 """Keys that are options of servers which tether starts."""
+LoadFormat = Literal["dummy", "auto", "safetensors", "hf", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
+"""The last four are older names of verl's, of auto and of dummy."""
 EngineName = Literal["native", "vllm", "sglang", "trtllm", "hf"]
 
 
@@ -183,4 +185,6 @@ class RolloutConfig(Section):
     """Mix parts of long prompts with decoding."""
     enable_prefix_caching: Annotated[bool, OURS] = True
     """Compute what prompts share once; the cache is emptied at each update."""
+    load_format: Annotated[LoadFormat, OURS] = "dummy"
+    """What a server begins with until it gets the policy's weights: random ones, or the files of model.path."""
     engine_kwargs: EngineKwargsConfig

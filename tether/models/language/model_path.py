@@ -40,7 +40,8 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 }
 
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+"""Of a Hugging Face directory."""
 
 
 def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True, weights: bool = True) -> Path | str:
@@ -102,8 +103,8 @@ def _pulled(name: str, cache_dir: Path) -> Path:
 def _check_directory(directory: Path, *, weights: bool) -> None:
     if (directory / "config.json").is_file():
         read_config(directory)
-        if weights and not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
-            raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(_WEIGHT_FILES)}).")
+        if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):
+            raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(WEIGHT_FILES)}).")
         return
     message = f"{directory}: is a directory without a config.json, so not a model."
     if (directory / "adapter_config.json").is_file():

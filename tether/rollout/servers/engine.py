@@ -65,6 +65,8 @@ class Traffic:
     """Weight of the adapters, where they are added into the layers before these travel."""
     adapters: bool = False
     """Layers travel without their adapters, once, and after each update the adapters alone."""
+    layers_are_there: bool = False
+    """Servers begin with the layers below the adapters, which then need not travel."""
     holds_weights: bool = False
     """A server that is started again gets the weights that were loaded last, and not those of the moment, which
     training may be changing."""
@@ -375,7 +377,8 @@ class ServedEngine:
             return
         adapters: dict[str, Tensor] = {}
         layers = without_adapters(kept, adapters)
-        if server.has_some_of(self._run):  # then the layers are those of this run, which stay as they are
+        loaded = self._traffic.layers_are_there and server.is_new
+        if loaded or server.has_some_of(self._run):  # then the layers are those of this run, which stay as they are
             for _ in layers:
                 pass
         else:

@@ -51,6 +51,8 @@ class Server:
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
     _was_up: bool = field(default=False, init=False)
+    is_new: bool = field(default=True, init=False)
+    """It was given no weights since it started."""
     _claim: Claim | None = field(default=None, init=False)
     """Of one of somebody else."""
     _staging: Staging = field(default_factory=Staging, init=False)
@@ -77,6 +79,7 @@ class Server:
             port, log = _free_port(), self.where.log
             self._log_begins = log.stat().st_size if log.exists() else 0
             self.http, self.weights, self._was_up = Connections(f"http://127.0.0.1:{port}"), None, False
+            self.is_new = True
             self._process = start_program(self.where.command(port), log, self.where.environment)
 
     def ready(self) -> None:
@@ -233,7 +236,7 @@ class Server:
             yield name, value
 
     def _give(self, weights: str, give: Callable[[], None], must: str) -> None:
-        self.weights = None
+        self.weights, self.is_new = None, False
         try:
             with self._cut_when_dead():
                 give()
