@@ -20,7 +20,7 @@ from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.rewards import REWARD_RULES
 from tether.config.rules.router_replay import ROUTER_REPLAY_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
-from tether.config.schema.rollout import SERVERS
+from tether.config.schema.rollout import SERVERS, RolloutConfig
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -171,13 +171,19 @@ def vllm_starts(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def _engine_kwargs(rollout: RolloutConfig) -> Mapping[str, object]:
+    """Options of the servers that tether starts; none where it starts none."""
+    if rollout.name not in SERVERS or rollout.server_urls:
+        return {}
+    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    return given
+
+
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
     """A server is told to give its memory back, which it was started without."""
     rollout = cfg.actor_rollout_ref.rollout
-    if rollout.name not in SERVERS or rollout.server_urls or not rollout.free_cache_engine:
-        return None
-    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    for option in SLEEP_OPTIONS[rollout.name]:
+    given = _engine_kwargs(rollout) if rollout.free_cache_engine else {}
+    for option in SLEEP_OPTIONS.get(rollout.name, ()):
         if given.get(option, True) is False:
             what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
             fix = f"set {ROLLOUT}.free_cache_engine=False, or leave {option} out"
@@ -188,10 +194,8 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
     """A server that listens elsewhere is waited for until its deadline."""
     rollout = cfg.actor_rollout_ref.rollout
-    if rollout.name not in SERVERS or rollout.server_urls:
-        return None
-    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    for option in ADDRESS_OPTIONS[rollout.name]:
+    given = _engine_kwargs(rollout)
+    for option in ADDRESS_OPTIONS.get(rollout.name, ()):
         if option in given:
             what = f"{given[option]!r} moves a server away from where the run looks for it"
             fix = f"leave it out; servers of your own go into {ROLLOUT}.server_urls"
