@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tether.config.keys import show, values_of
+from tether.config.keys import keys, show, values_of
 from tether.config.loading.load import LoadedConfig, load_config
 from tether.config.problems import ConfigError
+from tether.config.schema.section import Inherits
 
 RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
 """Say how a run is resumed, not what it does."""
@@ -18,6 +19,7 @@ _OF_SAMPLER = (
     "val_kwargs.", "log_prob_", "max_num_", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill",
     "enable_prefix_caching", "free_cache_engine", "tensor_model_parallel_size", "load_format", "server_", "parity_freq",
     "update_weights_bucket_megabytes", "weight_transfer", "agent.num_workers", "multi_turn.max_kept_tokens",
+    "nnodes", "n_gpus_per_node",
 )  # fmt: skip
 _OF_REWARD = ("num_workers", "micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 NO_DRAW = (
@@ -41,6 +43,8 @@ def changes_since(
 ) -> list[str]:
     """List ``key: value then -> value now`` for every setting that is not what the file says.
 
+    A key that has changed with another, whose value it inherits, is not listed beside it.
+
     Args:
         saved: the ``run.yaml`` of a checkpoint.
         now: the configuration of the run that resumes.
@@ -53,5 +57,12 @@ def changes_since(
     values = values_of(now.config)
     wanted = [key for key in values if key.startswith(among) and not key.startswith(without)]
     compared = [key for key in wanted if key not in RESUMING]
-    different = [key for key in compared if values[key] != then.get(key)]
-    return [f"{key}: {show(then.get(key))} -> {show(values[key])}" for key in different]
+    different = {key: keys()[key].inherits for key in compared if values[key] != then.get(key)}
+
+    def follows(key: str, source: Inherits | None) -> bool:
+        if source is None or source.equals is not None or source.key not in different:
+            return False
+        return all(table[key] == table[source.key] for table in (then, values))
+
+    listed = [key for key, source in different.items() if not follows(key, source)]
+    return [f"{key}: {show(then.get(key))} -> {show(values[key])}" for key in listed]

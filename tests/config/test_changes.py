@@ -1,0 +1,31 @@
+"""Settings that changed since a checkpoint was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.config.loading import load
+from tether.config import DRAW, NO_DRAW, changes_since
+
+ACTOR = "actor_rollout_ref.actor"
+DEVICES = "trainer.n_gpus_per_node"
+
+
+def saved(folder: Path, *settings: str) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(load(*settings).to_yaml())
+    return file
+
+
+def test_keys_that_inherit_a_change_are_not_listed_beside_it(tmp_path: Path):
+    before = saved(tmp_path)
+    assert changes_since(before, load(f"{DEVICES}=2")) == [f"{DEVICES}: 1 -> 2"]
+    epochs = f"{ACTOR}.ppo_epochs"
+    assert changes_since(before, load(f"{epochs}=3")) == [f"{epochs}: 1 -> 3"]
+    own = changes_since(before, load(f"{epochs}=3", "critic.ppo_epochs=2"))
+    assert own == [f"{epochs}: 1 -> 3", "critic.ppo_epochs: 1 -> 2"]
+
+
+def test_the_number_of_devices_draws_no_other_batch(tmp_path: Path):
+    now = load(f"{DEVICES}=2", "data.seed=5")
+    assert changes_since(saved(tmp_path), now, among=DRAW, without=NO_DRAW) == ["data.seed: 1 -> 5"]
