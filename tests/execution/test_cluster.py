@@ -161,6 +161,7 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(tmp_path: Path) -> 
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
     command += ["--num-cpus=1", "--include-dashboard=false"]
     ask = f"from tether.execution.cluster import nodes_of; print(*nodes_of('127.0.0.1:{port}'))"
+    at_once = ask.replace("')", "', 0.001)")
     with (tmp_path / "said").open("w") as said:
         head = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
     try:
@@ -173,11 +174,16 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(tmp_path: Path) -> 
             )
             for more in ({}, {"RAY_AUTH_MODE": "token"})
         )
+        late = subprocess.run(
+            [sys.executable, "-c", at_once],
+            env=environment | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
     finally:
         head.terminate()
         head.wait()
     assert "it asks for that token: set RAY_AUTH_MODE=token" in without.stderr
-    assert "0 GPUs, 1 CPUs" in given.stdout, given.stderr
+    assert "0 GPUs, 1 CPUs; versions as here" in given.stdout, given.stderr
+    assert "0 GPUs, 1 CPUs; no answer within 0.001 seconds" in late.stdout, late.stderr
 
 
 @pytest.mark.slow  # Ray is started three times

@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves ranks beside any other work on their machine
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -184,16 +184,19 @@ def nodes_of(address: str, seconds: float = ANSWER_SECONDS) -> list[str]:
         lines = []
         for node, answer in zip(nodes, asked, strict=True):
             has = ", ".join(f"{int(node['Resources'].get(kind, 0))} {kind}s" for kind in ("GPU", "CPU"))
-            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {has}; {_versions_of(answer)}")
+            said = _versions_of(answer, seconds)
+            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {has}; {said}")
         return lines
     finally:
         ray.shutdown()
 
 
-def _versions_of(answer: Any) -> str:
-    """The versions on a node, beside those here."""
+def _versions_of(answer: Any, seconds: float) -> str:
+    """The versions on a node, which had as many seconds to answer, beside those here."""
     try:
         theirs = ray.get(answer, timeout=0).versions
+    except GetTimeoutError:
+        return f"no answer within {seconds:g} seconds; all its CPUs may be busy, so ask again"
     except RayError as error:
         return f"does not answer ({type(error).__name__}); is tether installed there?"
     mine = this_process().versions
