@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.installed import needs_megatron
 from tests.rollout.bench import REAL, STAND_INS, needs_vllm, processes_of
@@ -201,6 +202,15 @@ def test_a_server_begins_with_the_files_of_the_policy(inputs: Path, kind: str) -
         assert sent["auto"][0] == 2 * sent["auto"][1] < sent["dummy"][0]
     else:
         assert sent["auto"][0] == sent["dummy"][0]
+
+
+def test_a_server_reads_no_files_of_a_model_before(inputs: Path) -> None:
+    command_of(inputs, *VLLM, FROM_FILES)
+    AutoModelForCausalLM.from_pretrained(inputs / "model").save_pretrained(inputs / "model", max_shard_size="100KB")
+    shards = {file.name for file in (inputs / "model").glob("model*")}
+    assert len(shards) > 2
+    command_of(inputs, *VLLM, FROM_FILES)
+    assert {file.name for file in (inputs / "run/vllm/model").glob("model*")} == shards
 
 
 @pytest.mark.parametrize(

@@ -229,10 +229,10 @@ def _link_files(model: Path | str, folder: Path) -> None:
     if isinstance(model, str):
         with asking_hugging_face(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
+    for link in filter(Path.is_symlink, folder.iterdir()):  # of a run with another model
+        link.unlink()
     for file in {file for pattern in WEIGHT_FILES for file in model.glob(pattern)}:
-        link = folder / file.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(file.absolute())
+        (folder / file.name).symlink_to(file.absolute())
 
 
 def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Path) -> list[Launch]:
