@@ -159,6 +159,29 @@ def test_ids_of_another_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> N
         build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
 
 
+def test_ids_of_a_smaller_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> None:
+    """One that has all of the policy's bytes, and merges beside them, never read texts byte by byte."""
+    path = save_tiny_reward_model(tmp_path / "rm", vocab_size=VOCAB_SIZE + 1)
+    saved = json.loads((path / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["ab"], saved["model"]["merges"] = VOCAB_SIZE, [["a", "b"]]
+    (path / "tokenizer.json").write_text(json.dumps(saved))
+    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
+    says = rf"input_tokenizer=null: .*rm has another tokenizer .*token {VOCAB_SIZE} is 'ab', the policy's none\)"
+    with pytest.raises(ValueError, match=says):
+        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+
+
+def test_ids_whose_end_of_sequence_is_another_token_are_refused(inputs: Path, tmp_path: Path) -> None:
+    """As padding it would not be read at all."""
+    path = save_tiny_reward_model(tmp_path / "rm")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text((path / name).read_text().replace("<|im_end|>", "<|unused|>"))
+    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
+    says = r"has another tokenizer .*token 3 is '<\|unused\|>', the policy's '<\|im_end\|>'\)"
+    with pytest.raises(ValueError, match=says):
+        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+
+
 def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its random scores are faults; texts cannot be read as ids."""
     loaded = load_config(None, overrides(inputs, tmp_path, "reward_model.max_length=100"))

@@ -156,15 +156,22 @@ def _check_same_tokens(config: RunConfig, path: Path | str, policy_tokenizer: Pr
         own = _tokenizer(config, path)
     except ValueError:  # it needs none
         return
-    text_of = {id_: token for token, id_ in own.get_vocab().items()}
+    theirs, policys = _texts(own), _texts(policy_tokenizer)
     added = policy_tokenizer.get_added_vocab().keys() | own.get_added_vocab().keys()  # a padding token may differ
-    for token, id_ in sorted(policy_tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
-        if id_ in text_of and token != text_of[id_] and not {token, text_of[id_]} & added:
+    for id_ in sorted(theirs.keys() | policys.keys()):
+        has, writes = theirs.get(id_), policys.get(id_)
+        ends = has is not None and id_ == policy_tokenizer.eos_token_id  # in each response that is not cut
+        if has != writes and (ends or not {has, writes} & added):
+            here, there = (f"{text!r}" if text is not None else "none" for text in (has, writes))
             raise ValueError(
                 f"reward_model.model.input_tokenizer=null: {path} has another tokenizer than the policy (token {id_} "
-                f"is {text_of[id_]!r}, the policy's {token!r}), so it would not read what the policy wrote. Leave the "
-                "key out: responses are then decoded, and written by its own tokenizer and chat template."
+                f"is {here}, the policy's {there}), so it would not read what the policy wrote. Leave the key out: "
+                "responses are then decoded, and written by its own tokenizer and chat template."
             )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {id_: token for token, id_ in tokenizer.get_vocab().items()}
 
 
 def _tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
