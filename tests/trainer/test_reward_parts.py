@@ -108,6 +108,18 @@ def test_parts_for_rows_of_their_own(inputs: Path, tmp_path: Path, server: Model
         train(*given(inputs, tmp_path / "run2", parts, *more))
 
 
+def test_a_part_for_rows_that_there_are_not_is_refused(inputs: Path, tmp_path: Path) -> None:
+    """It would add nothing, and no number would show it; of a run on a few of its rows others may have it."""
+    style = {"kind": "function", "path": str(inputs / "style.py"), "name": "signs"}
+    parts = {"right": {"kind": "rules"}, "style": style | {"data_sources": ["tiny/sums", "tiny/smus"]}}
+    says = r"reward_model\.parts\.style\.data_sources: no row has 'tiny/smus'.* Did you mean tiny/sums\?"
+    with pytest.raises(ValueError, match=says):
+        train(*given(inputs, tmp_path / "run", parts))
+    train(*given(inputs, tmp_path / "few", parts, "data.train_max_samples=8"))
+    parts["style"] = style | {"data_sources": ["tiny/other"]}
+    train(*given(inputs, tmp_path / "tests", parts, f"data.val_files={inputs / 'val.jsonl'}"))
+
+
 def test_a_nonsense_judge_stops_the_run(inputs: Path, tmp_path: Path, server: ModelServer) -> None:
     server.judge = lambda text: "As an AI, I cannot."
     with pytest.raises(RewardFailure, match=r"16 of 16 rewards failed .*\n.*of the part j: the judge's answer has"):

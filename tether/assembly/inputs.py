@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.named_inputs import rows_of
 from tether.assembly.reward_model import check_scoring
-from tether.assembly.rewards import check_rewards
+from tether.assembly.rewards import check_parts_act, check_rewards
 from tether.assembly.row_agents import check_turns_act
 from tether.assembly.turns import check_agents
 from tether.config import RunConfig, device_count, placed, reads_weights, values_of
@@ -61,15 +61,17 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
         validation = validation.held_out_from(train)
     agents = set[tuple[Agent, Agent]]()
-    for prompts in filter(None, (train, validation)):
+    datasets = list(filter(None, (train, validation)))
+    for prompts in datasets:
         agents |= check_agents(config, prompts, tools)
         check_rewards(config, prompts)
     check_turns_act(config, agents)
+    check_parts_act(config, datasets)
     check_scoring(config, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         if is_gguf(path):  # its tokens and its embeddings are of one file
             continue
-        for prompts in filter(None, (train, validation)):
+        for prompts in datasets:
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
     return Inputs(model_path, critic_path, tokenizer, train, validation)
 

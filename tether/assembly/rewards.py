@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -18,6 +19,7 @@ from tether.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, Part, RewardPool, Rewards
 from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
+from tether.spelling import did_you_mean
 
 PARTS = "reward_model.parts"
 
@@ -52,6 +54,28 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 
     prompts.check_rows(look_at_truth)
     check_sources(sources, program_options(config))
+
+
+def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> None:
+    """Refuse parts of the reward that are for rows of a data source that no row has.
+
+    A run on some of its rows (`data.train_max_samples`, `data.val_max_samples`) is left alone: the others may have it.
+
+    Raises:
+        ValueError: names the part and the source.
+    """
+    if config.data.train_max_samples != -1 or config.data.val_max_samples != -1:
+        return
+    there: set[str] = set()
+    for prompts in datasets:
+        prompts.check_rows(lambda row: there.add(row.data_source))
+    for name, part in read_parts(config.reward_model.parts).items():
+        for source in part.data_sources or ():
+            if source not in there:
+                raise ValueError(
+                    f"{PARTS}.{name}.data_sources: no row has {source!r} as its `data_source`, so nothing would be "
+                    f"scored for it. Correct it, or leave it out.{did_you_mean(source, sorted(there))}"
+                )
 
 
 def _has_a_part(parts: dict[str, RewardPart], row: Row) -> None:
