@@ -103,7 +103,10 @@ def test_parts_for_rows_of_their_own(inputs: Path, tmp_path: Path, server: Model
     assert step["reward/extra/judged/mean"] == 1.0
     assert step["reward/extra/right/mean"] == 0.0
     assert step["reward/abstain_rate"] == 0.0
+    assert missing_inputs(loaded(inputs, tmp_path / "run", parts, *more)) == []
     del parts["judged"]
+    (problem,) = missing_inputs(loaded(inputs, tmp_path / "run", parts, *more))
+    assert "`data_source` is 'chat', which none of reward_model.parts scores" in str(problem)
     with pytest.raises(ValueError, match=r"`data_source` is 'chat', which none of reward_model\.parts scores"):
         train(*given(inputs, tmp_path / "run2", parts, *more))
 

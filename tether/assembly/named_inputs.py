@@ -29,6 +29,7 @@ from tether.config import (
     JudgePart,
     Problem,
     RunConfig,
+    check_has_part,
     part_problems,
     read_parts,
     reads_weights,
@@ -239,6 +240,8 @@ def _rows(
     interactions: Sequence[str] | None = None
     with suppress(ValueError):  # which is told of its own key
         interactions = interactions_of(config)
+    given = config.reward_model.parts
+    parts = {} if part_problems(given) else read_parts(given)
     problems, talkers = list[str](), set[tuple[Agent, Agent]]()
     for row in (rows[number] for number in range(len(rows))):
         agent = row.agent_name
@@ -249,6 +252,8 @@ def _rows(
             if agent is not None and is_own_function(agent) and agent not in defined:
                 _class(EnvironmentSpec(agent))
                 defined.add(agent)
+            if parts:
+                check_has_part(parts, row.data_source)
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
                 sources.add(row.data_source)

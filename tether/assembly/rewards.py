@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 from tether.assembly.groups import Groups
 from tether.assembly.judge import build_judge, check_judge
 from tether.assembly.reward_model import build_reward_model
 from tether.assembly.row_agents import row_agent
-from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, read_parts
+from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, check_has_part, read_parts
 from tether.data.prompts import PromptDataset
 from tether.data.rows import Row
 from tether.rewards import check_sources, check_truth
@@ -36,7 +35,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
         if isinstance(part, JudgePart):
             check_judge(f"{PARTS}.{name}", part)
     if parts:
-        prompts.check_rows(partial(_has_a_part, parts))
+        prompts.check_rows(lambda row: check_has_part(parts, row.data_source))
     rules = next((part for part in parts.values() if isinstance(part, RulesPart)), None)
     asks_rules = rules is not None if parts else not config.reward_model.enable
     if not asks_rules or config.custom_reward_function.path is not None:
@@ -76,11 +75,6 @@ def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> Non
                     f"{PARTS}.{name}.data_sources: no row has {source!r} as its `data_source`, so nothing would be "
                     f"scored for it. Correct it, or leave it out.{did_you_mean(source, sorted(there))}"
                 )
-
-
-def _has_a_part(parts: dict[str, RewardPart], row: Row) -> None:
-    if not any(part.data_sources is None or row.data_source in part.data_sources for part in parts.values()):
-        raise ValueError(f"`data_source` is {row.data_source!r}, which none of {PARTS} scores; add it to one")
 
 
 def program_options(config: RunConfig) -> ProgramOptions:

@@ -14,7 +14,15 @@ from tether.config.keys import values_of, with_values
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
-from tether.config.reward_parts import FunctionPart, JudgePart, RewardPart, RulesPart, part_problems, read_parts
+from tether.config.reward_parts import (
+    FunctionPart,
+    JudgePart,
+    RewardPart,
+    RulesPart,
+    check_has_part,
+    part_problems,
+    read_parts,
+)
 from tether.config.router_replay import replay_of
 from tether.config.rules.text import staleness_problem
 from tether.config.schema.root import RunConfig
@@ -35,6 +43,7 @@ __all__ = [
     "RulesPart",
     "RunConfig",
     "changes_since",
+    "check_has_part",
     "device_count",
     "explain",
     "for_continuous_actions",

@@ -99,6 +99,16 @@ _PARTS: dict[str, type[AnyPart]] = {
 }  # fmt: skip
 
 
+def check_has_part(parts: Mapping[str, RewardPart], data_source: str) -> None:
+    """Refuse a row that no part scores.
+
+    Raises:
+        ValueError: names its data source.
+    """
+    if not any(part.data_sources is None or data_source in part.data_sources for part in parts.values()):
+        raise ValueError(f"`data_source` is {data_source!r}, which none of reward_model.parts scores; add it to one")
+
+
 def read_parts(given: Mapping[str, object]) -> dict[str, RewardPart]:
     """The parts as typed sections. To be called on what `part_problems` has no word about."""
     return {name: _adapter(str(part["kind"])).validate_python(part) for name, part in given.items()}  # type: ignore[index]
