@@ -150,7 +150,7 @@ def load(code: str) -> dict[str, Any]:
 
 
 def execute(code: str, name: str, prelude: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Run code as a module: dataclasses and pickle look for its classes there. Future imports of this file are not its."""
+    """Run code as a module, where dataclasses look for its classes, and without the future imports of this file."""
     module = sys.modules[name] = types.ModuleType(name)
     names = module.__dict__
     exec(prelude, names)
