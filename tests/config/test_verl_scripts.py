@@ -332,6 +332,16 @@ def test_what_keeps_it_from_being_run_is_listed(tmp_path: Path) -> None:
     assert "critic.no_such_key: unknown key" in listing
 
 
+@pytest.mark.parametrize("between", ["\\\n\n", "\\\n  \n", "\n"])
+def test_settings_behind_the_end_of_a_command_are_listed(tmp_path: Path, between: str) -> None:
+    """An empty line ends a command, and bash takes the next setting for a command."""
+    script = f"python -m verl.trainer.main_ppo data.seed=1 {between} +critic.optim.lr=2 \\\n trainer.nnodes=1"
+    text, listing = translate(written(tmp_path, script), [])
+    assert "critic" not in text
+    line = script[: script.index("+critic")].count("\n") + 1
+    assert f"line {line}: +critic.optim.lr=2 and what follows stands apart from the command" in listing
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

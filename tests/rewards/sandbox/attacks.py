@@ -121,6 +121,17 @@ syscall('vmsplice', os.pipe()[1], part, 1, 0)
     "counts_events": "syscall('perf_event_open', ctypes.create_string_buffer(128), 0, -1, -1, 0)",
     "opens_a_ring": "syscall('io_uring_setup', 4, ctypes.create_string_buffer(512))",
     "handles_faults": "syscall('userfaultfd', 0)",
+    "makes_rules_for_itself": "syscall('landlock_create_ruleset', (ctypes.c_uint64 * 2)(0, 3), 16, 0)",
+    "takes_a_table_for_locks": "escaped() if libc.prctl(78, 1, ctypes.c_ulong(1 << 12), 0, 0) == 0 else None",
+    "takes_huge_pages": """
+try:
+    mmap.mmap(-1, 2 << 20, flags=0x40000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+except PermissionError:
+    sys.exit()
+except OSError:  # the machine keeps none
+    pass
+escaped()
+""",
     "kills_a_process_outside": "os.kill(host['pid'], 9); escaped()",
     "opens_a_connection": "socket.create_connection(('127.0.0.1', host['port']), 1); escaped()",
     "opens_a_raw_socket": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); escaped()",

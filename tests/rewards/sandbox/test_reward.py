@@ -105,7 +105,14 @@ def test_a_program_that_fails_says_how(language, code, said):
         ("    return sum(xs)", HUMANEVAL, 1),
         ("def total(xs):\n    return sum(xs)", HUMANEVAL, 1),
         ("from __future__ import annotations\ndef total(xs: Unknown):\n    return sum(xs)", HUMANEVAL, 1),
+        ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+         "def total(xs):\n    return sum(P(x).x for x in xs)", HUMANEVAL, 1),
         ("def total(xs):\n    return 3", HUMANEVAL, 0),
+        ("from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+         "def f(x):\n    return P(x).x", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, 1),
+        ("import pickle\nclass P:\n    x: int\n"
+         "def f(x):\n    pickle.dumps(P())\n    return P.__annotations__['x'] is int",
+         {"fn_name": "f", "inputs": [[1]], "outputs": [True]}, 1),
         ("def f(x):\n    if x < 0:\n        raise ValueError\n    return {x}", {"assert_case": [
             "assert f(1) == {1}", "assert f(x=2) == {2}",
             "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"]}, 1),

@@ -17,6 +17,7 @@ import operator
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -145,9 +146,16 @@ def decode(value: object, held: Any = None) -> Any:
 
 def load(code: str) -> dict[str, Any]:
     """The names that the code defines."""
-    names = {"__name__": "answer"}
-    exec(PRELUDE, names)
-    exec(compile(code, "answer.py", "exec"), names)
+    return execute(code, "answer", PRELUDE, {})
+
+
+def execute(code: str, name: str, prelude: str, known: dict[str, Any]) -> dict[str, Any]:
+    """Run code as a module, where dataclasses look for its classes, and without the future imports of this file."""
+    module = sys.modules[name] = types.ModuleType(name)
+    names = module.__dict__
+    exec(prelude, names)
+    names.update(known)
+    exec(compile(code, f"{name}.py", "exec", dont_inherit=True), names)
     return names
 
 
@@ -272,11 +280,11 @@ def check(code: str, tests: str, functions: dict[str, str], proof: str) -> None:
     """Run the tests, and print the proof; what they call is answered by the process of the code."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process may look into this one
     answers = Answers(code)
-    names: dict[str, Any] = {"__name__": "tests"}
-    exec(_IMPORTS, names)
-    for name, function in functions.items():
-        names[name] = lambda *arguments, function=function, **keywords: answers.call(function, *arguments, **keywords)
-    exec(compile(tests, "tests.py", "exec"), names)
+    known = {
+        name: lambda *arguments, function=function, **keywords: answers.call(function, *arguments, **keywords)
+        for name, function in functions.items()
+    }
+    execute(tests, "tests", _IMPORTS, known)
     answers.close()
     sys.stdout.flush()
     os.write(1, ("\n" + proof).encode())

@@ -166,12 +166,17 @@ def _as_json(value: Any) -> object:
         case {"tuple": items}:
             return list(map(_as_json, items))
         case {"dict": pairs}:
-            return {str(_key(key)): _as_json(item) for key, item in pairs}
+            return {_named(_key(key)): _as_json(item) for key, item in pairs}
         case {"int": digits}:
             return int(digits, 16)
         case {"complex": parts}:
             return complex(*parts)
     raise ValueError("JSON has nothing that is equal to it")
+
+
+def _named(key: object) -> str:
+    """A key as JSON writes it."""
+    return json.dumps(key) if key is None or isinstance(key, bool) else str(key)
 
 
 def _key(value: object) -> object:
@@ -194,6 +199,8 @@ def _equal(result: object, expected: object) -> bool:
             return False
     if isinstance(result, list) and isinstance(expected, list):
         return len(result) == len(expected) and all(map(_equal, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(_equal(result[key], expected[key]) for key in expected)
     return bool(result == expected)
 
 

@@ -1,8 +1,8 @@
 """The system calls that a confined program may not make, as a filter of the kernel.
 
-Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold),
-sockets, namespaces inside the namespace, locks on files of the machine and news of who reads them, and interfaces of
-the kernel whose bugs are the usual way out.
+Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold, tables
+of the kernel whose size a program chooses), sockets, namespaces inside the namespace, locks on files of the machine and
+news of who reads them, and interfaces of the kernel whose bugs are the usual way out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,28 @@ _DENIED = {
     "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
 }  # fmt: skip
 # A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
-_ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425)}
+_ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425), "landlock_create_ruleset": (444, 444)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 _FCNTL = (72, 25)
 _F_NOTIFY = 1026
+_PRCTL = (157, 167)
+_PR_FUTEX_HASH = 78  # a gigabyte of the kernel's memory in one call
+_MMAP = (9, 222)
+_MAP_HUGETLB = 0x40000  # pages that the machine keeps apart, which no process's size shows
 _X32 = 0x40000000  # calls of another interface to the same kernel, with numbers of their own
 
 _LOAD, _JUMP_EQUAL, _JUMP_FROM, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER_AT, _ARCH_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
+_NUMBER_AT, _ARCH_AT = 0, 4
+_ARGUMENTS_AT = (16, 24, 32, 40)
+# Call, which of its arguments, how that is compared, and with what.
+_DENIED_ARGUMENTS = (
+    (_CLONE, 0, _JUMP_SET, _NEW_NAMESPACES),
+    (_FCNTL, 1, _JUMP_EQUAL, _F_NOTIFY),
+    (_PRCTL, 0, _JUMP_EQUAL, _PR_FUTEX_HASH),
+    (_MMAP, 3, _JUMP_SET, _MAP_HUGETLB),
+)
 
 
 def is_known_processor() -> bool:
@@ -57,16 +69,13 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     for table, error in ((_DENIED, errno.EPERM), (_ABSENT, errno.ENOSYS)):
         for numbers in table.values():
             code += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERROR | error)]
-    code += [
-        (_JUMP_EQUAL, 0, 4, _CLONE[column]),
-        (_LOAD, 0, 0, _FIRST_AT),
-        (_JUMP_SET, 0, 1, _NEW_NAMESPACES),
-        (_RETURN, 0, 0, _ERROR | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-        (_JUMP_EQUAL, 0, 3, _FCNTL[column]),
-        (_LOAD, 0, 0, _SECOND_AT),
-        (_JUMP_EQUAL, 0, 1, _F_NOTIFY),
-        (_RETURN, 0, 0, _ERROR | errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    for numbers, argument, comparison, value in _DENIED_ARGUMENTS:
+        code += [
+            (_JUMP_EQUAL, 0, 4, numbers[column]),
+            (_LOAD, 0, 0, _ARGUMENTS_AT[argument]),
+            (comparison, 0, 1, value),
+            (_RETURN, 0, 0, _ERROR | errno.EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)

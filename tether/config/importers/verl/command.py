@@ -32,6 +32,7 @@ _PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_p
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
 _MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
 """Commands that name a trainer and do not start it."""
+_SETTING = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _RESULTS = "write the values that result into it"
 _MOST_SHOWN = 80  # characters of an expression, in a message
@@ -98,6 +99,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     written = "\n".join(heading) + "\n" + _dumped(tree)
     listing = [
         *(note.text for note in read.notes),
+        *_left_behind(read),
         *(f"{option} is no setting and was left out" for option in launch.options),
         *_remarks(launch, environment, body),
         *_obstacles(written, script),
@@ -166,6 +168,18 @@ def _launch(script: Path, text: str, read: Script) -> _Launch:
     environment = {**command.environment, **_environment(command.words[:place])}
     trainer = command.words[place]
     return _Launch(command.line, trainer, tuple(settings), name, folder, tuple(options), environment)
+
+
+def _left_behind(read: Script) -> list[str]:
+    """Settings that bash takes for commands, as an empty line has ended the one that they belong to."""
+    if any("not passed" in note.text for note in read.notes):
+        return []  # it is said already where that command ended
+    return [
+        f"line {command.line}: {command.words[0].replace(UNKNOWN, '')} and what follows stands apart from the command, "
+        "so it is not passed: take the empty line away, or end the line above with a backslash"
+        for command in read.commands
+        if _SETTING.fullmatch(command.words[0])
+    ]
 
 
 def _place_of_trainer(command: Command) -> int | None:
