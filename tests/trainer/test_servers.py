@@ -206,11 +206,22 @@ def test_a_server_begins_with_the_files_of_the_policy(inputs: Path, kind: str) -
 
 def test_a_server_reads_no_files_of_a_model_before(inputs: Path) -> None:
     command_of(inputs, *VLLM, FROM_FILES)
-    AutoModelForCausalLM.from_pretrained(inputs / "model").save_pretrained(inputs / "model", max_shard_size="100KB")
+    policy = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    (inputs / "model/model.safetensors").unlink()
+    policy.save_pretrained(inputs / "model", max_shard_size="100KB")
     shards = {file.name for file in (inputs / "model").glob("model*")}
     assert len(shards) > 2
     command_of(inputs, *VLLM, FROM_FILES)
     assert {file.name for file in (inputs / "run/vllm/model").glob("model*")} == shards
+
+
+def test_a_server_reads_the_files_that_the_trainer_reads(inputs: Path) -> None:
+    """Beside them lie the same weights in another layout, as in folders of Mistral, and what is no weight at all."""
+    for name in ("consolidated.safetensors", "adapter_model.safetensors", "optimizer.bin"):
+        (inputs / "model" / name).write_bytes(b"")
+    command_of(inputs, *VLLM, FROM_FILES)
+    files = {*(inputs / "run/vllm/model").glob("*.safetensors"), *(inputs / "run/vllm/model").glob("*.bin")}
+    assert {file.name for file in files} == {"model.safetensors"}
 
 
 @pytest.mark.parametrize(

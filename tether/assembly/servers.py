@@ -20,7 +20,7 @@ from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
-from tether.models.language.model_path import WEIGHT_FILES
+from tether.models.language.model_path import WEIGHT_FILES, weight_files
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -214,7 +214,7 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
         return
     if is_object(model) or is_gguf(model):
         lacks = "is no directory of weights"
-    elif name == "safetensors" and isinstance(model, Path) and not any(model.glob("*.safetensors")):
+    elif name == "safetensors" and isinstance(model, Path) and not _has_safetensors(model):
         lacks = "has no *.safetensors files"
     else:
         return
@@ -224,6 +224,10 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
     )
 
 
+def _has_safetensors(model: Path) -> bool:
+    return any(file.suffix == ".safetensors" for file in weight_files(model))
+
+
 def _link_files(model: Path | str, folder: Path) -> None:
     """Put links to the policy's weights beside the config that servers read, which may have entries replaced."""
     if isinstance(model, str):
@@ -231,7 +235,7 @@ def _link_files(model: Path | str, folder: Path) -> None:
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
     for link in filter(Path.is_symlink, folder.iterdir()):  # of a run with another model
         link.unlink()
-    for file in {file for pattern in WEIGHT_FILES for file in model.glob(pattern)}:
+    for file in weight_files(model):
         (folder / file.name).symlink_to(file.absolute())
 
 
