@@ -367,6 +367,16 @@ def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str
     return set(server.where.command(1234)), server.where.environment
 
 
+def test_options_of_servers_in_other_spellings(inputs: Path) -> None:
+    """With hyphens, as on the command line; null is none, as in verl."""
+    own = "{load-format: auto, max-model-len: 80, seed: null, swap_space: null}"
+    words, _ = command_of(inputs, *VLLM, f"{ROLLOUT}.engine_kwargs.vllm={own}")
+    assert {"--load-format=auto", "--max-model-len=80", "--seed=0"} <= words
+    assert not {word for word in words if "dummy" in word or "72" in word or "None" in word}
+    assert (inputs / "run/vllm/model/model.safetensors").is_symlink()
+    assert "--load-format=dummy" in command_of(inputs, *VLLM, f"{ROLLOUT}.engine_kwargs.vllm={{load_format: null}}")[0]
+
+
 def test_keys_of_verl_reach_the_command_line_of_vllm(inputs: Path) -> None:
     words, environment = command_of(
         inputs, *VLLM, f"{ROLLOUT}.max_num_seqs=7", f"{ROLLOUT}.max_num_batched_tokens=99",

@@ -194,10 +194,15 @@ def _context(policy: PreTrainedConfig) -> int | None:
     return getattr(policy.get_text_config(), "max_position_embeddings", None)
 
 
+def _own_options(rollout: RolloutConfig) -> dict[str, object]:
+    """Those of `engine_kwargs`, which may be written as on the command line; null is none, as in verl."""
+    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    return {name.replace("-", "_"): value for name, value in given.items() if value is not None}
+
+
 def _load_format(rollout: RolloutConfig) -> str:
     """How servers of tether's own begin, as they call it; dummy: with random weights."""
-    own: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    name = str(own.get("load_format", rollout.load_format))
+    name = str(_own_options(rollout).get("load_format", rollout.load_format))
     if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
         return "dummy"
     return "auto" if name == "hf" else name
@@ -258,11 +263,11 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     if name == "vllm":
         adapters = _adapters(config)
         options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
-        own, on_cores = rollout.engine_kwargs.vllm, _on_cores(parts)
+        on_cores = _on_cores(parts)
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
-        own, on_cores = rollout.engine_kwargs.sglang, {"SGLANG_USE_CPU_ENGINE": "1"}
-    options |= {option: _word(value) for option, value in own.items() if option != "load_format"}
+        on_cores = {"SGLANG_USE_CPU_ENGINE": "1"}
+    options |= {name: _word(value) for name, value in _own_options(rollout).items() if name != "load_format"}
     if not on_gpu:
         return [launch_of(python, logs / f"{name}.log", options, on_cores)]
     if ranks % parts:
