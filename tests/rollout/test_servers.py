@@ -381,8 +381,11 @@ def test_failures_of_its_own_end_the_run(made: Callable[..., Bench], caplog: pyt
     bench.there.RequestHandlerClass.speaks.model.faults.add("fails")
     with pytest.raises(RuntimeError, match=r"failed 4 times.*HTTP 500: Internal Server Error"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
-    assert "Start it again" in caplog.text
+    assert "HTTP 500: Internal Server Error. It still answers, and gets the weights again" in caplog.text
     assert "The server is started" not in caplog.text  # it is somebody else's
+    bench.there.shutdown()
+    bench.there.server_close()
+    assert bench.server.next_step() == "Start it again"
 
 
 @pytest.mark.parametrize("kind", ["sglang"])

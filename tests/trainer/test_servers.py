@@ -206,11 +206,22 @@ def test_a_server_begins_with_the_files_of_the_policy(inputs: Path, kind: str) -
 
 def test_a_server_reads_no_files_of_a_model_before(inputs: Path) -> None:
     command_of(inputs, *VLLM, FROM_FILES)
-    AutoModelForCausalLM.from_pretrained(inputs / "model").save_pretrained(inputs / "model", max_shard_size="100KB")
+    policy = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    (inputs / "model/model.safetensors").unlink()
+    policy.save_pretrained(inputs / "model", max_shard_size="100KB")
     shards = {file.name for file in (inputs / "model").glob("model*")}
     assert len(shards) > 2
     command_of(inputs, *VLLM, FROM_FILES)
     assert {file.name for file in (inputs / "run/vllm/model").glob("model*")} == shards
+
+
+def test_a_server_reads_the_files_that_the_trainer_reads(inputs: Path) -> None:
+    """Beside them lie the same weights in another layout, as in folders of Mistral, and what is no weight at all."""
+    for name in ("consolidated.safetensors", "adapter_model.safetensors", "optimizer.bin"):
+        (inputs / "model" / name).write_bytes(b"")
+    command_of(inputs, *VLLM, FROM_FILES)
+    files = {*(inputs / "run/vllm/model").glob("*.safetensors"), *(inputs / "run/vllm/model").glob("*.bin")}
+    assert {file.name for file in files} == {"model.safetensors"}
 
 
 @pytest.mark.parametrize(
@@ -354,6 +365,16 @@ def command_of(inputs: Path, *settings: str) -> tuple[set[str], Mapping[str, str
     (server,) = run.trainer.rollouts.collector.engine._engine.servers
     run.close()
     return set(server.where.command(1234)), server.where.environment
+
+
+def test_options_of_servers_in_other_spellings(inputs: Path) -> None:
+    """With hyphens, as on the command line; null is none, as in verl."""
+    own = "{load-format: auto, max-model-len: 80, seed: null, swap_space: null}"
+    words, _ = command_of(inputs, *VLLM, f"{ROLLOUT}.engine_kwargs.vllm={own}")
+    assert {"--load-format=auto", "--max-model-len=80", "--seed=0"} <= words
+    assert not {word for word in words if "dummy" in word or "72" in word or "None" in word}
+    assert (inputs / "run/vllm/model/model.safetensors").is_symlink()
+    assert "--load-format=dummy" in command_of(inputs, *VLLM, f"{ROLLOUT}.engine_kwargs.vllm={{load_format: null}}")[0]
 
 
 def test_keys_of_verl_reach_the_command_line_of_vllm(inputs: Path) -> None:

@@ -20,7 +20,7 @@ from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
-from tether.models.language.model_path import WEIGHT_FILES
+from tether.models.language.model_path import WEIGHT_FILES, weight_files
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -194,10 +194,15 @@ def _context(policy: PreTrainedConfig) -> int | None:
     return getattr(policy.get_text_config(), "max_position_embeddings", None)
 
 
+def _own_options(rollout: RolloutConfig) -> dict[str, object]:
+    """Those of `engine_kwargs`, which may be written as on the command line; null is none, as in verl."""
+    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
+    return {name.replace("-", "_"): value for name, value in given.items() if value is not None}
+
+
 def _load_format(rollout: RolloutConfig) -> str:
     """How servers of tether's own begin, as they call it; dummy: with random weights."""
-    own: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    name = str(own.get("load_format", rollout.load_format))
+    name = str(_own_options(rollout).get("load_format", rollout.load_format))
     if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
         return "dummy"
     return "auto" if name == "hf" else name
@@ -214,7 +219,7 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
         return
     if is_object(model) or is_gguf(model):
         lacks = "is no directory of weights"
-    elif name == "safetensors" and isinstance(model, Path) and not any(model.glob("*.safetensors")):
+    elif name == "safetensors" and isinstance(model, Path) and not _has_safetensors(model):
         lacks = "has no *.safetensors files"
     else:
         return
@@ -224,6 +229,10 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
     )
 
 
+def _has_safetensors(model: Path) -> bool:
+    return any(file.suffix == ".safetensors" for file in weight_files(model))
+
+
 def _link_files(model: Path | str, folder: Path) -> None:
     """Put links to the policy's weights beside the config that servers read, which may have entries replaced."""
     if isinstance(model, str):
@@ -231,7 +240,7 @@ def _link_files(model: Path | str, folder: Path) -> None:
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
     for link in filter(Path.is_symlink, folder.iterdir()):  # of a run with another model
         link.unlink()
-    for file in {file for pattern in WEIGHT_FILES for file in model.glob(pattern)}:
+    for file in weight_files(model):
         (folder / file.name).symlink_to(file.absolute())
 
 
@@ -254,11 +263,11 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     if name == "vllm":
         adapters = _adapters(config)
         options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
-        own, on_cores = rollout.engine_kwargs.vllm, _on_cores(parts)
+        on_cores = _on_cores(parts)
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
-        own, on_cores = rollout.engine_kwargs.sglang, {"SGLANG_USE_CPU_ENGINE": "1"}
-    options |= {option: _word(value) for option, value in own.items() if option != "load_format"}
+        on_cores = {"SGLANG_USE_CPU_ENGINE": "1"}
+    options |= {name: _word(value) for name, value in _own_options(rollout).items() if name != "load_format"}
     if not on_gpu:
         return [launch_of(python, logs / f"{name}.log", options, on_cores)]
     if ranks % parts:

@@ -83,6 +83,20 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     raise ValueError(_nothing_there(local))
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a Hugging Face directory that transformers takes weights from, with their index.
+
+    Others may lie beside them: the same weights in another layout, adapters, the state of an optimizer.
+    """
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (file := directory / whole).is_file():
+            return [file]
+        if (index := directory / f"{whole}.index.json").is_file():
+            parts = json.loads(index.read_text())["weight_map"].values()
+            return [index, *(directory / part for part in sorted(set(parts)))]
+    return []
+
+
 def read_config(directory: Path) -> dict[str, object]:
     """The ``config.json`` of a Hugging Face directory."""
     file = directory / "config.json"

@@ -352,10 +352,7 @@ class ServedEngine:
         """Start a server again, where it is ours, and give it the present weights."""
         self._revivals += 1
         for attempt in range(_TRIES):
-            next_step = "It gets them again"
-            if restart:
-                next_step = "Start it again" if isinstance(server.where, str) else "The server is started again"
-            _log.warning("%s. %s", server.explained(error), next_step)
+            _log.warning("%s. %s", server.explained(error), server.next_step() if restart else "It gets them again")
             if restart:
                 server.restart()
             try:

@@ -345,6 +345,14 @@ class Server:
             return str(error)
         return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
 
+    def next_step(self) -> str:
+        """What follows a failure of it: `restart`, or what its owner has to do."""
+        if isinstance(self.where, Launch):
+            return "The server is started again"
+        if self.answers():
+            return "It still answers, and gets the weights again. Start it again if this goes on"
+        return "Start it again"
+
     def fault(self) -> str:
         """The first error in the log of one of ours, where it tells more than that a process was gone; else empty."""
         return next((error for error in self._first_error() if "EngineDeadError" not in error), "")
