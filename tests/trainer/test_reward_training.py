@@ -435,9 +435,8 @@ def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folde
 @pytest.mark.parametrize(
     ("lr", "says"),
     [
-        (1e3, "[0-9] of the last [0-9] updates were skipped, since their gradients were not finite"),
         (1e9, "the scores of held-out pairs are not finite"),
-        (1e30, "2 of the last 3 updates were skipped"),
+        (1e30, "2 of the last 3 updates were skipped, since their gradients were not finite"),
     ],
 )
 def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Path, tmp_path: Path) -> None:
@@ -447,12 +446,16 @@ def test_a_training_that_blows_up_is_no_success(lr: float, says: str, folder: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["pairs.jsonl"]
 
 
-@pytest.mark.parametrize(("lr", "warned"), [(1e-1, True), (3e-3, False)])
+@pytest.mark.parametrize("warned", [True, False])
 def test_a_model_that_ranks_no_better_than_chance_is_told(
-    lr: float, warned: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warned: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(240))
-    _, *after = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", replace(QUICK, lr=lr))
+    """Of pairs that stand there the other way round, too, no model ranks more than half."""
+    rows = preferences(240)
+    if warned:
+        rows = rows[:120] + [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:120]]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    _, *after = train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", QUICK)
     last = capsys.readouterr().out.splitlines()[-1]
     said = f"warning: the held-out accuracy is {max(after):.3f} of 60 pairs, no better than chance (0.5): the model"
     assert last.startswith(said) == warned
