@@ -257,7 +257,7 @@ CASES = {
         [f"{ROLLOUT}.nnodes=0"],
     ),
     "vllm_can_sleep": (
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{enable_sleep_mode: false}}"],
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{enable-sleep-mode: false}}"],
         f"{ROLLOUT}.engine_kwargs.vllm.enable_sleep_mode",
         f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs. "
         f"set {ROLLOUT}.free_cache_engine=False, or leave enable_sleep_mode out",
@@ -270,7 +270,7 @@ CASES = {
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],
     ),
     "servers_are_where_they_are_looked_for": (
-        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{port: 8100}}"],
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm={{served-model-name: m, port: 8100}}"],
         f"{ROLLOUT}.engine_kwargs.vllm.port",
         "8100 moves a server away from where the run looks for it. leave it out",
         [f"{ROLLOUT}.server_urls=[http://localhost:1]"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,15 +193,9 @@ def _context(policy: PreTrainedConfig) -> int | None:
     return getattr(policy.get_text_config(), "max_position_embeddings", None)
 
 
-def _own_options(rollout: RolloutConfig) -> dict[str, object]:
-    """Those of `engine_kwargs`, which may be written as on the command line; null is none, as in verl."""
-    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    return {name.replace("-", "_"): value for name, value in given.items() if value is not None}
-
-
 def _load_format(rollout: RolloutConfig) -> str:
     """How servers of tether's own begin, as they call it; dummy: with random weights."""
-    name = str(_own_options(rollout).get("load_format", rollout.load_format))
+    name = str(rollout.own_options.get("load_format", rollout.load_format))
     if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
         return "dummy"
     return "auto" if name == "hf" else name
@@ -267,7 +260,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
         on_cores = {"SGLANG_USE_CPU_ENGINE": "1"}
-    options |= {name: _word(value) for name, value in _own_options(rollout).items() if name != "load_format"}
+    options |= {name: _word(value) for name, value in rollout.own_options.items() if name != "load_format"}
     if not on_gpu:
         return [launch_of(python, logs / f"{name}.log", options, on_cores)]
     if ranks % parts:

@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import reduce
 
 from tether.config.devices import device_count, misplaced, placed
@@ -20,7 +19,7 @@ from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.rewards import REWARD_RULES
 from tether.config.rules.router_replay import ROUTER_REPLAY_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
-from tether.config.schema.rollout import SERVERS, RolloutConfig
+from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -155,8 +154,9 @@ def servers_are_named_once(cfg: RunConfig) -> Problem | None:
 def vllm_starts(cfg: RunConfig) -> Problem | None:
     """vLLM refuses these numbers by itself, once the model is loaded."""
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
-    key, tokens, sizes = f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens, rollout.engine_kwargs.vllm
-    own = {"max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"} & set(sizes)
+    key, tokens = f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens
+    sizes = {"max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"}
+    own = sizes & rollout.own_options.keys()
     if rollout.name != "vllm" or rollout.server_urls or own:
         return None
     if tokens < rollout.max_num_seqs:
@@ -171,18 +171,10 @@ def vllm_starts(cfg: RunConfig) -> Problem | None:
     return None
 
 
-def _engine_kwargs(rollout: RolloutConfig) -> Mapping[str, object]:
-    """Options of the servers that tether starts; none where it starts none."""
-    if rollout.name not in SERVERS or rollout.server_urls:
-        return {}
-    given: Mapping[str, object] = getattr(rollout.engine_kwargs, rollout.name)
-    return given
-
-
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
     """A server is told to give its memory back, which it was started without."""
     rollout = cfg.actor_rollout_ref.rollout
-    given = _engine_kwargs(rollout) if rollout.free_cache_engine else {}
+    given = rollout.own_options if rollout.free_cache_engine else {}
     for option in SLEEP_OPTIONS.get(rollout.name, ()):
         if given.get(option, True) is False:
             what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
@@ -194,7 +186,7 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
     """A server that listens elsewhere is waited for until its deadline."""
     rollout = cfg.actor_rollout_ref.rollout
-    given = _engine_kwargs(rollout)
+    given = rollout.own_options
     for option in ADDRESS_OPTIONS.get(rollout.name, ()):
         if option in given:
             what = f"{given[option]!r} moves a server away from where the run looks for it"

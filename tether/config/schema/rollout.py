@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from tether.config.schema.engine import Dtype
@@ -188,3 +189,14 @@ class RolloutConfig(Section):
     load_format: Annotated[LoadFormat, OURS] = "dummy"
     """What a server begins with until it gets the policy's weights: random ones, or the files of model.path."""
     engine_kwargs: EngineKwargsConfig
+
+    @property
+    def own_options(self) -> dict[str, object]:
+        """Those of engine_kwargs for the servers that the run starts; empty where it starts none.
+
+        They may be written as on the command line, ``load-format``; null is none, as in verl.
+        """
+        if self.name not in SERVERS or self.server_urls:
+            return {}
+        given: Mapping[str, object] = getattr(self.engine_kwargs, self.name)
+        return {name.replace("-", "_"): value for name, value in given.items() if value is not None}
