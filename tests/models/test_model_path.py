@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.models.language.model_path import resolve_model_path
+from tether.models.language.model_path import resolve_model_path, weight_files
 
 
 def model_directory(path: Path) -> Path:
@@ -109,3 +109,10 @@ def test_directories_that_are_no_model(tmp_path):
         resolve_model_path(adapter, tmp_path)
     with pytest.raises(ValueError, match=r"adapter_config.json: is a file but not a .gguf one"):
         resolve_model_path(adapter / "adapter_config.json", tmp_path)
+
+
+@pytest.mark.parametrize(("index", "message"), [("{", "is not JSON"), ("{}", "has no weight_map")])
+def test_an_index_of_weights_that_cannot_be_read_is_named(tmp_path: Path, index: str, message: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}.*Copy the model again"):
+        weight_files(tmp_path)

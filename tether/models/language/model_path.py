@@ -87,24 +87,32 @@ def weight_files(directory: Path) -> list[Path]:
     """The files of a Hugging Face directory that transformers takes weights from, with their index.
 
     Others may lie beside them: the same weights in another layout, adapters, the state of an optimizer.
+
+    Raises:
+        ValueError: the index cannot be read.
     """
     for whole in ("model.safetensors", "pytorch_model.bin"):
         if (file := directory / whole).is_file():
             return [file]
         if (index := directory / f"{whole}.index.json").is_file():
-            parts = json.loads(index.read_text())["weight_map"].values()
-            return [index, *(directory / part for part in sorted(set(parts)))]
+            parts = _read_json(index).get("weight_map")
+            if not isinstance(parts, dict):
+                raise ValueError(f"{index}: has no weight_map. Copy the model again.")
+            return [index, *(directory / part for part in sorted(set(parts.values())))]
     return []
 
 
 def read_config(directory: Path) -> dict[str, object]:
     """The ``config.json`` of a Hugging Face directory."""
-    file = directory / "config.json"
+    return _read_json(directory / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, object]:
     try:
-        config: dict[str, object] = json.loads(file.read_text())
+        content: dict[str, object] = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: is not JSON ({error}). Copy the model again.") from error
-    return config
+    return content
 
 
 def _pulled(name: str, cache_dir: Path) -> Path:
