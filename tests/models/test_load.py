@@ -12,6 +12,7 @@ from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tether.models.language.critic import critic_from
 from tether.models.language.load import load_causal_lm, load_config, load_tokenizer
 from tether.models.language.packing_check import hidden_states
+from tether.models.language.unread import sources_of
 from tether.runtime.objects import holding
 
 
@@ -31,6 +32,18 @@ def test_a_directory_loads_and_saves_back_bit_for_bit(tiny_dir, tmp_path, packed
     with torch.no_grad():
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert torch.equal(again(ids).logits, AutoModelForCausalLM.from_pretrained(tiny_dir)(ids).logits)
+
+
+def test_ranks_read_the_file_that_one_process_reads(tiny_dir, tmp_path):
+    """Of a whole file and shards of other weights beside it."""
+    tiny_model("llama").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    for file in (tmp_path / "shards").glob("model*"):
+        shutil.copy(file, tiny_dir)
+    whole = {tiny_dir / "model.safetensors"}
+    unread = load_causal_lm(tiny_dir, dtype=torch.float32, unread=torch.device("cpu"))
+    assert {file for file, _ in filter(None, sources_of(unread))} == whole
+    read = load_causal_lm(tiny_dir, dtype=torch.float32).state_dict()
+    assert all(torch.equal(read[key], value) for key, value in load_file(*whole).items())
 
 
 def test_float32_weights_stand_where_computed_ones_would(tiny_dir):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from tether.models.language.save import INDEX
+from tether.models.language.model_path import weight_files
 
 
 class UnreadWeight(nn.Parameter):
@@ -118,12 +117,8 @@ def _unread(parameter: nn.Parameter, device: torch.device, file: Path, name: str
 
 def _weights_of(folder: Path) -> Mapping[str, tuple[Path, list[int]]]:
     """Name -> file and shape."""
-    index, whole = folder / INDEX, folder / "model.safetensors"
-    names = {whole.name}
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
     found: dict[str, tuple[Path, list[int]]] = {}
-    for file in sorted(folder / name for name in names):
+    for file in weight_files(folder):
         with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:  # it is said when all is loaded
             found |= {name: (file, opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     return found
