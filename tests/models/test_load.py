@@ -35,7 +35,7 @@ def test_a_directory_loads_and_saves_back_bit_for_bit(tiny_dir, tmp_path, packed
 
 
 def test_ranks_read_the_file_that_one_process_reads(tiny_dir, tmp_path):
-    """Of a whole file and shards of other weights beside it."""
+    """The folder has one file with all weights, and shards with different ones."""
     tiny_model("llama").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     for file in (tmp_path / "shards").glob("model*"):
         shutil.copy(file, tiny_dir)

@@ -146,6 +146,12 @@ def test_without_a_template_ids_may_be_read(inputs: Path, tmp_path: Path) -> Non
     train(overrides(inputs, tmp_path / "run", *more, "trainer.total_training_steps=1"))
 
 
+def check_ids_are_refused(inputs: Path, tmp_path: Path, path: Path, says: str) -> None:
+    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
+    with pytest.raises(ValueError, match=says):
+        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+
+
 def test_ids_of_another_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> None:
     """It would score other texts than the policy wrote, and nothing would show it."""
     path = save_tiny_reward_model(tmp_path / "rm")
@@ -153,10 +159,8 @@ def test_ids_of_another_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> N
     words = saved["model"]["vocab"]
     words["!"], words["A"] = words["A"], words["!"]
     (path / "tokenizer.json").write_text(json.dumps(saved))
-    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
     says = r"input_tokenizer=null: .*rm has another tokenizer .*token \d+ is 'A', .*'!'\)"
-    with pytest.raises(ValueError, match=says):
-        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+    check_ids_are_refused(inputs, tmp_path, path, says)
 
 
 def test_ids_of_a_smaller_tokenizer_are_refused(inputs: Path, tmp_path: Path) -> None:
@@ -165,10 +169,8 @@ def test_ids_of_a_smaller_tokenizer_are_refused(inputs: Path, tmp_path: Path) ->
     saved = json.loads((path / "tokenizer.json").read_text())
     saved["model"]["vocab"]["ab"], saved["model"]["merges"] = VOCAB_SIZE, [["a", "b"]]
     (path / "tokenizer.json").write_text(json.dumps(saved))
-    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
     says = rf"input_tokenizer=null: .*rm has another tokenizer .*token {VOCAB_SIZE} is 'ab', the policy's none\)"
-    with pytest.raises(ValueError, match=says):
-        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+    check_ids_are_refused(inputs, tmp_path, path, says)
 
 
 def test_ids_whose_end_of_sequence_is_another_token_are_refused(inputs: Path, tmp_path: Path) -> None:
@@ -176,10 +178,8 @@ def test_ids_whose_end_of_sequence_is_another_token_are_refused(inputs: Path, tm
     path = save_tiny_reward_model(tmp_path / "rm")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_text((path / name).read_text().replace("<|im_end|>", "<|unused|>"))
-    more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
     says = r"has another tokenizer .*token 3 is '<\|unused\|>', the policy's '<\|im_end\|>'\)"
-    with pytest.raises(ValueError, match=says):
-        build_run(load_config(None, overrides(inputs, tmp_path / "run", *more)))
+    check_ids_are_refused(inputs, tmp_path, path, says)
 
 
 def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def _context(policy: PreTrainedConfig) -> int | None:
 
 
 def _load_format(rollout: RolloutConfig) -> str:
-    """How servers of tether's own begin, as they call it; dummy: with random weights."""
+    """The load format on the command line of the servers that tether starts; dummy: random weights."""
     name = str(rollout.own_options.get("load_format", rollout.load_format))
     if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
         return "dummy"
@@ -211,14 +211,14 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
     if name == "dummy":
         return
     if is_object(model) or is_gguf(model):
-        lacks = "is no directory of weights"
+        reason = "is not a directory of weights"
     elif name == "safetensors" and isinstance(model, Path) and not _has_safetensors(model):
-        lacks = "has no *.safetensors files"
+        reason = "has no *.safetensors files"
     else:
         return
     raise ValueError(
-        f"actor_rollout_ref.rollout.load_format={name}: {model} {lacks}, with which {rollout.name} could begin. "
-        "Set it to dummy: it gets the policy's weights before it samples"
+        f"actor_rollout_ref.rollout.load_format={name}: {model} {reason}, so {rollout.name} could not load it. "
+        "Set it to dummy: servers get the policy's weights before they sample"
     )
 
 

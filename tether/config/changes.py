@@ -43,7 +43,7 @@ def changes_since(
 ) -> list[str]:
     """List ``key: value then -> value now`` for every setting that is not what the file says.
 
-    A key that has changed with another, whose value it inherits, is not listed beside it.
+    A key that inherits its value from another changed key is left out.
 
     Args:
         saved: the ``run.yaml`` of a checkpoint.

@@ -187,7 +187,7 @@ class RolloutConfig(Section):
     enable_prefix_caching: Annotated[bool, OURS] = True
     """Compute what prompts share once; the cache is emptied at each update."""
     load_format: Annotated[LoadFormat, OURS] = "dummy"
-    """What a server begins with until it gets the policy's weights: random ones, or the files of model.path."""
+    """Initial weights of a server, until it gets the policy's: random ones, or the files of model.path."""
     engine_kwargs: EngineKwargsConfig
 
     @property

@@ -346,7 +346,7 @@ class Server:
         return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
 
     def next_step(self) -> str:
-        """What follows a failure of it: `restart`, or what its owner has to do."""
+        """For a log line about its failure: whether it is restarted, or what its owner should do."""
         if isinstance(self.where, Launch):
             return "The server is started again"
         if self.answers():
