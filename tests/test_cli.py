@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -183,6 +184,21 @@ def test_config_check_finds_programs_without_a_test(cli: Cli, inputs: Path, tmp_
     files = [f"data.train_files={train}", "data.val_files=[]", "~custom_reward_function.path"]
     said = refused(cli("config", "check", *base_overrides(inputs, tmp_path), *GRPO, *files))
     assert said.startswith(f"data.train_files: {train} row 0: the row has no test, so every answer would be right")
+
+
+def test_config_check_finds_tests_that_a_column_filled_with_null(cli: Cli, inputs: Path, tmp_path: Path):
+    row = json.loads((inputs / "train.jsonl").read_text().splitlines()[0])
+    tests = {"fn_name": "f", "inputs": [[{"a": 1}], [{"b": 1}]], "outputs": [1, 1]}
+    made = row | {"data_source": "apps", "reward_model": {"style": "rule", "ground_truth": tests}}
+    train = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([made]), train)
+    files = [f"data.train_files={train}", "data.val_files=[]", "~custom_reward_function.path"]
+    said = refused(cli("config", "check", *base_overrides(inputs, tmp_path), *GRPO, *files))
+    assert said.startswith(f"data.train_files: {train} row 0: input 0 has a mapping with null for 'b'")
+    write_jsonl(tmp_path / "train.jsonl", [made])
+    sound = cli("config", "check", *base_overrides(inputs, tmp_path), *GRPO, *files[1:],
+                f"data.train_files={tmp_path / 'train.jsonl'}")  # fmt: skip
+    assert sound.code == 0
 
 
 def test_config_check_reads_rows_without_torch(inputs: Path, tmp_path: Path):

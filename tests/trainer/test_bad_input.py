@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -94,6 +95,10 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
         lambda inputs, tmp: f"custom_reward_function.path=null data.train_files={broken_tests(tmp)}",
         ["code.jsonl row 0: the tests", "\n", "code.jsonl row 2: the tests"],
     ),
+    "mappings that a column filled with null": (
+        lambda inputs, tmp: f"custom_reward_function.path=null data.train_files={filled_tests(tmp)}",
+        ["code.parquet row 0: input 0 has a mapping with null for 'b'", "code.parquet row 1: output 0", "text of JSON"],
+    ),
     "missing reward file": (
         lambda inputs, tmp: f"custom_reward_function.path={tmp / 'nothing.py'}",
         ["nothing.py", "no such file"],
@@ -133,6 +138,20 @@ def broken_tests(folder: Path) -> Path:
         for row, t in zip(rows("apps", count=3), truths, strict=True)
     ]
     return write_jsonl(folder / "code.jsonl", made)
+
+
+def filled_tests(folder: Path) -> Path:
+    """Calls with mappings of different keys, which a column of Parquet makes the same; the last has both keys."""
+    whole = {"a": 1, "b": 2}
+    calls = [({"a": 1}, whole), (whole, {"b": 2}), (whole, None)]
+    truths = [{"fn_name": "f", "inputs": [[given]], "outputs": [expected]} for given, expected in calls]
+    made = [
+        row | {"reward_model": {"style": "rule", "ground_truth": truth}}
+        for row, truth in zip(rows("apps", count=3), truths, strict=True)
+    ]
+    path = folder / "code.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), path)
+    return path
 
 
 def reward_file(folder: Path, body: str) -> Path:

@@ -257,7 +257,7 @@ def _rows(
             if agent is None and rules:  # else an environment may score it
                 check_source(row.data_source)
                 sources.add(row.data_source)
-                check_truth(row.data_source, row.ground_truth, row.extra_info)
+                check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
         except ValueError as error:
             problems.append(f"{row.place}: {error}")
     agents[name] = talkers

@@ -49,7 +49,7 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
             sources.add(row.data_source)
-            check_truth(row.data_source, row.ground_truth, row.extra_info)
+            check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
 
     prompts.check_rows(look_at_truth)
     check_sources(sources, program_options(config))

@@ -66,7 +66,8 @@ def load_custom_dataset(
     data_files = [files] if isinstance(files, str) else list(files)
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
-    return Rows([Source(f"{path}:{name}", records, (), columns=Columns(prompt=prompt_key, data_source=reward_fn_key))])
+    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
+    return Rows([Source(f"{path}:{name}", records, (), columns=columns, from_columns=True)])  # if its class reads any
 
 
 def rows_of_object(name: str, *, prompt_key: str = "prompt", reward_fn_key: str = "data_source") -> Rows:
@@ -84,7 +85,8 @@ def rows_of_object(name: str, *, prompt_key: str = "prompt", reward_fn_key: str 
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
         raise ValueError(f"{argument}: a {type(dataset).__name__} is no sequence of rows; give a list, or a Dataset")
     records = [dataset[index] for index in range(len(dataset))]
-    return Rows([Source(argument, records, (), columns=Columns(prompt=prompt_key, data_source=reward_fn_key))])
+    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
+    return Rows([Source(argument, records, (), columns=columns, from_columns=not isinstance(dataset, list | tuple))])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:

@@ -38,4 +38,4 @@ def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
     if split not in names:
         raise ValueError(f"{spec}: choose a split, {repository}?split=...; it has {', '.join(names)}.")
     table = splits[split]
-    return Source(spec, cast(Records, table), tuple(table.column_names))
+    return Source(spec, cast(Records, table), tuple(table.column_names), from_columns=True)

@@ -66,6 +66,9 @@ class Source:
     generated: bool = False
     """The rows were drawn at random, so that they may repeat."""
     columns: Columns = field(default_factory=Columns)
+    from_columns: bool = False
+    """The rows come, or may come, from columns of one type (Parquet, `datasets`), whose mappings have the keys of all
+    rows, and null for those that they were written without."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Row:
     """Set where a custom dataset did the templating itself."""
     agent_name: str | None = None
     """Who answers the policy between its turns; None: the default of the run."""
+    from_columns: bool = False
+    """See `Source`."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]]:
@@ -150,7 +155,7 @@ class Rows:
         which = bisect_right(self._ends, index)
         source = self.sources[which]
         number = index - (self._ends[which - 1] if which else 0)
-        return _to_row(source.records[number], source.name, number, source.columns)
+        return _to_row(source.records[number], source, number)
 
     def recognised(self) -> list[str]:
         """Sources that were recognised by their columns, with what is read of them."""
@@ -310,17 +315,19 @@ def _truth(record: JsonObject, columns: Columns) -> object:
     return answer[0] if isinstance(answer, list) else answer
 
 
-def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
+def _to_row(record: Any, source: Source, number: int) -> Row:
+    columns = source.columns
     if _is_prompt(record):
         return Row(
             messages=record.messages,
             data_source=record.data_source,
             ground_truth=record.ground_truth,
-            file=file,
+            file=source.name,
             number=number,
             extra_info=record.extra_info,
             token_ids=record.token_ids,
             agent_name=record.agent_name,
+            from_columns=source.from_columns,
         )
     prompt = record[columns.prompt]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -333,8 +340,9 @@ def _to_row(record: Any, file: str, number: int, columns: Columns) -> Row:
         messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),
         data_source=_source_of(record, columns),
         ground_truth=_truth(record, columns),
-        file=file,
+        file=source.name,
         number=number,
         extra_info=dict(record.get("extra_info") or {}),
         agent_name=record.get("agent_name") or None,
+        from_columns=source.from_columns,
     )

@@ -87,7 +87,7 @@ class ArrowRecords:
         return self._table.num_rows
 
     def __getitem__(self, number: int) -> dict[str, object]:
-        return self._table.slice(number, 1).to_pylist()[0]
+        return self._table.slice(number, 1).to_pylist(maps_as_pydicts="strict")[0]
 
 
 def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Source:
@@ -109,7 +109,7 @@ def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Sou
         table = pyarrow.parquet.read_table(path, columns=held) if first is None else _beginning(path, held, first)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
-    return Source(str(path), ArrowRecords(table), tuple(keys))
+    return Source(str(path), ArrowRecords(table), tuple(keys), from_columns=True)
 
 
 def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:

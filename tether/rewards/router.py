@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tether.rewards.rules.extract import required
 from tether.rewards.rules.search import answers_of
-from tether.rewards.sandbox.cases import parse_tests
+from tether.rewards.sandbox.cases import parse_tests, refuse_nulls
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.spelling import ask, closest
 from tether.types import ExtraInfo
@@ -89,17 +89,25 @@ def has_tests(data_source: str) -> bool:
     return import_path(data_source) == _PROGRAM
 
 
-def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo) -> None:
+def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *, from_columns: bool = False) -> None:
     """Refuse a row that its rule, if there is one, can give no score.
 
     An empty answer, as two rows of MATH have it, is an error of its row when it is scored.
+
+    Args:
+        data_source: of the row.
+        ground_truth: of the row.
+        extra_info: of the row.
+        from_columns: the row may come from columns, in which mappings get null for keys that they were written without.
 
     Raises:
         ValueError: what is wrong with its answer or its tests.
     """
     path = import_path(data_source)
     if path == _PROGRAM:
-        parse_tests(ground_truth)
+        tests = parse_tests(ground_truth)
+        if from_columns and not isinstance(ground_truth, str):
+            refuse_nulls(tests)
     elif ground_truth in (None, ""):
         return
     elif path == _SEARCH:

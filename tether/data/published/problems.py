@@ -46,7 +46,8 @@ def _contest(source: str) -> Convert:
         solutions = _decoded(record.get("solutions"))
         solution = _block(str(solutions[0])) if isinstance(solutions, list) and solutions else ""
         asked = _asked(question, starter, f"Write a Python function `{name}`." if name else READS)
-        return _row(asked, source, tests, split, number, solution=solution)
+        from_columns = not isinstance(record.get("input_output"), str)
+        return _row(asked, source, tests, split, number, from_columns=from_columns, solution=solution)
 
     return convert
 
@@ -81,9 +82,11 @@ def _decoded(value: object) -> object:
         return None
 
 
-def _row(asked: str, source: str, tests: JsonObject, split: str, number: int, **extra: str) -> JsonObject:
+def _row(
+    asked: str, source: str, tests: JsonObject, split: str, number: int, *, from_columns: bool = False, **extra: str
+) -> JsonObject:
     try:
-        check_truth(source, tests, {})
+        check_truth(source, tests, {}, from_columns=from_columns)
     except ValueError as error:
         raise Unusable(str(error)) from error
     return rule_row(asked, source, json.dumps(tests), split, number, "code", **extra)

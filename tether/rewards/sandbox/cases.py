@@ -78,7 +78,40 @@ def parse_tests(ground_truth: object) -> list[Test]:
         raise ValueError(f"the tests of the row cannot be read ({error}). Give {_LAYOUTS}") from error
 
 
+def refuse_nulls(tests: Iterable[Test]) -> None:
+    """Refuse mappings with null among arguments and results that were read from columns.
+
+    A column has one type (Parquet, `datasets`): its mappings have the keys of all rows, and null where one was written
+    without a key. A right answer would fail such a test.
+
+    Raises:
+        ValueError: the first such mapping, and how to write it.
+    """
+    calls = ((number, test) for number, test in enumerate(tests) if isinstance(test, CallTest))
+    for number, test in calls:
+        for what, value in ((f"input {number}", test.arguments), (f"output {number}", test.expected)):
+            if (key := _null_key(value)) is not None:
+                raise ValueError(
+                    f"{what} has a mapping with null for {key!r:.80}. A column of Parquet or `datasets` adds every key "
+                    "that another row's mapping has, so what was written is unknown. Write ground_truth as a text of JSON."
+                )
+
+
+def _null_key(value: object) -> object:
+    """A key whose value is null, at any depth, or None."""
+    level = [value]
+    while level:
+        for mapping in level:
+            for key, item in mapping.items() if isinstance(mapping, dict) else ():
+                if item is None:
+                    return key
+        level = [item for outer in level if isinstance(outer, list | dict) for item in _inside(outer)]
+    return None
+
+
 def _parsed(found: Any) -> list[Test]:
+    if isinstance(found, dict):  # keys that only rows of another layout have are null in a column
+        found = {key: value for key, value in found.items() if value is not None}
     match found:
         case {"input_output": inner}:
             return parse_tests(inner)
@@ -132,7 +165,7 @@ def _listed_test(item: Any, metadata: Any, number: int) -> Test:
         case {"input": str(given), "output": str(expected)}:
             known = {**metadata, **(item.get("metadata") or {})}
             function = known.get("func_name") or known.get("fn_name")
-            if item.get("testtype", "stdin") == "stdin":
+            if (item.get("testtype") or "stdin") == "stdin":
                 return StdioTest(_text(given, f"input {number}"), _text(expected, f"output {number}"))
             if not isinstance(function, str):
                 raise ValueError(
