@@ -92,8 +92,8 @@ def refuse_nulls(tests: Iterable[Test]) -> None:
         for what, value in ((f"input {number}", test.arguments), (f"output {number}", test.expected)):
             if (key := _null_key(value)) is not None:
                 raise ValueError(
-                    f"{what} has a mapping with null for {key!r:.80}. A column of Parquet or `datasets` adds every key "
-                    "that another row's mapping has, so what was written is unknown. Write ground_truth as a text of JSON."
+                    f"{what} has a mapping with null for {key!r:.80}. A column of Parquet or `datasets` adds each key "
+                    "of other rows' mappings, so what was written is unknown. Write ground_truth as a text of JSON."
                 )
 
 
