@@ -85,10 +85,11 @@ class Bench:
         faults: str = "",
         dialect: Dialect | None = None,
         adapters: Adapters | None = None,
+        rows_at_once: int = 8,
         **options: object,
     ) -> None:
         self.model, self.version, self.kind, self.folder = tiny_policy(), 0, kind, folder
-        self.adapters = adapters
+        self.adapters, self.rows_at_once = adapters, rows_at_once
         self.loads = "load_format" in options
         (self.model if self.loads else self.model.config).save_pretrained(folder / "config")
         self.model.generation_config.save_pretrained(folder / "config")
@@ -123,8 +124,8 @@ class Bench:
 
     def engine_of(self, *servers: Server, holds_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
-        traffic = Traffic(torch.float32, 1 << 16, left_out, 8, sleeps=not holds_weights, holds_weights=holds_weights,
-                          adapters=self.adapters is not None, layers_are_there=self.loads)  # fmt: skip
+        traffic = Traffic(torch.float32, 1 << 16, left_out, self.rows_at_once, sleeps=not holds_weights,
+                          holds_weights=holds_weights, adapters=self.adapters is not None, layers_are_there=self.loads)  # fmt: skip
         return ServedEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:
