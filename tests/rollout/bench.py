@@ -125,7 +125,8 @@ class Bench:
     def engine_of(self, *servers: Server, holds_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
         traffic = Traffic(torch.float32, 1 << 16, left_out, self.rows_at_once, sleeps=not holds_weights,
-                          holds_weights=holds_weights, adapters=self.adapters is not None, layers_are_there=self.loads)  # fmt: skip
+                          adapters=self.adapters is not None, holds_weights=holds_weights,
+                          layers_are_there=self.loads)  # fmt: skip
         return ServedEngine(servers, self.export, eos_token_ids=EOS, vocabulary=260, context=512, traffic=traffic)
 
     def export(self) -> WeightUpdate:
