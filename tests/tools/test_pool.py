@@ -63,6 +63,15 @@ def test_verls_tools_and_interactions_are_taken():
         assert step(pool, "a", "b", name="judge", about=truth) == said("right", 1.0, "user", done=True)
 
 
+def test_kwargs_that_a_column_filled_with_null_are_none():
+    """A column of Parquet has what any of its rows has."""
+    about = {"extra_info": {"interaction_kwargs": None}}
+    schema = {"type": "function", "function": {"name": "calculator"}}
+    with pool_of(tool("VerlTool", schema), judge=EnvironmentSpec(f"{OWN}:VerlInteraction")) as pool:
+        assert call(pool, ("x", 7), create_kwargs=None) == call(pool, ("x", 7))
+        assert step(pool, "a", name="judge", about=about) == said("wrong", 0.0, "user")
+
+
 @pytest.mark.parametrize(
     ("expression", "error"),
     [

@@ -183,7 +183,7 @@ class Desk:
 def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
     """An interaction with verl's methods, of which this one is stepped."""
     extra = request.about.get("extra_info") or {}
-    kwargs = {key: value for key, value in extra.get("interaction_kwargs", {}).items() if key != "name"}
+    kwargs = {key: value for key, value in (extra.get("interaction_kwargs") or {}).items() if key != "name"}
     instance = _run(interaction.start_interaction(None, **kwargs))
 
     def step(messages: Sequence[Message]) -> Reply:
@@ -227,7 +227,7 @@ def _call(tool: Any, request: CallRequest) -> Reply:
     if hasattr(tool, "call"):
         result = _run(tool.call(**request.arguments, **request.kwargs))
     else:
-        instance = _run(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs", {}))))
+        instance = _run(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs") or {})))
         instance = instance[0] if isinstance(instance, tuple) else instance
         try:
             result = _run(tool.execute(instance, request.arguments))
