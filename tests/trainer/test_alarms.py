@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.envs import toys
-from tests.trainer.loops import Control, Loop, Text, assert_same_run
+from tests.trainer.loops import ACTOR, Control, Loop, Text, assert_same_run
 from tests.trainer.tiny_run import GAE, GRPO, measured, rows, set_eos, train, write_jsonl
 from tether.commands.cli import app
 from tether.trainer.parts.alarms import (
@@ -26,6 +26,7 @@ from tether.trainer.parts.alarms import (
     DRIFTED_STEPS,
     FAILED_CALLS,
     FAILING_STEPS,
+    FAR,
     IDENTICAL,
     MAJORITY_TESTS,
     SAME_REPLY_STEPS,
@@ -227,6 +228,22 @@ def test_a_distance_that_gains_nothing(key: str) -> None:
     assert warnings(0.5, [0.3] * DRIFTED_STEPS) == 0
     assert warnings(2.0, [0.3] + [0.9] * 9) == 0  # it has learned
     assert warnings(2.0, [0.3, 0.9] + [0.5] * DRIFTED_STEPS) == 1  # and has lost it
+
+
+@pytest.mark.parametrize(
+    ("key", "advised"), [("critic/score/mean", "the weight of the KL"), ("env/return", "target_kl")]
+)
+def test_warnings_advise_what_the_kind_of_run_has(key: str, advised: str) -> None:
+    """Control runs do not read the weight of a KL to a reference, nor text runs a target for the KL of a step."""
+    alarms, said = Alarms(), list[str]()
+    tested = "eval/return" if key == "env/return" else "val-core/a/reward/mean@1"
+    for number, score in enumerate([0.8, 0.8, 0.8, 0.5, 0.5, 0.5, 0.5, 0.5]):
+        found = {key: score, "actor/ppo_kl": 2.0, "actor/entropy": 0.0 if number else 2.0}
+        alarms.check_step(found, warming_up=False, warn=said.append)
+        alarms.check_validation({tested: score}, said.append)
+    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out"]
+    assert len(said) == 3
+    assert all(advised in text for text in said)
 
 
 def falls(tests: list[float], training: list[float]) -> list[int]:
@@ -589,6 +606,37 @@ def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
     resumed = loop.train(stops)
     assert (resumed.trainer.step_number, resumed.trainer.stopped_by) == (12, None)
     assert_same_run(whole.directory, resumed.directory, 12)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_control_policy_that_runs_away_from_itself_ends_the_command(
+    shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a rate far too high and nothing clipped; the same run with usual settings is the negative control."""
+    settings = [
+        "env.train.id=Pendulum-v1", "env.train.seed=2", "env.train.total_num_envs=4",
+        "env.train.max_steps_per_rollout_epoch=200", f"{ACTOR}.ppo_mini_batch_size=50", f"{ACTOR}.ppo_epochs=10",
+        "trainer.on_collapse=stop", "trainer.total_training_steps=10", "trainer.test_freq=-1", "trainer.log_freq=1",
+        "trainer.val_before_train=False", "trainer.preflight=False", "trainer.logger=file", "trainer.num_threads=1",
+        f"policy.share_critic={shared}",
+    ]  # fmt: skip
+
+    def run(name: str, *more: str) -> tuple[int, list[dict[str, float]]]:
+        folder = tmp_path / name
+        done = CliRunner().invoke(app, ["train", *settings, f"trainer.default_local_dir={folder}", *more])
+        return done.exit_code, list(measured(folder).values())
+
+    code, steps = run("usual")
+    assert (code, len(steps), caplog.text) == (0, 10, "")
+    assert all(metrics["actor/ppo_kl"] < 0.1 * FAR for metrics in steps)
+
+    code, steps = run("away", f"{ACTOR}.optim.lr=0.1", f"{ACTOR}.optim.clip_grad=1000", f"{ACTOR}.clip_ratio=1000")
+    assert code == 3
+    assert DRIFTED_STEPS <= len(steps) < 10
+    assert all(metrics["actor/ppo_kl"] >= FAR for metrics in steps[-DRIFTED_STEPS:])
+    assert [path.name for path in (tmp_path / "away").glob("global_step_*")] == [f"global_step_{len(steps)}"]
+    assert caplog.text.count("nats per token away (actor/ppo_kl)") == 1
+    assert caplog.text.count("trainer.on_collapse=stop: the run is saved and stops") == 1
 
 
 def test_a_command_that_ends_by_a_collapse_says_so_to_what_called_it(tmp_path: Path) -> None:

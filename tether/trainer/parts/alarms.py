@@ -64,6 +64,8 @@ CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_
 NO_COLLAPSE = ("critic", "alike", "tools")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
+CALMER_CONTROL = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
+"""In embodied runs, which read no weight of a KL to a reference."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,12 @@ class Alarms:
         score of all with those of earlier tests.
         """
         if fall := self.held_out.take(self.step, score_of_test(metrics)):
+            calmer = CALMER_CONTROL if "eval/return" in metrics else CALMER
             self._watch(
                 "held-out",
                 fall.is_clear,
                 1,
-                f"{fall}. Take the checkpoint of the best test (trainer.keep_best), or {CALMER}",
+                f"{fall}. Take the checkpoint of the best test (trainer.keep_best), or {calmer}",
                 warn,
                 since=fall.step + 2,
             )
@@ -265,6 +268,7 @@ class Alarms:
     def _check_drift(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)
         lost, worth = False, ""
+        calmer = CALMER_CONTROL if "env/return" in metrics else CALMER
         if score is not None and self.first_score is not None and self.best_score is not None:
             lost = score - self.first_score <= LOST_PROGRESS * (self.best_score - self.first_score)
             worth = f"while the score is {score:.3g} (first {self.first_score:.3g}, best {self.best_score:.3g})"
@@ -273,12 +277,12 @@ class Alarms:
                 first = self.first.setdefault(key, now)
                 found = drift.found(now, first) and (lost or not drift.unless_learned)
                 message = drift.message.format(now=now, first=first, worth=worth)
-                self._watch(key, found, DRIFTED_STEPS, f"{message}, or {CALMER}", warn)
+                self._watch(key, found, DRIFTED_STEPS, f"{message}, or {calmer}", warn)
         if score is not None and (key := next((key for key in DISTANCES if key in metrics), "")):
             message = f"the policy is {metrics[key]:.2g} nats per token away ({key}), {worth}: nothing is gained by it"
             found = metrics[key] >= FAR and lost
             self._watch(
-                "distance", found, DRIFTED_STEPS, f"{message}. Resume from an earlier checkpoint and {CALMER}", warn
+                "distance", found, DRIFTED_STEPS, f"{message}. Resume from an earlier checkpoint and {calmer}", warn
             )
 
     def _watch(
