@@ -1,11 +1,15 @@
 """Models of ModelScope through its own client, from a local endpoint that answers as its API does."""
 
 import errno
+import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
+from tether.assembly.named_inputs import missing_inputs
+from tether.config import load_config
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.hubs import uses_modelscope
 
@@ -73,3 +77,88 @@ def test_a_folder_wins_and_the_hub_of_hugging_face_stays(tmp_path: Path, monkeyp
     monkeypatch.delenv("VERL_USE_MODELSCOPE")
     with pytest.raises(ValueError, match="the Hugging Face hub"):
         resolve_model_path("someone/tiny", tmp_path / "cache")
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets no more of ModelScope through, and lists the questions; what this process has learned is forgotten."""
+    from modelscope_hub.errors import NetworkError
+
+    from tether.models.language import modelscope
+
+    asked = []
+
+    def refuse(*names: object, **_: object) -> str:
+        asked.append(str(names[-1]))
+        raise NetworkError("Connection refused")
+
+    monkeypatch.setattr(modelscope, "snapshot_download", refuse)
+    monkeypatch.setattr(modelscope.HubApi, "get_model_files", refuse)
+    modelscope.modelscope_directory.cache_clear()
+    modelscope.check_on_modelscope.cache_clear()
+    return asked
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    return Path(resolve_model_path("modelscope:owner/tiny", tmp_path / "cache"))
+
+
+def test_a_model_in_the_cache_serves_where_the_hub_cannot_be_reached(
+    tmp_path: Path, downloaded: Path, unreachable: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve_model_path("modelscope:owner/tiny", tmp_path / "cache", fetch=False) == "owner/tiny"
+    assert not unreachable
+    with caplog.at_level(logging.WARNING):
+        assert resolve_model_path("modelscope:owner/tiny", tmp_path / "cache") == downloaded
+    assert f"owner/tiny: ModelScope cannot be reached (Connection refused); {downloaded} is used" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_part_of_a_model_does_not_serve(
+    damage: str, tmp_path: Path, downloaded: Path, unreachable: list[str]
+) -> None:
+    """As a download leaves it that was stopped midway, or that was replacing it."""
+    if damage == "gone":
+        (downloaded / "model.safetensors").unlink()
+    else:
+        os.utime(downloaded / "model.safetensors", (1, 1))
+    for fetch in (False, True):
+        with pytest.raises(ValueError, match=r"^owner/tiny: ModelScope does not give it \(.*Connection refused\)\. "):
+            resolve_model_path("modelscope:owner/tiny", tmp_path / "cache", fetch=fetch)
+
+
+def test_a_model_under_several_keys_is_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreachable: list[str]
+) -> None:
+    """The client takes seven seconds to give up."""
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
+    rows = "data.train_files=rows.jsonl"
+    config = load_config(None, ["actor_rollout_ref.model.path=modelscope:owner/tiny", rows]).config
+    found = missing_inputs(config, ("actor_rollout_ref.model.", "critic.model."))
+    assert [problem.path for problem in found] == ["actor_rollout_ref.model.path"]
+    assert unreachable == ["owner/tiny"]
+
+
+def test_a_repository_without_a_model(tmp_path: Path, server: ModelScopeServer) -> None:
+    server.serve("models", "owner/tiny", {"README.md": b"none"})
+    with pytest.raises(ValueError, match=r"^owner/tiny: has no config\.json on ModelScope, so it is no model"):
+        resolve_model_path("modelscope:owner/tiny", tmp_path, fetch=False)
+    with pytest.raises(ValueError, match=r"without a config\.json, so not a model"):
+        resolve_model_path("modelscope:owner/tiny", tmp_path)
+    server.serve("models", "owner/tiny", {"config.json": FILES["config.json"]})
+    with pytest.raises(ValueError, match="no weights"):
+        resolve_model_path("modelscope:owner/tiny", tmp_path / "other")
+    assert resolve_model_path("modelscope:owner/tiny", tmp_path / "other", weights=False)
+
+
+@pytest.mark.parametrize("value", ["maybe", "ture"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(value: str, tmp_path: Path) -> None:
+    for on in ("True", "1", "yes"):
+        assert uses_modelscope({"VERL_USE_MODELSCOPE": on})
+    for off in ("", "False", "0", "no"):
+        assert not uses_modelscope({"VERL_USE_MODELSCOPE": off})
+    with pytest.raises(
+        ValueError, match=rf"^VERL_USE_MODELSCOPE={value}: is neither true nor false\. Set it to True or"
+    ):
+        uses_modelscope({"VERL_USE_MODELSCOPE": value})

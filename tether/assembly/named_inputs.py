@@ -75,18 +75,18 @@ def missing_inputs(
     named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
-        if is_object(value) or not key.startswith(sections):
+        # The same path under several keys is one problem, of the first of them; a hub may take long to say so.
+        if is_object(value) or value in problems or not key.startswith(sections):
             continue
         try:
             look(value)
         except ValueError as error:
-            # The same path under several keys is one problem, of the first of them.
             named_there, _, what = str(error).partition(": ")
             found = re.fullmatch(rf"({re.escape(key)}(?:\.\w+)?)(?:=(.*))?", named_there)
             where = found[1] if found else key
             if not found or found[2]:
                 what = str(error).removeprefix(f"{where}=")
-            problems.setdefault(value, Problem(where, what, ""))
+            problems[value] = Problem(where, what, "")
     return list(problems.values())
 
 

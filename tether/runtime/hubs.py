@@ -13,9 +13,19 @@ USE_MODELSCOPE = "VERL_USE_MODELSCOPE"
 """The environment variable of verl's that makes names ModelScope's."""
 
 
+_ON, OFF = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
 def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether names of models and datasets are ModelScope's."""
-    return environment.get(USE_MODELSCOPE, "").lower() in ("1", "true", "yes")
+    """Whether names of models and datasets are ModelScope's.
+
+    Raises:
+        ValueError: the variable is neither true nor false: a misspelt one would ask another hub for the same name.
+    """
+    value = environment.get(USE_MODELSCOPE, "")
+    if value.lower() not in _ON + OFF:
+        raise ValueError(f"{USE_MODELSCOPE}={value}: is neither true nor false. Set it to True or False, or unset it.")
+    return value.lower() in _ON
 
 
 def refusal(asked: str, hub: str, why: str, fix: str) -> ValueError:

@@ -77,7 +77,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     if isinstance(path, str) and _HUB_ID.fullmatch(hub_id) and (hub_id != name or not _meant_locally(local)):
         _check_not_misspelt(hub_id)
         if hub_id != name or uses_modelscope():
-            return _from_modelscope(hub_id, cache_dir, fetch=fetch)
+            return _from_modelscope(hub_id, cache_dir, fetch=fetch, weights=weights)
         _check_on_hub(path)
         return path
     raise ValueError(_nothing_there(local))
@@ -161,13 +161,15 @@ def _check_on_hub(name: str) -> None:
         HfApi().model_info(name, timeout=10)
 
 
-def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:
+def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool, weights: bool) -> Path | str:
     try:
         from tether.models.language.modelscope import check_on_modelscope, modelscope_directory
     except ModuleNotFoundError as error:
         raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
     if fetch:
-        return modelscope_directory(name, cache_dir)
+        folder = modelscope_directory(name, cache_dir)
+        _check_directory(folder, weights=weights)
+        return folder
     check_on_modelscope(name, cache_dir)
     return name
 

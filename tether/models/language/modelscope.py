@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from functools import cache
 from pathlib import Path
+from urllib.parse import quote
 
 from modelscope import snapshot_download
 from modelscope.hub.api import HubApi
-from modelscope_hub.errors import HubError
+from modelscope_hub.errors import NetworkError, ServerError
 
 from tether.runtime.disk import writing
 from tether.runtime.modelscope import asking_modelscope
 
+logger = logging.getLogger(__name__)
+
 FIX = (
-    "correct the name or the connection (MODELSCOPE_ENDPOINT), give the path of a model's directory, or unset "
-    "VERL_USE_MODELSCOPE for the Hugging Face hub."
+    "correct the name or the connection (MODELSCOPE_ENDPOINT), give the path of a model's directory, or, for the "
+    "Hugging Face hub, write no modelscope: before the name and unset VERL_USE_MODELSCOPE."
 )
 
 
 @cache
 def modelscope_directory(name: str, cache_dir: Path) -> Path:
     """Download a model, or what is missing of it; asked once in a process.
+
+    Where ModelScope cannot be reached, a complete earlier download is used, with a warning.
 
     Args:
         name: ``owner/name``.
@@ -30,17 +37,56 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
         ValueError: ModelScope does not have it, or cannot be reached, or the disk is full.
     """
     with writing(cache_dir, "make room, or name another folder by TETHER_CACHE"), asking_modelscope(f"{name}:", FIX):
-        return Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
+        try:
+            folder = Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
+        except (NetworkError, ServerError) as error:
+            whole = _downloaded(name, cache_dir)
+            if whole is None:
+                raise
+            logger.warning("%s: ModelScope cannot be reached (%s); %s is used", name, error.message, whole)
+            return whole
+        _note_download(name, cache_dir, folder)
+    return folder
 
 
+@cache
 def check_on_modelscope(name: str, cache_dir: Path) -> None:
     """Ask for the list of a model's files, unless it is in the cache; nothing is downloaded.
 
     Raises:
-        ValueError: as `modelscope_directory`.
+        ValueError: as `modelscope_directory`, or the repository has no config.json.
     """
+    if _downloaded(name, cache_dir):
+        return
+    with asking_modelscope(f"{name}:", FIX):
+        files = HubApi().get_model_files(name, recursive=False)
+    if "config.json" not in {file["Path"] for file in files}:
+        raise ValueError(f"{name}: has no config.json on ModelScope, so it is no model. Correct the name.")
+
+
+def _note(name: str, cache_dir: Path) -> Path:
+    return cache_dir / "modelscope" / f"{quote(name, safe='')}.json"
+
+
+def _note_download(name: str, cache_dir: Path, folder: Path) -> None:
+    """Record the files of a complete download: the client does not tell one that was stopped from it."""
+    note = _note(name, cache_dir)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps({"folder": str(folder), "files": _files(folder)}))
+
+
+def _downloaded(name: str, cache_dir: Path) -> Path | None:
+    """The folder of a complete download, if its files are as they were then."""
     try:
-        snapshot_download(name, cache_dir=str(cache_dir / "modelscope"), local_files_only=True)
-    except (HubError, OSError, ValueError):
-        with asking_modelscope(f"{name}:", FIX):
-            HubApi().get_model_files(name, recursive=False)
+        noted = json.loads(_note(name, cache_dir).read_text())
+        folder = Path(noted["folder"])
+        found = _files(folder)
+        return folder if found | noted["files"] == found else None
+    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it was not written to its end
+        return None
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and time of each file: one that was replaced by a download that stopped may have the same size."""
+    states = {str(file.relative_to(folder)): file.stat() for file in folder.rglob("*") if file.is_file()}
+    return {name: [state.st_size, state.st_mtime_ns] for name, state in sorted(states.items())}

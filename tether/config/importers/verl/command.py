@@ -22,7 +22,7 @@ from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
 from tether.config.secrets import has_secrets, is_secret
 from tether.config.support.verl_keys import renamed
-from tether.runtime.hubs import USE_MODELSCOPE, uses_modelscope
+from tether.runtime.hubs import OFF, USE_MODELSCOPE
 
 _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
@@ -285,7 +285,7 @@ def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str,
         remarks.append(
             f"--config-path={folder} was taken for verl's own; if it has a {name}.yaml, give that to tether train"
         )
-    if uses_modelscope(environment):
+    if environment.get(USE_MODELSCOPE, "").lower() not in OFF:
         remarks.append(
             f"{USE_MODELSCOPE}={environment[USE_MODELSCOPE]} is set there and no setting: set it for tether train too, "
             "or write modelscope: before the names of models"
