@@ -244,6 +244,17 @@ def test_problems_without_tests_are_left_out_and_counted(tmp_path: Path, capsys:
         pull("apps", tmp_path / "others", source=file)
 
 
+def test_problems_that_a_column_filled_with_null_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    given = [{"a": 1}, {"b": 1}, {"a": 1, "b": 2}]
+    tests = [{"fn_name": "add", "inputs": [[mapping]], "outputs": [2]} for mapping in given]
+    file = tmp_path / "train.parquet"
+    file.write_bytes(parquet([CALLED | {"input_output": each} for each in tests]))
+    pull("apps", tmp_path / "rows", source=file)
+    said = capsys.readouterr().out
+    assert "train.parquet: 1 rows; 2 problems are left out" in said
+    assert "row 0: input 0 has a mapping with null for 'b'" in said
+
+
 def test_a_set_with_whole_numbers_of_thousands_of_digits(tmp_path: Path) -> None:
     """APPS has some."""
     large = "1" * 5000

@@ -1,12 +1,14 @@
 from pathlib import Path
 
+import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
-from tether.data.custom import load_custom_dataset
+from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.rows import Rows
+from tether.runtime.objects import PREFIX, holding
 
 CODE = '''
 from __future__ import annotations
@@ -88,6 +90,15 @@ def test_items_are_rows_or_prompts(module: Path, tokenizer: PreTrainedTokenizerF
     assert [prompt.ground_truth for prompt in dataset] == ["2", 7, "2", 7]
     assert [prompt.index for prompt in dataset] == [0, 1, 2, 3]
     assert rows[2].place == f"{module}:Doubled row 2"
+
+
+def test_rows_that_may_have_been_read_from_columns_are_marked(module: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A class may read Parquet, and a `datasets.Dataset` is columns; a list has the rows as they were written."""
+    file = write_jsonl(module.with_name("a.jsonl"), [record()])
+    assert load(module, "Doubled", tokenizer, [file])[0].from_columns
+    for dataset, marked in (([record()], False), (datasets.Dataset.from_list([record()]), True)):
+        with holding({"data": dataset}):
+            assert rows_of_object(f"{PREFIX}data")[0].from_columns == marked
 
 
 def test_the_length_limit_holds_for_prompts_too(module: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -30,6 +30,20 @@ def refusal(files: str | list[str], **keys: str) -> str:
     return str(caught.value)
 
 
+def test_columns_of_maps_are_mappings(tmp_path: Path) -> None:
+    truth = pyarrow.struct(
+        [("style", pyarrow.string()), ("ground_truth", pyarrow.map_(pyarrow.string(), pyarrow.int64()))]
+    )
+    table = pyarrow.Table.from_pylist([record(), record()]).drop_columns("reward_model")
+    truths = [{"style": "rule", "ground_truth": [("a", 1)]}, {"style": "rule", "ground_truth": [("b", 2)]}]
+    pyarrow.parquet.write_table(
+        table.append_column("reward_model", pyarrow.array(truths, truth)), tmp_path / "a.parquet"
+    )
+    found = load_rows(str(tmp_path / "a.parquet"))
+    assert [row.ground_truth for row in found] == [{"a": 1}, {"b": 2}]
+    assert all(row.from_columns for row in found)
+
+
 def test_kinds_mix_and_keep_list_order(tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "a.jsonl", [record("a0"), record("a1")])
     table = write_parquet(tmp_path / "b.parquet", [record("b0"), record("b1")])

@@ -10,7 +10,7 @@ import zlib
 import pytest
 
 from tether.rewards.sandbox import cases
-from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests
+from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_nulls
 
 STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}
@@ -36,6 +36,22 @@ def test_texts_that_are_returned_stay_texts():
     """Beside arguments that are values, as in APPS; beside arguments in JSON the result is JSON, too."""
     assert parse_tests({"fn_name": "f", "inputs": [["a"]], "outputs": ["5"]}) == [CallTest("f", ["a"], "5")]
     assert parse_tests({"fn_name": "f", "inputs": ['"a"'], "outputs": ["5"]}) == [CallTest("f", ["a"], 5)]
+
+
+def test_keys_that_other_layouts_have_are_null_in_a_column():
+    pairs = {"inputs": ["1 2\n"], "outputs": ["3\n"], "fn_name": None, "input_output": None, "public_test_cases": None}
+    assert parse_tests(pairs) == [StdioTest("1 2\n", "3\n")]
+    listed = {"public_test_cases": [STDIN | {"testtype": None, "metadata": None}], "inputs": None, "outputs": None}
+    assert parse_tests(listed) == [StdioTest("1 2\n", "3\n")]
+
+
+@pytest.mark.parametrize("value", [{"a": None}, [[{"": None}]], {"a": {"b": [1, {"c": None}]}}])
+def test_mappings_with_null_are_refused_where_a_column_may_have_filled_them(value):
+    refuse_nulls(parse_tests({"fn_name": "f", "inputs": [[None, [None]]], "outputs": [None]}))
+    for given, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
+        tests = parse_tests({"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]})
+        with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a text of JSON"):
+            refuse_nulls(tests)
 
 
 def test_a_function_may_be_named_as_a_builtin():
