@@ -13,7 +13,7 @@ import pickletools
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
 from tether.rewards.sandbox.harness import MODULES, MOST_NESTED
@@ -105,7 +105,7 @@ def _null_key(value: object) -> object:
             for key, item in mapping.items() if isinstance(mapping, dict) else ():
                 if item is None:
                     return key
-        level = [item for outer in level if isinstance(outer, list | dict) for item in _inside(outer)]
+        level = _one_deeper(level)
     return None
 
 
@@ -195,13 +195,15 @@ def _refuse_deep(value: object, what: str) -> None:
     """Raise ValueError where a value is nested deeper than it can travel."""
     level = [value]
     for _ in range(MOST_NESTED + 1):
-        level = [item for outer in level if isinstance(outer, list | dict) for item in _inside(outer)]
+        level = _one_deeper(level)
     if any(isinstance(item, list | dict) for item in level):
         raise ValueError(f"{what} is nested more than {MOST_NESTED} deep, which no answer can be given or return")
 
 
-def _inside(value: list[object] | dict[str, object]) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value
+def _one_deeper(values: Iterable[object]) -> list[object]:
+    """The items of those values that are lists or mappings."""
+    inner = (value.values() if isinstance(value, dict) else value for value in values if isinstance(value, list | dict))
+    return list(chain.from_iterable(inner))
 
 
 def _with_numbers(value: object) -> object:

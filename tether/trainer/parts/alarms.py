@@ -65,7 +65,6 @@ NO_COLLAPSE = ("critic", "alike", "tools")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 CALMER_CONTROL = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
-"""In embodied runs, which read no weight of a KL to a reference."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +196,11 @@ class Alarms:
         score of all with those of earlier tests.
         """
         if fall := self.held_out.take(self.step, score_of_test(metrics)):
-            calmer = CALMER_CONTROL if "eval/return" in metrics else CALMER
             self._watch(
                 "held-out",
                 fall.is_clear,
                 1,
-                f"{fall}. Take the checkpoint of the best test (trainer.keep_best), or {calmer}",
+                f"{fall}. Take the checkpoint of the best test (trainer.keep_best), or {_calmer(metrics)}",
                 warn,
                 since=fall.step + 2,
             )
@@ -268,7 +266,7 @@ class Alarms:
     def _check_drift(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)
         lost, worth = False, ""
-        calmer = CALMER_CONTROL if "env/return" in metrics else CALMER
+        calmer = _calmer(metrics)
         if score is not None and self.first_score is not None and self.best_score is not None:
             lost = score - self.first_score <= LOST_PROGRESS * (self.best_score - self.first_score)
             worth = f"while the score is {score:.3g} (first {self.first_score:.3g}, best {self.best_score:.3g})"
@@ -321,3 +319,8 @@ class Alarms:
         self.first_score, self.best_score = state["first_score"], state["best_score"]
         self.first = dict(state.get("first", {}))
         self.held_out.load_state_dict(state.get("held_out", {}))
+
+
+def _calmer(metrics: Mapping[str, float]) -> str:
+    """Advice for a policy that changes too fast; embodied runs read no weight of a KL to a reference."""
+    return CALMER_CONTROL if {"env/return", "eval/return"} & metrics.keys() else CALMER
