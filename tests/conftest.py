@@ -53,8 +53,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """No fixture does this: those of a module come before all of a function, and would compute with what the last
+    test of another file left. Sums depend on the number of threads.
+    """
     torch.set_num_threads(2)
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.algorithms.cases import BROKEN, LEARNED, Case, all_cases
 from benchmarks.algorithms.optimum import answers, best_score
@@ -16,14 +15,6 @@ from tether.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "learning.md"
 CASES = {(case.group, case.name): case for case in all_cases()}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def learn(case: Case, folder: Path, seed: int = 1) -> Learned:
