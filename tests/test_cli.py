@@ -143,6 +143,10 @@ def test_config_check_looks_for_what_the_configuration_names(cli: Cli, inputs: P
     assert said[3].endswith("reward.py: defines no compute_score. Did you mean compute_scores?")
     assert cli(*check, *wrong, "--no-files").out.endswith("the configuration is sound\n")
     assert cli(*check, *wrong[3:], "custom_reward_function.name=compute_scores").code == 0
+    reward.write_text("def compute_score(answer, *, weights={'a': 1 + 1}, **row): ...\n")
+    assert "defines compute_score(answer, *, weights={'a': 1 + 1}, **row), which is called" in refused(
+        cli(*check, *wrong[3:])
+    )
 
 
 def test_config_check_reads_the_rows(cli: Cli, inputs: Path, tmp_path: Path):

@@ -51,6 +51,7 @@ cmd "${NONE[@]}" a""",
     "a comment after a backslash": "cmd a=1 \\  # reason\nA=2\ncmd b",
     "a comment between lines": "cmd a=1 \\\n  # reason\nA=2\ncmd b",
     "arithmetic": 'A=$((1024 * 2))\nB=$((A + ${A}/3))\ncmd $A $((-7 / 2)) $((-7 % 3)) x$(($B - 1))y "$(( (1+2)*3 ))"',
+    "shifts and bits": "A=3\ncmd $((1<<6)) $((1 << A + 1)) $((64>>2)) $((-8 >> 1)) $((6 & 3 | 8 ^ 1)) $((1<<62))",
     "heredocs": "cat > /dev/null <<'EOF'\ndon't cmd\nEOF\ncmd a\ncat <<-X > /dev/null; cmd b\ncmd no\n\tX\ncmd c",
     "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
     "declarations": "declare -r A=1\ndeclare -x B=2\nexport C D=4\nreadonly E\ntypeset F=6 G H=8\ncmd $A $B $D $F $H",
@@ -119,6 +120,14 @@ cmd $A""",
     "what looks like an assignment": "A=1\n'A'=2 2> /dev/null\nB='A=3'\n$B 2> /dev/null\ncmd $A 'B'=4",
     "lists in quotes in a default": 'A="${L:-[\\"a\\",\\"b\\"]}"\ncmd "$A" ${L:-[\\"a\\"]}',
     "comments within a command": "cmd a \\\n  `# why` b \\\n `#c`\ncmd x`# y`z",
+    "what is cut off": """A=Qwen/Qwen2.5-0.5B-Instruct E=/tmp/a.parquet D=.parquet
+cmd ${A##*/} ${A#*/} ${A%%-*} "${A%-*}" x${A%/*}y ${E%$D} ${A#z} ${A%}
+F=(a/b c/d)
+set -- p/q
+cmd ${F##*/} ${1##*/}""",
+    "what is replaced": """A=Qwen/Qwen2.5-0.5B B='x y'
+cmd ${A//\\//_} ${A/-/_} ${A//./} ${A//Q*\\//$B} ${A/z} "${B/ /_}\"""",
+    "letters and lengths": "A=QwEn/x\ncmd ${A,,} ${A^^} ${#A} ${A:1} ${A:1:2} ${A:9}x",
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
 
@@ -141,6 +150,26 @@ SEPARATOR = st.sampled_from([" ", "  ", " \\\n ", "\t"])
 def test_any_words_are_those_of_bash(words: list[tuple[str, str]], value: str) -> None:
     script = f"A=one\nB='{value}'\ncmd" + "".join(separator + word for separator, word in words)
     assert words_of(script) == bash(script)
+
+
+PATTERN = st.text(alphabet="aB./-*? ", max_size=5)
+CUT = st.one_of(
+    st.tuples(st.sampled_from(["#", "##", "%", "%%"]), PATTERN).map("".join),
+    st.builds(
+        lambda sign, pattern, text: sign + pattern.replace("/", "\\/") + f"/{text}",
+        st.sampled_from(["/", "//"]), PATTERN, PATTERN,
+    ),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda places: f":{places[0]}:{places[1]}"),
+)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.text(alphabet="aB./- ", max_size=8), CUT), min_size=20, max_size=40))
+def test_any_value_is_cut_as_bash_does(cuts: list[tuple[str, str]]) -> None:
+    script = "".join(f"A='{value}'\ncmd \"${{A{cut}}}\"\n" for value, cut in cuts)
+    found = words_of(script)
+    assert sum(UNKNOWN in word for (word,) in found) <= len(found) / 2
+    assert all(ours == theirs for ours, theirs in zip(found, bash(script), strict=True) if UNKNOWN not in ours[0])
 
 
 def test_what_only_a_run_could_tell_is_unknown() -> None:
@@ -184,6 +213,11 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         "if x; then A=(b); fi",
         "A=(*.parquet)",
         "A=$((1#1))",
+        "A=$((1 << -1))",
+        'A=${F#"x"}',
+        "A=${F##[a-z]}",
+        "A=${F/a/&}",
+        "A=${G##*/}",
         "B=$((A++))",
         "B=$[A=5]",
         "declare -u A\nA=b",

@@ -453,14 +453,22 @@ def _reward(
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """The signature of a function with these arguments, without their annotations and the values of defaults."""
+    """The signature of a function with these arguments, without annotations; a default stands as it is written."""
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    arguments.defaults = [ast.Constant(ast.unparse(default)) for default in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(ast.unparse(default)) for default in arguments.kw_defaults]
     function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
-    return inspect.signature(eval(compile(function, "arguments", "eval")))
+    parameters = inspect.signature(eval(compile(function, "arguments", "eval"))).parameters.values()
+    defaults = {p.name: p.default if p.default is p.empty else _Written(p.default) for p in parameters}
+    return inspect.Signature([p.replace(default=defaults[p.name]) for p in parameters])
+
+
+class _Written(str):
+    """An expression, which messages show without quotes."""
+
+    __repr__ = str.__str__
 
 
 def _parsed(file: str) -> ast.Module:

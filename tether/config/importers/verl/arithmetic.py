@@ -14,10 +14,21 @@ NAME = r"[A-Za-z_]\w*"
 _NUMBER = re.compile(r"0|-?[1-9]\d*")
 _LIMIT = 1 << 63
 _ASSIGNED = re.compile(rf"({NAME})(?:\[[^]]*\])?\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*({NAME})")
+
+
+def _places(right: int) -> int:
+    """Of a shift; ValueError: so many that bash's 64 bits come into play."""
+    if not 0 <= right < 64:
+        raise ValueError(f"a shift by {right}")
+    return right
+
+
 _WHOLE = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: lambda left, right: math.trunc(Fraction(left, right)),  # towards zero, as bash does
     ast.Mod: lambda left, right: left - right * math.trunc(Fraction(left, right)),
+    ast.LShift: lambda left, right: left << _places(right), ast.RShift: lambda left, right: left >> _places(right),
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
 }  # fmt: skip
 
 

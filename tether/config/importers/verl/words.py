@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tether.config.importers.verl.arithmetic import NAME, assigned_names, whole_number
 from tether.config.importers.verl.brackets import end_of_brace_list, end_of_braces, end_of_quotes, end_of_substitution
+from tether.config.importers.verl.cutting import CUT, LENGTH, cut
 
 UNKNOWN = "\0"
 """Stands before and after what is not known, as it is written in the script."""
@@ -243,6 +244,11 @@ class WordReader:
                 values = self._slice(sliced)
             elif braced := _BRACED.fullmatch(inside):
                 values = self._braced(braced, in_quotes)
+            elif (match := CUT.fullmatch(inside)) and (value := self._known(match["name"])) is not None:
+                found = cut(value, match["sign"], match["rest"], self._filled_text)
+                values = None if found is None else [found]
+            elif (match := LENGTH.fullmatch(inside)) and (value := self._known(match[1])) is not None:
+                values = [str(len(value))] if value.isascii() else None
         elif self._text.startswith(("$(", "`"), begin):
             self.at = end_of_substitution(self._text, begin)
             written = self._text[begin : self.at]
@@ -292,6 +298,17 @@ class WordReader:
         if arguments is None or UNKNOWN in "".join(before or ()) or name == "0":
             return None
         return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)]
+
+    def _known(self, name: str) -> str | None:
+        """The value of a variable, of an array its first element; None: unknown, or not set."""
+        values = self._values(name)
+        value = "".join(values[:1]) if values is not None else None
+        return None if value is None or UNKNOWN in value else value
+
+    def _filled_text(self, text: str) -> str | None:
+        """Text without quotes, its variables filled in; None: unknown."""
+        filled = "".join(self._filled(text, in_quotes=True) or [UNKNOWN])
+        return None if UNKNOWN in filled else filled
 
     def _braced(self, braced: re.Match[str], in_quotes: bool) -> list[str] | None:
         """The value of ``${NAME}`` and of its forms with a word for where it is not set; None: unknown."""
