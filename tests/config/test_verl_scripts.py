@@ -127,6 +127,11 @@ set -- p/q
 cmd ${F##*/} ${1##*/}""",
     "what is replaced": """A=Qwen/Qwen2.5-0.5B B='x y'
 cmd ${A//\\//_} ${A/-/_} ${A//./} ${A//Q*\\//$B} ${A/z} "${B/ /_}\"""",
+    "parts of paths": """A=Qwen/Qwen2.5-0.5B B='a b/c.parquet'
+cmd $(basename $A) "`dirname "$A"`" $(basename /a/b/ ) $(dirname /a/b/)x $(dirname a) $(dirname /)
+cmd $(basename "$B" .parquet) $(basename ${B%/*})
+cd /tmp
+cmd $(pwd)/x "$(basename "$(pwd)")" """,
     "letters and lengths": "A=QwEn/x\ncmd ${A,,} ${A^^} ${#A} ${A:1} ${A:1:2} ${A:9}x",
     "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
 }
@@ -214,6 +219,12 @@ def test_what_only_a_run_could_tell_is_unknown() -> None:
         "A=(*.parquet)",
         "A=$((1#1))",
         "A=$((1 << -1))",
+        "A=$(basename x; echo)",
+        "A=$(basename x | cat)",
+        "A=$(dirname $(cat x))",
+        "A=$(basename x 2> /dev/null)",
+        'A=$(dirname "$0")',
+        "cd /no/such\nA=$(pwd)",
         'A=${F#"x"}',
         "A=${F##[a-z]}",
         "A=${F/a/&}",
@@ -508,6 +519,21 @@ def test_secrets_of_the_caller_are_read_when_the_file_is_run(tmp_path: Path, mon
     assert tree["trainer"]["experiment_name"] == "run-${oc.env:HF_TOKEN}-${oc.env:MY_PASS}"
     assert tree["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"] == {"WANDB_API_KEY": "${oc.env:WANDB_API_KEY}"}
     assert "passwords or keys" not in listing
+
+
+@pytest.mark.parametrize("part", ["${HF_TOKEN:0:4}", "${HF_TOKEN##*_}", "${#HF_TOKEN}", "$(basename $HF_TOKEN)"])
+def test_no_part_of_a_secret_is_made_of_what_stands_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    with pytest.raises(ConfigError, match="is known only when it is run"):
+        translate(written(tmp_path, f"{M}trainer.experiment_name={part}"), [])
+
+
+def test_the_present_folder_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/here")
+    text, _ = translate(written(tmp_path, f"{M}data.train_files=$PWD/a.parquet data.val_files=$(pwd)/b.parquet"), [])
+    assert yaml.safe_load(text)["data"] == {"train_files": "/here/a.parquet", "val_files": "/here/b.parquet"}
 
 
 @pytest.mark.parametrize("command", ["echo", "pkill -f", "pgrep -f", "grep -c x", "/usr/bin/cat"])

@@ -118,7 +118,8 @@ def _environment_of_the_caller() -> dict[str, str]:
 
 def _may_be_secret(variable: str) -> bool:
     """Wider than for a key, of which many are harmless, such as ``eos_token``."""
-    return is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS"))
+    is_folder = variable in ("PWD", "OLDPWD")  # which end like the names of passwords
+    return not is_folder and (is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS")))
 
 
 def _launch(script: Path, text: str, read: Script) -> _Launch:

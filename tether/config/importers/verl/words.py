@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ _SLICE = re.compile(rf"(?:({NAME})\[@\]|@):(\d+)(?::(\d+))?")
 _HOME = re.compile(r"(~[^\s/:'\"\\$`;&|()<>]*)(?=[\s/:;&|()<>]|\\\n|$)")
 _COMMENT = re.compile(r"`\s*#[^\n]*`")
 _USUAL = " \t\n"
+_PATH_COMMAND = re.compile(r"(?:\$\(|`)\s*(pwd|basename|dirname)\b(.*)[)`]", re.DOTALL)
 
 
 _MOST = 1_000_000  # characters of an expansion, which no setting has
@@ -258,6 +260,8 @@ class WordReader:
                 number = whole_number(written[3:-2], self.variables)
                 values = None if number is None else [str(number)]
                 self._forget(written)
+            elif (command := _PATH_COMMAND.fullmatch(written)) and (path := self._path(command)) is not None:
+                values = [path]
         elif self._text.startswith("$[", begin):  # of old scripts
             end = self._text.find("]", begin)
             self.at = len(self._text) if end < 0 else end + 1
@@ -273,6 +277,29 @@ class WordReader:
         """The variables that it sets are unknown from here on."""
         for name in assigned_names(arithmetic):
             self.assign(name, None)
+
+    def _path(self, command: re.Match[str]) -> str | None:
+        """What ``pwd``, ``basename`` or ``dirname`` prints; None: unknown, or with options."""
+        inner, words = WordReader(command[2].strip(), self.variables, self._is_conditional), list[str]()
+        while inner.at < len(inner._text):
+            if inner._text[inner.at] in "\n;&|()<>#":  # another command, a redirection or a comment
+                return None
+            if inner._text[inner.at] in " \t":
+                inner.at += 1
+            else:
+                words += inner.word()
+        if any(_is_unread(word) or word.startswith("-") or not word for word in words):
+            return None
+        match command[1], words:
+            case "pwd", []:
+                return self._known("PWD")
+            case "basename", [path, *suffix] if len(suffix) <= 1:
+                name = posixpath.basename(path.rstrip("/")) or "/"
+                return name.removesuffix(suffix[0]) or name if suffix else name
+            case "dirname", [path]:
+                parent = posixpath.dirname(path.rstrip("/")).rstrip("/")
+                return parent or ("/" if path.startswith("/") else ".")
+        return None
 
     def _joined(self, values: list[str]) -> list[str] | None:
         """The elements as one word; None: by a separator that is not known."""
@@ -300,10 +327,9 @@ class WordReader:
         return [str(len(arguments))] if name == "#" else arguments[int(name) - 1 : int(name)]
 
     def _known(self, name: str) -> str | None:
-        """The value of a variable, of an array its first element; None: unknown, or not set."""
+        """The value of a variable, of an array its first element; None: unknown, a secret, or not set."""
         values = self._values(name)
-        value = "".join(values[:1]) if values is not None else None
-        return None if value is None or UNKNOWN in value else value
+        return None if values is None or _is_unread("".join(values[:1])) else "".join(values[:1])
 
     def _filled_text(self, text: str) -> str | None:
         """Text without quotes, its variables filled in; None: unknown."""
@@ -377,6 +403,11 @@ class WordReader:
                 filled += word[inner.at : inner.at + 1]
                 inner.at += 1
         return [filled]
+
+
+def _is_unread(value: str) -> bool:
+    """Whether a value is known to a run alone: unknown, or an interpolation in place of a secret."""
+    return UNKNOWN in value or "${" in value
 
 
 def _if_reached(item: str) -> str:
