@@ -137,6 +137,18 @@ def test_a_file_alone(write):
     assert loaded.sources["trainer.total_epochs"] == "default"
 
 
+def test_a_file_gives_a_free_mapping_as_one(write):
+    key = "ray_kwargs.ray_init.num_cpus"
+    assert problems_of(path=write(f"{key}: 2"))[key] == (
+        f"{key}: is a part of ray_kwargs.ray_init, which a file gives as one mapping. "
+        f"write it below ray_kwargs.ray_init, or give {key}=2 in the command"
+    )
+    assert load(f"{key}=2", path=write("ray_kwargs.ray_init: {num_gpus: 0}")).config.ray_kwargs.ray_init == {
+        "num_gpus": 0,
+        "num_cpus": 2,
+    }
+
+
 def test_the_command_line_goes_over_the_file(write):
     loaded = load("trainer.seed=3", path=write("trainer: {seed: 2, total_epochs: 4}"))
     assert (loaded.config.trainer.seed, loaded.config.trainer.total_epochs) == (3, 4)

@@ -167,6 +167,9 @@ def _flatten(path: str, value: object, written: str | None = None) -> Iterator[I
         yield _grammar_problem(path, value) or (path, value, written)
     elif value in (None, {}) and is_unread_section(path):
         return
+    elif (owner := _mapping_key(path)) is not None:
+        what = f"is a part of {owner}, which a file gives as one mapping"
+        yield Problem(written or path, what, f"write it below {owner}, or give {path}={show(value)} in the command")
     elif path not in sections():
         yield unknown_key(written or path)
     elif value is not None:
