@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from tether.rewards.rules.extract import required
 from tether.rewards.rules.search import answers_of
-from tether.rewards.sandbox.cases import parse_tests, refuse_nulls
+from tether.rewards.sandbox.cases import parse_tests, refuse_filled
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.spelling import ask, closest
 from tether.types import ExtraInfo
@@ -98,7 +98,7 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
         data_source: of the row.
         ground_truth: of the row.
         extra_info: of the row.
-        from_columns: the row may come from columns, in which mappings get null for keys that they were written without.
+        from_columns: the row may come from columns, which change values to those of one type (`refuse_filled`).
 
     Raises:
         ValueError: what is wrong with its answer or its tests.
@@ -106,8 +106,8 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
     path = import_path(data_source)
     if path == _PROGRAM:
         tests = parse_tests(ground_truth)
-        if from_columns and not isinstance(ground_truth, str):
-            refuse_nulls(tests)
+        if from_columns:
+            refuse_filled(ground_truth, tests)
     elif ground_truth in (None, ""):
         return
     elif path == _SEARCH:

@@ -2,15 +2,17 @@
 
 import base64
 import contextlib
+import datetime
 import json
 import pickle
 import time
 import zlib
+from decimal import Decimal
 
 import pytest
 
 from tether.rewards.sandbox import cases
-from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_nulls
+from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_filled
 
 STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}
@@ -18,6 +20,10 @@ FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}
 
 def packed(value):
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def refuse_columns(tests):
+    refuse_filled(tests, parse_tests(tests))
 
 
 def test_apps_taco_and_verl_rows():
@@ -47,11 +53,42 @@ def test_keys_that_other_layouts_have_are_null_in_a_column():
 
 @pytest.mark.parametrize("value", [{"a": None}, [[{"": None}]], {"a": {"b": [1, {"c": None}]}}])
 def test_mappings_with_null_are_refused_where_a_column_may_have_filled_them(value):
-    refuse_nulls(parse_tests({"fn_name": "f", "inputs": [[None, [None]]], "outputs": [None]}))
+    refuse_columns({"fn_name": "f", "inputs": [[None, [None]]], "outputs": [None]})
     for given, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
-        tests = parse_tests({"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]})
+        tests = {"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]}
+        refuse_columns(json.dumps(tests))
         with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a text of JSON"):
-            refuse_nulls(tests)
+            refuse_columns(tests)
+
+
+@pytest.mark.parametrize("tests", [
+    {"fn_name": "f", "inputs": [[1.5], [2.0]], "outputs": [1, 2]},
+    {"fn_name": "f", "inputs": [[{"a": [1.5, 2.0]}]], "outputs": [1]},
+    {"fn_name": "f", "inputs": [[1]], "outputs": [2.0]},
+    {"inputs": [2.0], "outputs": ["1"]},
+    {"input_output": {"inputs": ["1"], "outputs": [[1.5, 2.0]]}},
+])  # fmt: skip
+def test_whole_numbers_that_a_column_may_have_made_decimal_are_refused(tests):
+    """A function of a whole number fails at 2.0, and 10000000007.0 is near 10000000008."""
+    refuse_columns(json.dumps(tests))
+    with pytest.raises(ValueError, match=r"the tests have 2\.0 as a decimal number.*a text of JSON"):
+        refuse_columns(tests)
+    refuse_columns(json.loads(json.dumps(tests).replace("2.0", "2.5")))
+
+
+@pytest.mark.parametrize(("value", "said"), [
+    (datetime.date(2020, 2, 29), r"datetime\.date\(2020, 2, 29\) of the type date"),
+    ([[datetime.datetime(2020, 2, 29)]], ".* of the type datetime"),
+    ({"a": Decimal("0.1")}, r"Decimal\('0.1'\) of the type Decimal"),
+    ([b"text"], "b'text' of the type bytes"),
+    ((1, 2), r"\(1, 2\) of the type tuple"),
+    ({1: 2}, "1 of the type int as a key"),
+])  # fmt: skip
+def test_values_that_json_does_not_have_are_refused(value, said):
+    """A column may hold them: they would reach the answer as something else, and no result is equal to them."""
+    for given, expected, what in ((value, 1, "input 0"), (1, value, "output 0")):
+        with pytest.raises(ValueError, match=f"^{what} has {said}"):
+            parse_tests({"fn_name": "f", "inputs": [[given]], "outputs": [expected]})
 
 
 def test_a_function_may_be_named_as_a_builtin():

@@ -10,6 +10,8 @@ from tether.rewards.sandbox.harness import decode, encode
 from tether.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
 from tether.rewards.sandbox.limits import Finished
 
+DOCUMENTED = 'def f():\n    """Call it.\n\n    ```python\n    f()\n    ```\n    """\n'
+
 
 @pytest.mark.parametrize(
     ("response", "languages", "expected"),
@@ -26,10 +28,44 @@ from tether.rewards.sandbox.limits import Finished
         ("# a comment", ("python",), None),
         ("print(1)", ("python", "cpp"), ("python", "print(1)")),
         ("print(1)", ("cpp", "python"), None),
+        # Words that quote how an answer has to begin and end.
+        ("It begins with ```python and ends with ```.\n```python\na\n```", ("python",), ("python", "a\n")),
+        ("It begins with ```python\nand ends with ```.\n```python\na\n```", ("python",), ("python", "a\n")),
+        ("Marks (```) first:\n```\na\n```", ("python",), ("python", "a\n")),
+        ("``` is a mark.\n```python\na\n```", ("python",), ("python", "a\n")),
+        # What is thought is no answer.
+        ("<think>\n```python\na\n```\n</think>\n```\nb\n```", ("python",), ("python", "b\n")),
+        ("```python\na\n```\n</think>\nIt cannot be done.", ("python",), None),
+        ("so\n</think>\nprint(1)", ("python",), ("python", "\nprint(1)")),
+        # Marks within the code.
+        ("```python\ns = '```'\n# ```\na\n```", ("python",), ("python", "s = '```'\n# ```\na\n")),
+        (f"```python\n{DOCUMENTED}```", ("python",), ("python", DOCUMENTED)),
+        ("````python\n```\na\n````", ("python",), ("python", "```\na\n")),
+        # Other places of the marks.
+        ("1. ```python\n   if a:\n       b\n   ```", ("python",), ("python", "if a:\n    b\n")),
+        ("- so:\n\t```python\n\tif a:\n\t\tb\n\t```", ("python",), ("python", "if a:\n\tb\n")),
+        ("~~~python\na\n~~~", ("python",), ("python", "a\n")),
+        ("So: ```python\na\n```", ("python",), ("python", "a\n")),
+        ("```python\na```\nSo:\n```\n3\n```", ("python",), ("python", "a")),
+        ("```python\na\n```<|im_end|>", ("python",), ("python", "a\n")),
+        ("```python\na\n``` It prints:\n```text\n3\n```", ("python",), ("python", "a\n")),
+        ("```python\r\na\r\n```\r\n", ("python",), ("python", "a\r\n")),
+        *(
+            (f"```{tag}\na\n```", ("python",), ("python", "a\n"))
+            for tag in ("python3.11", "pypy3", "Python:main.py", "{python}", "{.python .numberLines}", "python{1,3}")
+        ),
+        ("```c++17\na\n```", ("cpp",), ("cpp", "a\n")),
     ],
 )
 def test_the_program_of_a_response(response, languages, expected):
     assert find_answer(response, languages) == (Answer(*expected) if expected else None)
+
+
+@pytest.mark.parametrize("repeated", ["`", "```a ", " ", "~", "```\n", "> ", "a"])
+def test_a_response_without_end_is_read_soon(repeated):
+    begun = time.process_time()
+    find_answer(repeated * 200_000, ("python",))
+    assert time.process_time() - begun < 5
 
 
 def test_a_completion_needs_no_block():
@@ -42,6 +78,8 @@ def test_a_completion_needs_no_block():
         ("3\n", "3", True),
         ("1  2 \n3\n\n", "1 2\n3", True),
         ("1 2 3", "1 2\n3", False),
+        ("\n1\n\n2", "1\n2\n", True),
+        ("1\n2", "\n1\n \n2\n", True),
         ("0.3333333", "0.33333334", True),
         ("0.3333", "0.33333334", False),
         ("2.0", "2", True),

@@ -151,6 +151,11 @@ def adder(a):
 
 def raw(x):
     return bytes([x]), complex(x, 1), bytearray(b"a")
+
+def frozen():
+    return {frozenset({1}): {frozenset()}}
+
+span = range
 """
 
 
@@ -163,6 +168,8 @@ def raw(x):
     "xs, seen = [3, 1], set()\norder(xs, seen)\nassert xs == [1, 3] and seen == {1, 3}",
     "assert list(itertools.islice(squares(), 3)) == [0, 1, 4] and adder(2)(3) == 5",
     "assert raw(7) == (b'\\x07', 7 + 1j, b'a')",
+    "assert frozen() == {frozenset({1}): {frozenset()}} and all(isinstance(key, frozenset) for key in frozen())",
+    "assert span(3) == range(3)",
 ])  # fmt: skip
 def test_assertions_use_objects_of_the_answer(line, unconfined):
     assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 1

@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
 
 from tether.rewards.sandbox.harness import MODULES, MOST_NESTED
+from tether.rewards.sandbox.imports import names_of
 from tether.runtime.digits import MOST_DIGITS, has_too_many_digits, many_digits
 
 _LAYOUTS = (
@@ -26,6 +27,7 @@ _LAYOUTS = (
 _MOST_UNPACKED = 256 << 20  # bytes
 _AROUND_A_TEXT = ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
 _STEPS_OF_A_TEXT = 6
+_JSON = (str, int, float, type(None), list, dict)
 
 
 @dataclass(frozen=True)
@@ -78,23 +80,46 @@ def parse_tests(ground_truth: object) -> list[Test]:
         raise ValueError(f"the tests of the row cannot be read ({error}). Give {_LAYOUTS}") from error
 
 
-def refuse_nulls(tests: Iterable[Test]) -> None:
-    """Refuse mappings with null among arguments and results that were read from columns.
+def refuse_filled(ground_truth: object, tests: Iterable[Test]) -> None:
+    """Refuse tests that columns may have changed: a right answer would fail them.
 
-    A column has one type (Parquet, `datasets`): its mappings have the keys of all rows, and null where one was written
-    without a key. A right answer would fail such a test.
+    A column has one type (Parquet, `datasets`). Its mappings have the keys of all rows, and null where one was written
+    without a key; its whole numbers are decimal ones where another row has these.
+
+    Args:
+        ground_truth: of a row that was read from columns. A text is as it was written.
+        tests: what `parse_tests` made of it.
 
     Raises:
-        ValueError: the first such mapping, and how to write it.
+        ValueError: the first such mapping or number, and how to write it.
     """
-    calls = ((number, test) for number, test in enumerate(tests) if isinstance(test, CallTest))
-    for number, test in calls:
-        for what, value in ((f"input {number}", test.arguments), (f"output {number}", test.expected)):
+    if isinstance(ground_truth, str):
+        return
+    advice = "so what was written is unknown. Write ground_truth as a text of JSON."
+    for number, test in enumerate(tests):
+        given, expected = (test.arguments, test.expected) if isinstance(test, CallTest) else (None, None)
+        for what, value in ((f"input {number}", given), (f"output {number}", expected)):
             if (key := _null_key(value)) is not None:
                 raise ValueError(
                     f"{what} has a mapping with null for {key!r:.80}. A column of Parquet or `datasets` adds each key "
-                    "of other rows' mappings, so what was written is unknown. Write ground_truth as a text of JSON."
+                    f"of other rows' mappings, {advice}"
                 )
+    if (whole := _whole_decimal(ground_truth)) is not None:
+        raise ValueError(
+            f"the tests have {whole!r} as a decimal number. A column of Parquet or `datasets` makes decimal numbers of "
+            f"whole ones where other tests have decimals, {advice}"
+        )
+
+
+def _whole_decimal(value: object) -> float | None:
+    """A decimal number that is whole, at any depth."""
+    level = [value]
+    while level:
+        for item in level:
+            if isinstance(item, float) and item.is_integer():
+                return item
+        level = _one_deeper(level)
+    return None
 
 
 def _null_key(value: object) -> object:
@@ -186,15 +211,22 @@ def _call(function: str, given: object, expected: object, number: int) -> CallTe
                 expected = json.loads(expected)
     if not isinstance(given, list):
         raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
-    _refuse_deep(given, f"input {number}")
-    _refuse_deep(expected, f"output {number}")
+    _refuse_unfit(given, f"input {number}")
+    _refuse_unfit(expected, f"output {number}")
     return CallTest(function, [_with_numbers(argument) for argument in given], expected)
 
 
-def _refuse_deep(value: object, what: str) -> None:
-    """Raise ValueError where a value is nested deeper than it can travel."""
+def _refuse_unfit(value: object, what: str) -> None:
+    """Raise ValueError where a value is none of JSON, or nested deeper than it can travel."""
     level = [value]
     for _ in range(MOST_NESTED + 1):
+        for item in level:
+            keys = [key for key in item if not isinstance(key, str)] if isinstance(item, dict) else []
+            for wrong in keys if isinstance(item, _JSON) else [item]:
+                raise ValueError(
+                    f"{what} has {wrong!r:.80} of the type {type(wrong).__name__}"
+                    f"{' as a key' * bool(keys)}, which JSON does not have. Write JSON, or assertions (test_list)."
+                )
         level = _one_deeper(level)
     if any(isinstance(item, list | dict) for item in level):
         raise ValueError(f"{what} is nested more than {MOST_NESTED} deep, which no answer can be given or return")
@@ -202,8 +234,8 @@ def _refuse_deep(value: object, what: str) -> None:
 
 def _one_deeper(values: Iterable[object]) -> list[object]:
     """The items of those values that are lists or mappings."""
-    inner = (value.values() if isinstance(value, dict) else value for value in values if isinstance(value, list | dict))
-    return list(chain.from_iterable(inner))
+    held = (value.values() if isinstance(value, dict) else value for value in values if isinstance(value, list | dict))
+    return list(chain.from_iterable(held))
 
 
 def _with_numbers(value: object) -> object:
@@ -223,21 +255,11 @@ def _assertion(line: object, setup: str, number: int) -> AssertTest:
     _refuse_idle(line, what)
     tests = f"{setup}\n{line}"
     tree = ast.parse(_compiled(tests, what))
-    bound, read, called = set(MODULES), set(), set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                read.add(name)
-            case ast.Call(func=ast.Name(id=name)):
-                called.add(name)
-            case ast.alias(name=name, asname=other):
-                bound.add(other or name.split(".")[0])
-            case ast.Name(id=name) | ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                bound.add(name)
-            case ast.ExceptHandler(name=str(name)):
-                bound.add(name)
+    found = names_of(tree)
+    bound = found.bound | found.methods | set(MODULES)
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     # Where nothing but builtins is called, the answer defines a function of such a name: MBPP asks for a `sum`.
-    asked = read - bound - set(dir(builtins)) or called - bound
+    asked = found.read - bound - set(dir(builtins)) or called - bound
     if not asked:
         raise ValueError(f"{what} uses nothing of the answer, so it is the same for every one: {line[:80]!r}")
     return AssertTest(tests, {name: name for name in sorted(asked)})

@@ -23,20 +23,11 @@ from typing import Any, TextIO
 
 _IMPORTS = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
 MODULES = _IMPORTS[len("import ") :].split(", ")
-PRELUDE = f"""
-{_IMPORTS}
-from collections import Counter, OrderedDict, defaultdict, deque
-from functools import lru_cache, reduce
-from heapq import heapify, heappop, heappush
-from itertools import accumulate, combinations, permutations, product
-from math import ceil, comb, floor, gcd, inf, sqrt
-from typing import *
-"""
 MOST_NESTED = 100  # lists around a value
 _PLAIN_BITS = 4096  # of whole numbers that JSON may hold: some readers refuse thousands of digits
-_VALUES = {"fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
+_VALUES = {"builtins.range", "fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
     "date", "datetime", "time", "timedelta", "timezone"))}  # fmt: skip
-_KINDS = (("tuple", tuple), ("set", (set, frozenset)))
+_KINDS: Any = (("tuple", tuple), ("set", set), ("frozenset", frozenset))
 _OPERATIONS: dict[str, Callable[..., object]] = {
     "getattr": getattr, "setattr": setattr, "iter": iter, "next": next, "len": len, "bool": bool, "str": str,
     "getitem": operator.getitem, "setitem": operator.setitem, "contains": operator.contains,
@@ -128,8 +119,8 @@ def decode(value: object, held: Any = None) -> Any:
     ((kind, items),) = value.items()
     if kind == "tuple":
         return tuple(decode(item, held) for item in items)
-    if kind == "set":
-        return {decode(item, held) for item in items}
+    if kind in ("set", "frozenset"):
+        return (set if kind == "set" else frozenset)(decode(item, held) for item in items)
     if kind == "dict":
         return {decode(key, held): decode(item, held) for key, item in items}
     if kind == "int":
@@ -146,7 +137,7 @@ def decode(value: object, held: Any = None) -> Any:
 
 def load(code: str) -> dict[str, Any]:
     """The names that the code defines."""
-    return execute(code, "answer", PRELUDE, {})
+    return execute(code, "answer", "", {})
 
 
 def execute(code: str, name: str, prelude: str, known: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +151,11 @@ def execute(code: str, name: str, prelude: str, known: dict[str, Any]) -> dict[s
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """A function of the code, or a method of its class Solution."""
-    return names[function] if function in names else getattr(names["Solution"](), function.rpartition(".")[2])
+    """A function of the code, or a method of its class Solution, where both are there the method, as on LeetCode."""
+    method = function.rpartition(".")[2]
+    if function not in names or hasattr(names.get("Solution"), method):
+        return getattr(names["Solution"](), method)
+    return names[function]
 
 
 def private_output() -> TextIO:
@@ -302,7 +296,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.setrecursionlimit(20000)
+    sys.setrecursionlimit(50000)  # as in LiveCodeBench
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     serve() if sys.argv[1:] == ["serve"] else main()

@@ -7,17 +7,18 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tether.rewards.sandbox import harness
+from tether.rewards.sandbox.blocks import find_blocks
 from tether.rewards.sandbox.cases import CallTest, StdioTest, Test
+from tether.rewards.sandbox.imports import with_imports
 from tether.rewards.sandbox.languages import LANGUAGES
 from tether.rewards.sandbox.limits import Finished
 
-_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _TOLERANCE = 1e-6
 _HARNESS = Path(harness.__file__).read_text()
@@ -45,26 +46,34 @@ class Answer:
 def find_answer(response: str, languages: Collection[str], *, raw: bool = False) -> Answer | None:
     """The last block of code in one of the languages; without one, the last block that names none, in the first.
 
-    A response without any block is the program itself where the first language is Python and all of it parses.
+    What is thought before ``</think>`` is no part of the answer. A response without any
+    block is the program itself where the first language is Python and all of it parses.
 
     Args:
-        response: text with blocks between three backquotes; the last may be cut off.
+        response: text with blocks (`find_blocks`).
         languages: names of `LANGUAGES`.
         raw: such a response is code whether it parses or not: it may be the body of a function.
     """
-    tags, blocks = _names(languages), _blocks(response)
-    tagged = [Answer(tags[tag], source) for tag, source in blocks if tag in tags]
+    text = _said(response)
+    names, blocks = _names(languages), find_blocks(text, _names(LANGUAGES))
+    tagged = [Answer(name, block.code) for block in blocks if (name := _language(block.tag, names))]
     default = next(iter(languages))
-    untagged = [Answer(default, source) for tag, source in blocks if not tag]
-    is_code = "```" not in response and (raw or (default == "python" and _is_python(response)))
-    whole = [Answer(default, response)] if is_code else []
+    untagged = [Answer(default, block.code) for block in blocks if not block.tag]
+    is_code = "```" not in text and (raw or (default == "python" and _is_python(text)))
+    whole = [Answer(default, text)] if is_code else []
     return next(iter([*tagged[::-1], *untagged[::-1], *whole]), None)
 
 
 def language_of(response: str) -> str | None:
     """The language that the last block of code says it is in; None: there is no block."""
-    tags = [tag for tag, _ in _blocks(response)]
-    return _names(LANGUAGES).get(tags[-1], tags[-1]) if tags else None
+    names = _names(LANGUAGES)
+    tags = [block.tag for block in find_blocks(_said(response), names)]
+    return (_language(tags[-1], names) or tags[-1]) if tags else None
+
+
+def _said(response: str) -> str:
+    """A response without the thoughts before it, which may have drafts."""
+    return response.rpartition("</think>")[2]
 
 
 def _names(languages: Iterable[str]) -> dict[str, str]:
@@ -72,10 +81,9 @@ def _names(languages: Iterable[str]) -> dict[str, str]:
     return {tag: name for name in languages for tag in (name, *LANGUAGES[name].tags)}
 
 
-def _blocks(response: str) -> list[tuple[str, str]]:
-    """The language that each block of code says it is in, and its content."""
-    # The first word is the language: others, as in ```python title=a.py, say how to show the block.
-    return [("".join(match[1].lower().split()[:1]), match[2]) for match in _BLOCK.finditer(response)]
+def _language(tag: str, names: Mapping[str, str]) -> str | None:
+    """The language of a tag, which may name a version, too."""
+    return names.get(tag) or names.get(tag.rstrip("0123456789"))
 
 
 def _is_python(text: str) -> bool:
@@ -89,12 +97,14 @@ def job_for(test: Test, answer: Answer) -> Job:
     """The program that puts an answer to a test."""
     if isinstance(test, StdioTest):
         expected = test.expected
-        return Job(answer.language, answer.source, test.stdin.encode(), lambda end: same_output(_text(end), expected))
+        source = with_imports(answer.source) if answer.language == "python" else answer.source
+        return Job(answer.language, source, test.stdin.encode(), lambda end: same_output(_text(end), expected))
     if isinstance(test, CallTest):
-        result = test.expected
-        request = {"code": answer.source, "function": test.function, "arguments": harness.encode(test.arguments)}
+        result, code = test.expected, with_imports(answer.source, frozenset({test.function}))
+        request = {"code": code, "function": test.function, "arguments": harness.encode(test.arguments)}
         return _harnessed(request, lambda end: _same_result(end.stdout, result))
-    code, proof = _behind(test.prompt, answer.source), secrets.token_hex(16)
+    code = with_imports(_behind(test.prompt, answer.source), frozenset(test.functions.values()))
+    proof = secrets.token_hex(16)
     asked: dict[str, object] = {"code": code, "tests": test.tests, "functions": test.functions, "proof": proof}
     return _harnessed(asked, lambda end: end.stdout.endswith(proof.encode()))
 
@@ -111,9 +121,9 @@ def _harnessed(request: dict[str, object], passed: Callable[[Finished], bool]) -
 def same_output(printed: str, expected: str) -> bool:
     """Whether two outputs have the same words in the same lines; expected decimal numbers may be missed by 1e-6.
 
-    Spaces between and behind words, and empty lines at the end, do not count.
+    Spaces around words, and empty lines, do not count.
     """
-    ours, theirs = (text.rstrip().splitlines() for text in (printed, expected))
+    ours, theirs = (list(filter(str.strip, text.splitlines())) for text in (printed, expected))
     return len(ours) == len(theirs) and all(map(_same_words, ours, theirs))
 
 

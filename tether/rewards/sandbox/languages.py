@@ -34,7 +34,7 @@ LANGUAGES: dict[str, Language] = {
         "answer.py",
         ("python3", "-I", "-X", "int_max_str_digits=0", f"{FOLDER}/answer.py"),
         needs=("python3",),
-        tags=("py", "python3"),
+        tags=("py", "pypy"),
     ),
     "c": Language(
         "cpp", "answer.c", (BINARY,), ("gcc", "-O2", "-std=c17", "-o", BINARY, "answer.c", "-lm"), needs=("gcc",)
@@ -45,7 +45,7 @@ LANGUAGES: dict[str, Language] = {
         (BINARY,),
         ("g++", "-O2", "-std=c++17", "-o", BINARY, "answer.cpp"),
         needs=("g++",),
-        tags=("c++", "cxx"),
+        tags=("c++", "cxx", "cc"),
     ),
     "javascript": Language(
         "nodejs", "answer.js", ("node", "answer.js"), needs=("node",), tags=("js", "node", "nodejs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,15 +38,22 @@ class Limits:
 
     def arguments(self, *, confined: bool) -> list[str]:
         """For ``prlimit``. Processes count per user outside of a sandbox: there the limit would be on others, too."""
-        cpu = math.ceil(self.seconds)
+        cpu, stack = math.ceil(self.seconds), _most_stack()
         return [
             f"--cpu={cpu}:{cpu + 1}",
             f"--data={self.memory_mb << 20}",
             f"--fsize={max(self.files, self.output)}",
+            f"--stack={stack}:{stack}",
             "--core=0",
             "--nofile=256",
             *([f"--nproc={self.processes}", "--sigpending=256"] if confined else []),
         ]
+
+
+def _most_stack() -> str:
+    """The most stack that this machine allows, since recursion is deep in contests: it counts as memory."""
+    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    return "unlimited" if most == resource.RLIM_INFINITY else str(most)
 
 
 @dataclass(frozen=True)

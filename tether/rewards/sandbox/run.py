@@ -130,8 +130,21 @@ def _plain(program: Program, limits: Limits) -> Iterator[_Started]:
 
 
 def _spawn(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, **options)
+    """Start a program with pipes that belong to its user: else it could not open /dev/stdin, as many do."""
+    with ExitStack() as inside, ExitStack() as outside:
+        ends = [os.pipe() for _ in range(3)]
+        ends[0] = ends[0][::-1]  # it reads the first
+        for ours, theirs in ends:
+            outside.callback(os.close, ours)
+            inside.callback(os.close, theirs)
+            if "user" in options:
+                os.fchown(theirs, options["user"], -1)
+        stdin, stdout, stderr = (theirs for _, theirs in ends)
+        process = subprocess.Popen(words, bufsize=0, stdin=stdin, stdout=stdout, stderr=stderr, **options)
+        outside.pop_all()
+        files = [os.fdopen(ours, mode, 0) for (ours, _), mode in zip(ends, ("wb", "rb", "rb"), strict=True)]
+        process.stdin, process.stdout, process.stderr = files
+        return process
 
 
 @contextmanager
