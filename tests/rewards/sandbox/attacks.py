@@ -153,6 +153,9 @@ GREED = {
     "closes_its_output_and_stays": ("os.close(1); os.close(2); time.sleep(60)", "time"),
     "takes_memory": ("x = bytearray(2 << 30); escaped()", "exit memory"),
     "takes_memory_bit_by_bit": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "exit memory"),
+    "takes_memory_for_its_stack": (
+        "import functools\nf = functools.cache(lambda n: f(n + 1))\nsys.setrecursionlimit(1 << 30)\nf(0)\nescaped()",
+        "exit memory"),
     "takes_shared_memory": (
         "m = mmap.mmap(-1, 1 << 30)\nfor n in range(0, 1 << 30, 4096): m[n] = 1\nescaped()", "memory"),
     "holds_shared_memory_that_it_gave_back": (

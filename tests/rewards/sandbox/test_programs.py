@@ -16,6 +16,7 @@ PRODUCT = "class Solution:\n    def product(self, a: int, b: int) -> Optional[in
 @pytest.mark.parametrize(("code", "tests", "expected"), [
     ("print(sum(deque(map(int, sys.stdin.read().split()))))", SUMS, 1),
     (PRODUCT, {"fn_name": "product", "inputs": [[2, 3]], "outputs": [6]}, 1),
+    ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(9000) - 9000 + sum(map(int, input().split())))", SUMS, 1),
     ("@cache\ndef f(n):\n    return isqrt(n)", {"test_list": ["assert f(9) == 3"]}, 1),
     ("print(gcd(4, 6))", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, 0),
     ("def gdc(a, b):\n    return gcd(b, a % b) if b else a", {"test_list": ["assert gcd(4, 6) == 2"]}, 0),

@@ -104,7 +104,9 @@ def refuse_filled(ground_truth: object, tests: Iterable[Test]) -> None:
                     f"{what} has a mapping with null for {key!r:.80}. A column of Parquet or `datasets` adds each key "
                     f"of other rows' mappings, {advice}"
                 )
-    if (whole := _whole_decimal(ground_truth)) is not None:
+    inner = ground_truth.get("input_output") or ground_truth if isinstance(ground_truth, dict) else None
+    numbers = [inner.get("inputs"), inner.get("outputs")] if isinstance(inner, dict) else []  # others give texts
+    if (whole := _whole_decimal(numbers)) is not None:
         raise ValueError(
             f"the tests have {whole!r} as a decimal number. A column of Parquet or `datasets` makes decimal numbers of "
             f"whole ones where other tests have decimals, {advice}"

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 _IMPORTS = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
 MODULES = _IMPORTS[len("import ") :].split(", ")
 MOST_NESTED = 100  # lists around a value
+MOST_CALLS = 50_000  # within each other, as in LiveCodeBench
 _PLAIN_BITS = 4096  # of whole numbers that JSON may hold: some readers refuse thousands of digits
 _VALUES = {"builtins.range", "fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
     "date", "datetime", "time", "timedelta", "timezone"))}  # fmt: skip
@@ -296,7 +297,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.setrecursionlimit(50000)  # as in LiveCodeBench
+    sys.setrecursionlimit(MOST_CALLS)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     serve() if sys.argv[1:] == ["serve"] else main()

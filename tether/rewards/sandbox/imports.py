@@ -22,12 +22,13 @@ _MODULES = (*_ALL_OF, "time", "fractions")
 
 
 @lru_cache(maxsize=8)  # a program is put to each test of its row
-def with_imports(source: str, asked: frozenset[str] = frozenset()) -> str:
+def with_imports(source: str, asked: frozenset[str] = frozenset(), *, before: str = "") -> str:
     """A program, behind imports of what it uses without having it; as it is where it is no Python.
 
     Args:
         source: the program.
         asked: functions that it has to define itself.
+        before: code that runs first.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -36,7 +37,7 @@ def with_imports(source: str, asked: frozenset[str] = frozenset()) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source
     known, has = _known(), found.bound | set(dir(builtins)) | (asked - found.methods)
-    lines = [known[name] for name in sorted(found.read - has) if name in known]
+    lines = [*before.splitlines(), *(known[name] for name in sorted(found.read - has) if name in known)]
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     first = future[-1].end_lineno or 0 if future else 0
     rest = source.split("\n")

@@ -21,6 +21,7 @@ from tether.rewards.sandbox.limits import Finished
 
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _TOLERANCE = 1e-6
+_DEEP = f"import sys\nsys.setrecursionlimit({harness.MOST_CALLS})"
 _HARNESS = Path(harness.__file__).read_text()
 
 
@@ -97,7 +98,7 @@ def job_for(test: Test, answer: Answer) -> Job:
     """The program that puts an answer to a test."""
     if isinstance(test, StdioTest):
         expected = test.expected
-        source = with_imports(answer.source) if answer.language == "python" else answer.source
+        source = with_imports(answer.source, before=_DEEP) if answer.language == "python" else answer.source
         return Job(answer.language, source, test.stdin.encode(), lambda end: same_output(_text(end), expected))
     if isinstance(test, CallTest):
         result, code = test.expected, with_imports(answer.source, frozenset({test.function}))

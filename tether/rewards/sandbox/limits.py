@@ -38,22 +38,24 @@ class Limits:
 
     def arguments(self, *, confined: bool) -> list[str]:
         """For ``prlimit``. Processes count per user outside of a sandbox: there the limit would be on others, too."""
-        cpu, stack = math.ceil(self.seconds), _most_stack()
+        cpu = math.ceil(self.seconds)
         return [
             f"--cpu={cpu}:{cpu + 1}",
             f"--data={self.memory_mb << 20}",
             f"--fsize={max(self.files, self.output)}",
-            f"--stack={stack}:{stack}",
+            *(["--stack=unlimited:unlimited"] if _may_have_any_stack() else []),
             "--core=0",
             "--nofile=256",
             *([f"--nproc={self.processes}", "--sigpending=256"] if confined else []),
         ]
 
 
-def _most_stack() -> str:
-    """The most stack that this machine allows, since recursion is deep in contests: it counts as memory."""
-    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    return "unlimited" if most == resource.RLIM_INFINITY else str(most)
+def _may_have_any_stack() -> bool:
+    """Whether stacks may grow as far as memory goes, since recursion is deep in contests.
+
+    A limit that this machine sets is left alone: raised to it, each thread would reserve so much.
+    """
+    return resource.getrlimit(resource.RLIMIT_STACK)[1] == resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
