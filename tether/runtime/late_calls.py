@@ -11,7 +11,7 @@ from types import FrameType
 from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
 
 _SIGNAL = signal.SIGURG  # ignored where nobody handles it, and used by nobody here
-_late: Exception | None = None  # what the main thread is to raise
+_late: tuple[LateCalls, float, Exception] | None = None  # what the main thread is to raise, in which call
 
 
 class LateCalls:
@@ -54,7 +54,7 @@ class LateCalls:
             looks = looks + 1 if since == seen else 0
             seen = since
             if since and (error := self._lateness(since, looks)):
-                _late = error
+                _late = self, since, error
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     def _lateness(self, since: float, looks: int) -> Exception | None:
@@ -67,8 +67,16 @@ class LateCalls:
         return None
 
 
+    def is_in(self, since: float) -> bool:
+        """Whether the call that began then has not ended."""
+        return self._since == since
+
+
 def _raise_late(_: int, __: FrameType | None) -> None:
+    """Raise in the late call; on a busy machine it may have ended meanwhile, by an earlier signal or on its own."""
     global _late
-    error, _late = _late, None
-    if error:
-        raise error
+    late, _late = _late, None
+    if late:
+        calls, since, error = late
+        if calls.is_in(since):
+            raise error

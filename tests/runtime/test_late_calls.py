@@ -1,0 +1,34 @@
+"""A deadline for calls in this process."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from tether.runtime.late_calls import LateCalls
+
+
+def test_a_call_that_is_late_ends() -> None:
+    calls = LateCalls(0.1, "late")
+    calls.begin()
+    with pytest.raises(RuntimeError, match="late"):
+        time.sleep(20)
+    calls.end()
+    calls.close()
+
+
+def test_nothing_is_raised_behind_a_call_that_ends_when_it_is_found_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill, was_sent = signal.pthread_kill, threading.Event()
+
+    def end_and_kill(thread: int, number: int) -> None:
+        calls.end()
+        kill(thread, number)
+        was_sent.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", end_and_kill)
+    calls = LateCalls(0.1, "late")
+    calls.begin()
+    assert was_sent.wait(20)
+    time.sleep(0.1)
+    calls.close()
