@@ -286,7 +286,16 @@ def test_the_pause_that_a_server_asks_for_is_made(server: ModelServer) -> None:
     begun = time.monotonic()
     found = ask(server, timeout=5.0)
     assert isinstance(found, RewardError)
+    assert "Retry-After of 3600 s" in found.message
     assert time.monotonic() - begun < 4
+
+
+def test_a_redirection_is_told_and_not_followed(server: ModelServer) -> None:
+    server.failures = [(307, {"Location": "https://elsewhere/v1/chat/completions"})]
+    found = ask(server)
+    assert isinstance(found, RewardError)
+    assert "HTTP 307 to https://elsewhere/v1/chat/completions, which is not followed" in found.message
+    assert len(server.bodies) == 1
 
 
 def test_attempts_end(server: ModelServer) -> None:

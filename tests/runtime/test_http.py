@@ -19,6 +19,13 @@ def test_a_secret_that_no_header_can_carry_is_refused_and_not_shown(
     assert "sk" not in str(error.value)
 
 
+@pytest.mark.parametrize("written", ["sk-proj-hunter2", "hunter2 ", "9hunter2", "hunter2=x"])
+def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown(written: str) -> None:
+    with pytest.raises(ValueError, match=r"^judge\.api_key_env: is no name of an environment variable") as error:
+        secret_from(written, "judge.api_key_env")
+    assert "hunter2" not in str(error.value)
+
+
 def test_a_secret_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-proj_A.b~c+d/e=")
     assert secret_from("JUDGE_KEY", "k") == "sk-proj_A.b~c+d/e="
@@ -48,6 +55,8 @@ def test_a_header_that_cannot_be_sent_is_not_shown(header: str) -> None:
         ("ftp://h/v1", "give http"),
         ("http:///v1", "give http"),
         ("localhost:80", "give http"),
+        ("http://user:hunter2@h/v1", "user name or password"),
+        ("http://hunter2@h/v1", "user name or password"),
     ],
 )
 @pytest.mark.parametrize("check", [check_address, check_listening])
@@ -55,6 +64,7 @@ def test_what_is_no_address_is_named(check: object, url: str, why: str) -> None:
     with pytest.raises(ValueError, match=r"^judge\.base_url: .* is no address") as error:
         check(url, "judge.base_url")  # type: ignore[operator]
     assert why in str(error.value)
+    assert "hunter2" not in str(error.value)
     assert not isinstance(error.value, UnicodeError)
 
 

@@ -22,7 +22,7 @@ from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, preference_batch, split_pairs, until_lost
+from tether.trainer.text import Pretraining, beats_chance, preference_batch, split_pairs, until_lost
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -319,6 +319,10 @@ def test_texts_stand_as_they_are(folder: Path, tmp_path: Path) -> None:
     ("row", "says"),
     [
         ({"chosen": "yes"}, "row 1: has no `rejected`, so nothing is compared"),
+        (
+            {"chosen": "yes", "loser": "no"},
+            "row 1: has no `rejected`, so nothing is compared; its keys are chosen, loser",
+        ),
         ({"chosen": "yes", "rejected": ""}, "row 1: has no `rejected`"),
         ({"chosen": " \n", "rejected": "no"}, "row 1: has no `chosen`"),
         (
@@ -418,11 +422,12 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
         "^--lr=nan: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.nan)),
         "^--weight-decay=inf: is no finite number": (str(folder / "model"), replace(QUICK, weight_decay=math.inf)),
         "^--held-out=0: ": (str(folder / "model"), replace(QUICK, held_out=0)),
+        "^--device=tpu: is no device. Available: cpu": (str(folder / "model"), replace(QUICK, device="tpu")),
         "^--max-length=4097: the model has 512 positions": (str(folder / "model"), replace(QUICK, max_length=4097)),
     }
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(11))
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(number: int, folder: Path, tmp_path: Path) -> None:
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
     says, (model, options) = list(refusals(folder, tmp_path).items())[number]
@@ -460,6 +465,26 @@ def test_a_model_that_ranks_no_better_than_chance_is_told(
     said = f"warning: the held-out accuracy is {max(after):.3f} of 60 pairs, no better than chance (0.5): the model"
     assert last.startswith(said) == warned
     assert "held-out accuracy: 0.000 before (an untrained head" in last or warned
+
+
+def test_few_held_out_pairs_are_told_as_too_few(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Coins rank four of four right once in 16 times, and five of five once in 32."""
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
+    train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", QUICK)
+    assert "warning: only 1 pairs are held out, and coins may rank all of them" in capsys.readouterr().out
+    assert [beats_chance(1.0, pairs) for pairs in (1, 3, 4, 5)] == [False, False, False, True]
+    assert not beats_chance(8 / 10, 10)  # 5.5 %
+    assert beats_chance(7 / 8, 8)  # 3.5 %
+
+
+def test_options_behind_the_name_of_a_file_of_pairs_are_refused(tmp_path: Path) -> None:
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(2))
+    with pytest.raises(
+        ValueError, match="a file of pairs has no options; call its columns prompt, chosen and rejected"
+    ):
+        load_pairs([f"{pairs}?question=chosen"])
 
 
 def test_a_training_whose_updates_are_skipped_ends_soon() -> None:

@@ -67,11 +67,11 @@ def build_reward_training(
         ValueError: files that hold no pairs, a model that cannot be trained, or options that cannot be meant.
     """
     _check(options)
+    device = resolve_device(options.device, "--device")
     path = resolve_model_path(model, cache_dir())
     learned, held_out = split_pairs(load_pairs(files), options.held_out, options.seed)  # before any model is loaded
     tokenizer = load_tokenizer(path)
     seed_rng(options.seed)
-    device = resolve_device(options.device)
     classifier = new_reward_model(trained or path, dtype=torch.float32)
     config = classifier.config
     check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as the run that takes it does

@@ -155,7 +155,13 @@ def train_reward_model(
     rest = "" if kept == steps else f", which is kept ({found[steps]:.3f} after step {steps}, the last)"
     said = f"held-out accuracy: {found[0]:.3f} before{untrained}, {found[kept]:.3f} after step {kept}{rest}"
     screen.print(said, soft_wrap=True)
-    if not beats_chance(found[kept], apart):
+    if not beats_chance(1.0, apart):
+        warning = (
+            f"warning: only {apart} pairs are held out, and coins may rank all of them right: they are too few to tell "
+            "whether anything was learned. Raise --held-out, or give more pairs"
+        )
+        screen.print(warning, style="yellow", soft_wrap=True)
+    elif not beats_chance(found[kept], apart):
         warning = (
             f"warning: the held-out accuracy is {found[kept]:.3f} of {apart} pairs, no better than chance (0.5): the "
             "model learned no preference that holds beyond its own pairs. Lower --lr, or give more pairs"

@@ -62,6 +62,8 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
         found = locate(name)
         if found.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
+        if found.options:
+            raise ValueError(f"{name}: a file of pairs has no options; call its columns prompt, chosen and rejected")
         records = READERS[Path(found.name).suffix](Path(found.name), Columns(), None).records
         for number in range(len(records)):
             place, record = f"{name} row {number}", records[number]
@@ -186,7 +188,8 @@ def pair_problems(record: object) -> Iterator[str]:
     for side in SIDES:
         value = record.get(side)
         if not (value.strip() if isinstance(value, str) else value):
-            yield f"has no `{side}`, so nothing is compared"
+            keys = "" if side in record else f"; its keys are {', '.join(map(str, record)) or 'none'}"
+            yield f"has no `{side}`, so nothing is compared{shortened(keys, 200)}"
         elif not isinstance(value, str) and not _is_conversation(value):
             yield f"`{side}` is neither text nor a list of {{role, content}}"
         elif not isinstance(value, str) and (last := value[-1]["role"]) != "assistant":

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -29,6 +30,8 @@ class Answer:
     body: bytes
     retry_after: str | None
     """Its header of this name: seconds, or a date."""
+    location: str | None = None
+    """Its header of this name, of a redirection."""
 
 
 def check_address(url: str, key: str) -> None:
@@ -38,7 +41,8 @@ def check_address(url: str, key: str) -> None:
         ValueError: names the configuration's `key`.
     """
     if why := _no_address(url):
-        raise ValueError(f"{key}: {ascii(url)[1:-1]} is no address: {why}")
+        shown = re.sub(r"//[^/]*@", "//***@", ascii(url)[1:-1])
+        raise ValueError(f"{key}: {shown} is no address: {why}")
 
 
 def _no_address(url: str) -> str | None:
@@ -50,6 +54,8 @@ def _no_address(url: str) -> str | None:
         return str(error.__cause__ or error)
     if parts.scheme not in ("http", "https") or not host:
         return "give http://HOST:PORT or https://HOST, with the path in it"
+    if "@" in parts.netloc:
+        return "it has a user name or password, which would be saved with the run and is never sent; leave it out"
     if not _is_plain(host + parts.path + parts.query) or " " in url:
         return "it has spaces or letters beyond ASCII; write them as in a browser's address, with percent signs"
     return None
@@ -81,10 +87,14 @@ def secret_from(variable: str | None, key: str) -> str | None:
     """The value of an environment variable that the configuration's `key` names; None where it names none.
 
     Raises:
-        ValueError: it is not set, or no header can carry it. The value is not shown.
+        ValueError: it is not set, or no header can carry it. The value is not shown, nor is what may be the key itself.
     """
     if variable is None:
         return None
+    if not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
+        raise ValueError(
+            f"{key}: is no name of an environment variable. Put the key into one, such as JUDGE_KEY, and name that here"
+        )
     value = os.environ.get(variable)
     if not value:
         raise ValueError(f"{key}={variable}: this environment variable is not set; set it, or leave the key out")
@@ -148,7 +158,7 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
         raise NoAnswer(f"IncompleteRead: the connection ended {response.length} bytes before the answer")
     if len(content) > MAX_ANSWER:
         raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
-    return Answer(response.status, content, response.headers.get("Retry-After"))
+    return Answer(response.status, content, response.headers.get("Retry-After"), response.headers.get("Location"))
 
 
 _PORTS = {"http": 80, "https": 443}

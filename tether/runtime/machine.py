@@ -20,18 +20,24 @@ CGROUPS = (
 use which is cached files: of version 2, and of version 1."""
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
     """Turn ``trainer.device`` into a device; ``auto`` takes an accelerator if there is one.
 
+    Args:
+        name: auto, cuda, mps or cpu.
+        key: what it was given by, for messages.
+
     Raises:
-        ValueError: the device that was asked for is not here.
+        ValueError: there is no such device, or none here.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(kind for kind, here in available.items() if here))
-    if not available[name]:
+    if not available.get(name):
         here = ", ".join(kind for kind, ready in available.items() if ready)
-        raise ValueError(f"trainer.device: {name} is not available to torch here. Available: {here}, or set it to auto")
+        if name not in available:
+            raise ValueError(f"{key}={name}: is no device. Available: {here}, or set it to auto")
+        raise ValueError(f"{key}: {name} is not available to torch here. Available: {here}, or set it to auto")
     return torch.device(name)
 
 

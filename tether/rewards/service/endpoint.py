@@ -54,9 +54,15 @@ class Endpoint:
                 if 200 <= answer.status < 300:
                     return self._parsed(answer.body)
                 problem = f"HTTP {answer.status} {_beginning(answer.body)}"
+                if answer.status < 400 and answer.location:
+                    problem = (
+                        f"HTTP {answer.status} to {answer.location[:_SHOWN]}, which is not followed; name that address"
+                    )
                 if answer.status not in _TRY_AGAIN and answer.status < 500:
                     break
                 asked = _seconds(answer.retry_after)
+                if asked > self.timeout:
+                    problem += f" and a Retry-After of {asked:g} s, beyond `timeout`"
             longest = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE)
             pause = max(longest * _jitter.uniform(0.5, 1.0), asked)
             if attempt == self.attempts or time.monotonic() + pause >= until:

@@ -56,7 +56,8 @@ def preference_batch(
             elif max(map(len, both)) > max_length:
                 longest = max(map(len, both))
                 problems.append(
-                    f"{pair.place}: {longest} tokens are more than {max_length}; leave it out or raise --max-length"
+                    f"{pair.place}: {longest} tokens are more than {max_length}; leave it out, or raise --max-length "
+                    "as far as the model's positions reach"
                 )
             elif chosen == rejected:
                 problems.append(
@@ -81,7 +82,7 @@ def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, fl
 
 def beats_chance(accuracy: float, pairs: int) -> bool:
     """Whether coins would rank as many of the held-out pairs right once in 20 times at most."""
-    return accuracy > 0.5 + 1.645 * math.sqrt(0.25 / pairs)
+    return accuracy - 0.5 / pairs > 0.5 + 1.645 * math.sqrt(0.25 / pairs)  # 0.5 / pairs: counts go in steps
 
 
 def until_lost(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
