@@ -269,6 +269,9 @@ def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str]
     assert "A look means" not in said.out
     assert "sampled" not in said.out
     assert "its simulator's" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
+    for out, says in (("x.txt", "is no picture"), ("nothing/x.png", "cannot be written"), (".", "is no picture")):
+        said = refused(cli("reward", "check", *arguments, "--samples", "4", "--out", out))
+        assert f"--out={out}: {says}" in said
 
 
 def test_a_reward_of_rules_is_tried_without_the_model(cli: Cli, run_arguments: tuple[list[str], Path], tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,6 +51,8 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
     """
     if loaded.config.env.train.id is not None:
         raise ValueError("env.train.id: the rewards of a control run are its simulator's; there is nothing to check")
+    if out:
+        _check_picture(out)
     disable_progress_bar()
     screen = Screen()
     with ExitStack() as stack:
@@ -108,16 +111,31 @@ def _table(audited: Audit) -> Table:
     return table
 
 
-def _draw(audited: Audit, out: Path) -> None:
-    """Every score as a dot, each kind of reply in a row, with the mean.
+def _check_picture(out: Path) -> None:
+    """Refuse a picture that cannot be written, before anything is scored.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ValueError: matplotlib is not installed, or does not write such files, or the folder is of no use.
     """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError(f"--out needs {error.name}: pip install 'tether[quickstart]'") from error
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if out.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--out={out}: is no picture; its name may end in {', '.join(kinds)}")
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(f"--out={out}: cannot be written; name a file in a folder that is there, such as reward.png")
+
+
+def _draw(audited: Audit, out: Path) -> None:
+    """Every score as a dot, each kind of reply in a row, with the mean.
+
+    Raises:
+        ValueError: the picture cannot be written.
+    """
+    from matplotlib.figure import Figure
+
     probes = audited.rows[::-1]
     figure = Figure(figsize=(7, 0.6 + 0.4 * len(probes)), layout="constrained")
     axes = figure.subplots()
@@ -127,4 +145,7 @@ def _draw(audited: Audit, out: Path) -> None:
         axes.scatter([probe.mean], [place], marker="|", s=260, linewidths=2, color=color)
     axes.set_yticks(range(len(probes)), [probe.kind for probe in probes])
     axes.set_xlabel("score; the bar is the mean")
-    figure.savefig(out, dpi=150)
+    try:
+        figure.savefig(out, dpi=150)
+    except OSError as error:
+        raise ValueError(f"--out={out}: cannot be written ({error.strerror})") from error

@@ -66,7 +66,6 @@ class LateCalls:
             return error
         return None
 
-
     def is_in(self, since: float) -> bool:
         """Whether the call that began then has not ended."""
         return self._since == since
