@@ -1,4 +1,4 @@
-"""What programs of contests take for granted: the standard library, input and output as files, and a deep stack."""
+"""Programs of contests count on the standard library, on input and output as files, and on a deep stack."""
 
 import resource
 import shutil

@@ -28,7 +28,7 @@ class _Open:
     marks: str
     tag: str
     before: str = ""
-    """What stands before the marks: in a list, the lines of the code are moved in as far."""
+    """Stands before the marks: in a list, the lines of the code are moved in as far."""
     lines: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:

@@ -10,8 +10,8 @@ from tether.config.importers.verl.arithmetic import NAME
 
 CUT = re.compile(rf"(?P<name>{NAME}|[1-9]\d*)(?P<sign>##?|%%?|//?|,,|\^\^|:(?=\d))(?P<rest>.*)", re.DOTALL)
 LENGTH = re.compile(rf"#({NAME})")
-_SPECIAL = re.compile(r"[\"'\\\[~&]|\$[({]")
-"""What patterns and replacements may hold that is not read here: quotes, sets of characters, other expansions, ..."""
+_LEFT_TO_BASH = re.compile(r"[\"'\\\[~&]|\$[({]")
+"""Patterns and replacements with one of these are left to bash: quotes, sets of characters, other expansions."""
 _REPLACED = re.compile(r"((?:[^/\\]|\\/)*)/?(.*)", re.DOTALL)
 _PLACES = re.compile(r"(\d+)(?::(\d+))?")
 _LONGEST = 10_000  # characters of a value that patterns are tried on
@@ -39,10 +39,10 @@ def cut(value: str, sign: str, rest: str, fill: Callable[[str], str | None]) -> 
     written, by = rest, ""
     if sign in ("/", "//") and (parts := _REPLACED.fullmatch(rest)):
         written, by = parts[1].replace("\\/", "/"), parts[2]
-    if _SPECIAL.search(written) or _SPECIAL.search(by):
+    if _LEFT_TO_BASH.search(written) or _LEFT_TO_BASH.search(by):
         return None
     pattern, text = fill(written), fill(by)
-    if pattern is None or text is None or _SPECIAL.search(pattern) or _SPECIAL.search(text):
+    if pattern is None or text is None or _LEFT_TO_BASH.search(pattern) or _LEFT_TO_BASH.search(text):
         return None
     if sign in ("/", "//"):
         return _replaced(value, pattern, text, everywhere=sign == "//")

@@ -279,7 +279,7 @@ class WordReader:
             self.assign(name, None)
 
     def _path(self, command: re.Match[str]) -> str | None:
-        """What ``pwd``, ``basename`` or ``dirname`` prints; None: unknown, or with options."""
+        """The output of ``pwd``, ``basename`` or ``dirname``; None: unknown, or with options."""
         inner, words = WordReader(command[2].strip(), self.variables, self._is_conditional), list[str]()
         while inner.at < len(inner._text):
             if inner._text[inner.at] in "\n;&|()<>#":  # another command, a redirection or a comment
