@@ -11,7 +11,7 @@ import json
 import pickle
 import pickletools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, TypeAlias, TypeVar
@@ -115,25 +115,21 @@ def refuse_filled(ground_truth: object, tests: Iterable[Test]) -> None:
 
 def _whole_decimal(value: object) -> float | None:
     """A decimal number that is whole, at any depth."""
-    level = [value]
-    while level:
-        for item in level:
-            if isinstance(item, float) and item.is_integer():
-                return item
-        level = _one_deeper(level)
-    return None
+    return next((item for item in _within(value) if isinstance(item, float) and item.is_integer()), None)
 
 
 def _null_key(value: object) -> object:
     """A key whose value is null, at any depth, or None."""
+    mappings = (item for item in _within(value) if isinstance(item, dict))
+    return next((key for mapping in mappings for key, item in mapping.items() if item is None), None)
+
+
+def _within(value: object) -> Iterator[object]:
+    """A value, and all that it holds at any depth."""
     level = [value]
     while level:
-        for mapping in level:
-            for key, item in mapping.items() if isinstance(mapping, dict) else ():
-                if item is None:
-                    return key
+        yield from level
         level = _one_deeper(level)
-    return None
 
 
 def _parsed(found: Any) -> list[Test]:
