@@ -25,6 +25,7 @@ install_import_hook(["tether.algorithms"], "tests.typecheck.check")
 import pytest
 import torch
 
+from tests.cpu_budget import pytest_configure  # noqa: F401
 from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
 from tether.models.language.registry_download import pull_model
 
