@@ -27,4 +27,5 @@ __all__ = [
     "gymnasium_types",
     "make",
     "spaces",
+    "vectorization",
 ]

@@ -21,6 +21,8 @@ from tether.envs.adapters.minigrid import SuccessByReward
 from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.envs.protocol import VectorEnv
 from tether.envs.spaces.action_masks import MaskedActions
+from tether.envs.spaces.observations import ObservationReader
+from tether.envs.vectorization.answers import FIX, described
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
@@ -51,6 +53,11 @@ SCRIPTED = ("metaworld",)
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 """Beginning of ids -> module that registers them."""
+
+TAKEN_BY_GYMNASIUM = frozenset(
+    {"id", "max_episode_steps", "disable_env_checker", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers"}
+)
+"""Arguments of `gymnasium.make` and `gymnasium.make_vec`, which never reach a constructor."""
 
 
 @dataclass(frozen=True)
@@ -285,9 +292,14 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
             f"{where}: reset(seed=0), a step and close() do not give what Gymnasium's do: (observation, info), "
             f"(observation, reward, terminated, truncated, info) and None. {type(error).__name__}: {error}"
         ) from error
+    reader = ObservationReader(env.observation_space, where)
     for name, seen in (("reset", obs), ("step", after)):
-        if not env.observation_space.contains(seen):
-            raise ValueError(f"{where}: {name} gives {seen!r:.80}, which is not in {env.observation_space}")
+        try:
+            reader(seen, 1)
+        except Exception as error:  # whatever cannot be read is one and the same problem
+            raise ValueError(
+                f"{where}: {name} gives {described(seen)}, which is not in {env.observation_space} ({error}). {FIX}"
+            ) from error
 
 
 def make_one(options: EnvOptions) -> Env:
@@ -314,7 +326,7 @@ def make_one(options: EnvOptions) -> Env:
         env = _wrapped(env, name, options.role)
     _refuse_statistics(env, options)
     env = _seen(env, options)
-    return SeedsByMethod(env) if hasattr(env.unwrapped, "seed") else env
+    return SeedsByMethod(env) if callable(getattr(env.unwrapped, "seed", None)) else env
 
 
 @contextmanager
@@ -407,7 +419,19 @@ def _refuse_statistics(env: Env, options: EnvOptions) -> None:
 
 
 def _arguments(options: EnvOptions) -> Info:
+    """Return what an environment is made with.
+
+    Raises:
+        ValueError: Gymnasium would take one of the `init_params` for itself.
+    """
     arguments = dict(options.init_params)
+    if options.env_type == "gymnasium":
+        if _own(options):
+            arguments = {name: value for name, value in arguments.items() if name not in TAKEN_BY_GYMNASIUM}
+        for name in set(arguments) & TAKEN_BY_GYMNASIUM:
+            key = f"{options.role}.init_params.{name}"
+            fix = f"Set {options.role}.{name}" if name in vars(options) else "Take it out"
+            raise ValueError(f"{key}: Gymnasium takes this name for itself, so {options.id} never gets it. {fix}.")
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps
     return arguments
@@ -420,7 +444,8 @@ def _find(options: EnvOptions) -> EnvSpec:
     """
     module, _, name = options.id.rpartition(":")
     if function := _own(options):
-        return EnvSpec(name, function)
+        hidden = {name: value for name, value in options.init_params.items() if name in TAKEN_BY_GYMNASIUM}
+        return EnvSpec(name, partial(function, **hidden) if hidden else function)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module and not module.endswith(".py"):
         importlib.import_module(module)

@@ -35,8 +35,9 @@ class ObservationReader:
         self.layout = tuple(leaf.part for leaf in self._leaves)
         if sum(part.kind == "text" for part in self.layout) > 1:
             raise ValueError(f"{env_id}: no policy reads several texts. Leave one in the observation space: {space}")
-        self.is_plain = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
-        """An observation is the one part itself, up to its type."""
+        is_vector = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
+        self.is_plain = is_vector and np.issubdtype(space.dtype, np.floating)
+        """An observation is the one part itself, up to the precision of its numbers."""
 
     def __call__(self, obs: Raw, rows: int) -> Observation:
         """Read `rows` observations of the space.
@@ -75,14 +76,15 @@ class _Leaf:
                 longest = self.part.shape[0]
                 return np.stack([encode_text(text, longest) for text in np.asarray(obs).reshape(rows).tolist()])
             case spaces.Discrete() | spaces.MultiDiscrete():
-                choices = _exactly(obs, np.int64).reshape(rows, -1) - np.reshape(self.space.start, -1)
+                choices = _exactly(obs, np.int64).reshape(rows, *self.part.shape) - np.reshape(self.space.start, -1)
                 if not ((choices >= 0) & (choices < self.part.choices)).all():
                     raise ValueError(f"{self.part.name}: {obs!r:.80} is no choice of {self.space}")
                 return choices
             case space if self.part.kind == "image":
                 return as_picture(_exactly(obs, np.uint8).reshape(rows, *(space.shape or ())))
         dtype = np.dtype(self.part.dtype)
-        return (np.asarray(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)).reshape(rows, -1)
+        numbers = np.asarray(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)
+        return numbers.reshape(rows, *self.part.shape)
 
 
 def _exactly(obs: Raw, dtype: DTypeLike) -> Array:

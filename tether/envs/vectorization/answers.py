@@ -8,7 +8,8 @@ from numbers import Real
 
 import numpy as np
 
-from tether.envs.gymnasium_types import Stepped
+from tether.envs.gymnasium_types import Info, Raw, Stepped
+from tether.envs.protocol import Flags, Floats
 
 FIX = "Correct the environment, or the wrapper that gives it."
 _REWARDS = frozenset({float, int, np.float32, np.float64})
@@ -47,13 +48,65 @@ def read_unusual(answer: object, who: str) -> Stepped:
     number = _unwrapped(reward)
     if not isinstance(number, Real):
         raise ValueError(f"{who}: the reward is {described(reward)}, no number. {FIX}")
-    flags = []
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        value = _unwrapped(flag)
-        if not isinstance(value, int) or value not in (0, 1):
-            raise ValueError(f"{who}: `{name}` is {described(flag)}, neither True nor False. {FIX}")
-        flags.append(bool(value))
-    return obs, float(number), flags[0], flags[1], dict(info or {})
+    ended = read_flag(terminated, "`terminated`", who), read_flag(truncated, "`truncated`", who)
+    return obs, float(number), *ended, dict(info or {})
+
+
+def read_flag(value: object, what: str, who: str) -> bool:
+    """Return a flag that may be a number or a tensor.
+
+    Args:
+        value: as the environment gives it.
+        what: names the flag in messages.
+        who: names the environment in messages.
+
+    Raises:
+        ValueError: it is neither True nor False, and neither 1 nor 0.
+    """
+    number = _unwrapped(value)
+    if not isinstance(number, Real) or number not in (0, 1):
+        raise ValueError(f"{who}: {what} is {described(value)}, neither True nor False. {FIX}")
+    return bool(number)
+
+
+def success_of(info: Info, who: str) -> bool | None:
+    """Return the flag `is_success` (Stable-Baselines3's name) or `success` of a step's info, None without either.
+
+    Raises:
+        ValueError: it is neither True nor False, and neither 1 nor 0.
+    """
+    for name in ("is_success", "success"):
+        if (flag := info.get(name)) is not None:
+            return flag if type(flag) is bool else read_flag(flag, f"info[{name!r}]", who)
+    return None
+
+
+def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
+    """Return the flags [count] of a vector environment, which may be numbers.
+
+    Raises:
+        ValueError: they have another shape, or one is neither True nor False, and neither 1 nor 0.
+    """
+    flags = np.asarray(values)
+    if flags.shape != (count,):
+        raise ValueError(f"{who}: {what} is {described(values)}, not one flag for each of {count} environments. {FIX}")
+    if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
+        raise ValueError(f"{who}: {what} is {described(values)}, neither True nor False in each place. {FIX}")
+    return flags.astype(np.bool_, copy=False)
+
+
+def read_rewards(values: Raw, who: str, count: int) -> Floats:
+    """Return the rewards [count] of a vector environment as float32.
+
+    Raises:
+        ValueError: they have another shape, or are no numbers.
+    """
+    rewards = np.asarray(values)
+    if rewards.shape != (count,) or rewards.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{who}: the reward is {described(values)}, not a number for each of {count} environments. {FIX}"
+        )
+    return rewards.astype(np.float32, copy=False)
 
 
 def described(value: object) -> str:

@@ -13,6 +13,7 @@ from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
+from tether.envs.vectorization.answers import read_flags, read_rewards
 from tether.observations import Array, Observation
 
 
@@ -55,10 +56,14 @@ class GymnasiumVectorEnv:
 
     def step(self, actions: Array) -> EnvStep:
         """See `VectorEnv.step`."""
-        raw, reward, terminated, truncated, infos = self._env.step(self._codec.decode(actions))
+        raw, rewards, terminations, truncations, infos = self._env.step(self._codec.decode(actions))
+        reward = read_rewards(rewards, self.id, self.num_envs)
+        terminated = read_flags(terminations, "`terminated`", self.id, self.num_envs)
+        truncated = read_flags(truncations, "`truncated`", self.id, self.num_envs)
         obs, ended = self._read(raw, self.num_envs), terminated | truncated
         final_obs, valid = None, None
         if self._mode is AutoresetMode.NEXT_STEP:
+            self._refuse_reset_within_step(infos)
             if self._resetting.any():
                 valid = ~self._resetting
             self._resetting = ended
@@ -69,9 +74,40 @@ class GymnasiumVectorEnv:
                 # Only the masked rows of what a partial reset returns are defined.
                 begun = self._read(fresh, self.num_envs)
                 obs = {name: _where(ended, begun[name], part) for name, part in obs.items()}
-        reward = np.asarray(reward, dtype=np.float32)
-        success = _success(infos)
+        success = self._success(infos)
         return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
+
+    def _refuse_reset_within_step(self, infos: Info) -> None:
+        """Refuse what would cost the first step of each episode, and would bootstrap from the next one's first state.
+
+        Raises:
+            ValueError: the infos hold an episode's last observation, which is needed only where its last step resets.
+        """
+        for name in ("final_obs", "final_observation"):
+            if name in infos:
+                mode = self._env.metadata.get("autoreset_mode", "missing, which means NEXT_STEP")
+                raise ValueError(
+                    f"{self.id}: its metadata['autoreset_mode'] is {mode}, but info[{name!r}] says that an environment "
+                    "resets in the step that ends its episode. Set it to gymnasium.vector.AutoresetMode.SAME_STEP, and "
+                    "give the observations as info['final_obs']."
+                )
+
+    def _success(self, infos: Info) -> Flags | None:
+        """Return the success of each environment; that of an episode that has ended stands in `final_info`."""
+        for name in ("is_success", "success"):
+            success = None
+            for info in (infos, infos.get("final_info", {})):
+                if name not in info:
+                    continue
+                given = info.get(f"_{name}", np.ones(self.num_envs, dtype=np.bool_))
+                values = np.array(info[name])
+                if values.shape == given.shape:
+                    values[~given] = False
+                flags = read_flags(values, f"info[{name!r}]", self.id, self.num_envs)
+                success = flags if success is None else np.where(given, flags, success)
+            if success is not None:
+                return success
+        return None
 
     def get_state(self) -> EnvState:
         """See `VectorEnv.get_state`."""
@@ -99,16 +135,3 @@ class GymnasiumVectorEnv:
 def _where(rows: Flags, chosen: Array, other: Array) -> Array:
     """Some rows [N, ...] of one array, the rest of another."""
     return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)
-
-
-def _success(infos: Info) -> Flags | None:
-    """The success of each environment, where the infos tell; that of a finished episode stands in `final_info`."""
-    for name in ("is_success", "success"):
-        now, last = infos.get(name), infos.get("final_info", {}).get(name)
-        if now is None and last is None:
-            continue
-        told = np.asarray(now if last is None else last).astype(np.bool_)
-        if now is not None and last is not None:
-            told = np.where(infos["final_info"][f"_{name}"], last, now).astype(np.bool_)
-        return told
-    return None

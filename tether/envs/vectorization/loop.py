@@ -15,7 +15,7 @@ from tether.envs.spaces.action_masks import refuse_unread_mask
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
 from tether.envs.state import EnvKeeper
-from tether.envs.vectorization.answers import FIX, described, is_usual, read_unusual
+from tether.envs.vectorization.answers import FIX, described, is_usual, read_unusual, success_of
 from tether.observations import Array, Observation, copied, shapes
 
 
@@ -62,7 +62,7 @@ class SyncVectorEnv:
         self._reward = np.zeros(num_envs, dtype=np.float32)
         self._terminated = np.zeros(num_envs, dtype=np.bool_)
         self._truncated = np.zeros(num_envs, dtype=np.bool_)
-        self._success = np.zeros(num_envs, dtype=np.bool_)
+        self._success, self._had_success = np.zeros(num_envs, dtype=np.bool_), False
 
     def reset(self, seed: int) -> Observation:
         """See `VectorEnv.reset`."""
@@ -89,8 +89,10 @@ class SyncVectorEnv:
             ValueError: the info of an episode's last step lacks one of the `info_metrics`, or has it as no number.
         """
         decoded = self._codec.decode(actions)
-        ended = tells_success = False
+        ended = has_success = False
         valid, told = None, dict[str, Floats]()
+        if self._had_success:  # an environment may give the flag in some steps only
+            self._success[:] = False
         if self._holds and self._waiting.any():
             valid = ~self._waiting
             for row in (self._reward, self._terminated, self._truncated, self._success):
@@ -110,9 +112,9 @@ class SyncVectorEnv:
             if self._ignore_terminations:
                 terminated = False
             self._terminated[i], self._truncated[i] = terminated, truncated
-            success = info.get("is_success", info.get("success")) if info else None
+            success = success_of(info, f"{self.id}, environment {i}") if info else None
             if success is not None:
-                tells_success, self._success[i] = True, bool(success)
+                has_success, self._success[i] = True, success
             if terminated or truncated:
                 ended = True
                 for name in self._info_metrics:
@@ -124,6 +126,7 @@ class SyncVectorEnv:
                 else:
                     obs, _ = env.reset()
             self._write(self._obs, i, obs)
+        self._had_success = has_success
         return EnvStep(
             self._obs,
             self._reward,
@@ -131,7 +134,7 @@ class SyncVectorEnv:
             self._truncated,
             final_obs=self._final_obs if ended else None,
             valid=valid,
-            success=self._success if tells_success else None,
+            success=self._success if has_success else None,
             told=told or None,
         )
 

@@ -10,6 +10,7 @@ from tether.data.demonstrations import Demonstration
 from tether.envs.gymnasium_types import Env, Raw
 from tether.envs.spaces.actions import ActionCodec
 from tether.envs.spaces.observations import ObservationReader
+from tether.envs.vectorization.answers import success_of
 from tether.models.control import Act
 from tether.observations import Array, Observation, copied, recorded
 
@@ -96,10 +97,10 @@ def _play(env: Env, env_id: str, codec: ActionCodec, decide: Demonstrator, seed:
             actions.append(codec.encode(carried_out))
             obs, reward, terminated, truncated, info = env.step(carried_out)
             rewards.append(float(reward))
-            success.append(info.get("is_success", info.get("success")))
+            success.append(success_of(info, env_id))
             ended = terminated or truncated
             if ended:
                 break
-    told = None if None in success else np.array(success, dtype=np.bool_)
+    solved = np.array([flag is True for flag in success]) if any(flag is not None for flag in success) else None
     seen = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return Demonstration(recorded(read.layout, seen), np.stack(actions), np.array(rewards, dtype=np.float32), told)
+    return Demonstration(recorded(read.layout, seen), np.stack(actions), np.array(rewards, dtype=np.float32), solved)
