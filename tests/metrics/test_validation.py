@@ -82,6 +82,19 @@ def test_acc_is_core_where_it_is_given_and_sources_are_apart() -> None:
     assert not [key for key in metrics if "comment" in key]
 
 
+def test_acc_of_some_rows_is_no_headline() -> None:
+    """A reward that returns 0 early, without `acc`, would be judged by its well-formed answers alone."""
+    wrong_format = [ValidationRow("math", i, {"reward": 0.0}) for i in range(7)]
+    metrics = validation_metrics([*wrong_format, ValidationRow("math", 7, {"reward": 1.0, "acc": True})])
+    assert metrics["val-core/math/reward/mean@1"] == 1 / 8
+    assert metrics["val-aux/math/acc/missing_fraction"] == 7 / 8
+    assert not [key for key in metrics if key.startswith("val-core/") and "acc" in key]
+    unscored = ValidationRow("math", 8, {"reward": None})
+    assert "val-core/math/acc/mean@1" in validation_metrics(
+        [unscored, ValidationRow("math", 7, {"reward": 1.0, "acc": True})]
+    )
+
+
 def test_a_response_without_a_score_is_counted_and_not_scored_zero() -> None:
     metrics = validation_metrics(rows(0, [1.0, None]) + rows(1, [float("nan"), None]) + rows(2, [0.5, 0.0]))
     assert metrics["val-core/gsm8k/reward/mean@2"] == (1.0 + 0.25) / 2

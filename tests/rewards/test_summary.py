@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
-from tether.rewards.summary import check_error_rate, extra_means, percentile, summarize
+from tether.rewards.summary import check_error_rate, extra_metrics, percentile, summarize
 
 REQUESTS = [RewardRequest("test", f"reply {i}", str(i)) for i in range(8)]
 OUTCOMES = [
@@ -44,7 +44,9 @@ def test_a_report_counts_and_never_turns_a_failure_into_a_number():
         "reward/call_s/p50": pytest.approx(0.4),
         "reward/call_s/p99": pytest.approx(0.8),
         "reward/extra/acc/mean": 0.5,
+        "reward/extra/acc/missing_fraction": pytest.approx(1 / 3),
         "reward/extra/length/mean": 10.0,
+        "reward/extra/length/missing_fraction": pytest.approx(2 / 3),
     }
 
 
@@ -55,7 +57,12 @@ def test_extra_keys_may_be_ragged_and_text_is_skipped():
         Score(0, {"a": 2, "b": None, "list": [1]}),
         Abstention(),
     ]
-    assert extra_means(outcomes) == {"a": 1.5, "b": 4.0}
+    assert extra_metrics(outcomes) == {
+        "reward/extra/a/mean": 1.5,
+        "reward/extra/a/missing_fraction": pytest.approx(1 / 3),
+        "reward/extra/b/mean": 4.0,
+        "reward/extra/b/missing_fraction": pytest.approx(2 / 3),
+    }
 
 
 def test_the_error_rate_stops_the_run_and_shows_the_samples():

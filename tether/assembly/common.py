@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
-from tether.config import LoadedConfig, RunConfig, device_count
+from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
@@ -43,16 +43,19 @@ class Run:
         self.resources.close()
 
 
-def find_start(config: RunConfig) -> tuple[CheckpointStore, Path | None]:
+def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
     """The checkpoints of a run, and the one that it resumes from, verified; None: it begins from scratch.
 
     Raises:
-        ValueError: see `CheckpointStore.resolve`.
+        ValueError: there is no such checkpoint, it is damaged, or its models were built with other settings.
     """
-    trainer = config.trainer
+    trainer = loaded.config.trainer
     store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
     given = Path(trainer.resume_from_path) if trainer.resume_from_path else None
-    return store, store.resolve(trainer.resume_mode, given)
+    checkpoint = store.resolve(trainer.resume_mode, given)
+    if checkpoint:
+        check_resumable(checkpoint / "run.yaml", loaded)
+    return store, checkpoint
 
 
 def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:

@@ -90,7 +90,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
     directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
-        store, checkpoint = find_start(loaded.config)
+        store, checkpoint = find_start(loaded)
         loaded = fit_defaults(loaded)  # after what is wrong with the folder: it may take long
         loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config

@@ -96,7 +96,7 @@ def build_run(loaded: LoadedConfig) -> Run:
     directory = Path(config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
-        store, checkpoint = find_start(config)
+        store, checkpoint = find_start(loaded)
         loaded = after_rollbacks(loaded, store, checkpoint)
         formats = decided_formats(loaded.config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")

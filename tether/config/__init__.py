@@ -7,7 +7,7 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import DRAW, NO_DRAW, changes_since, saved_values
+from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, saved_values
 from tether.config.devices import device_count, models_of, placed, pools
 from tether.config.explain import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
@@ -44,6 +44,7 @@ __all__ = [
     "RunConfig",
     "changes_since",
     "check_has_part",
+    "check_resumable",
     "device_count",
     "explain",
     "for_continuous_actions",

@@ -29,6 +29,13 @@ NO_DRAW = (
 )
 """Begin those among them that do not: of memory, of the machine, of validation."""
 
+AT_CONSTRUCTION = ("policy.", *(f"actor_rollout_ref.model.{key}" for key in ("lora_", "target_modules")))
+"""Begin the keys that act when a run starts and builds its models; a resumed run reads these from the checkpoint."""
+NOT_AT_CONSTRUCTION = (
+    *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),
+    *(f"policy.{key}" for key in ("model_type", "features_extractor")),  # compared by what they define
+)
+
 
 def saved_values(saved: Path) -> dict[str, object] | None:
     """The flat table of a ``run.yaml``; None where a version with other keys wrote it."""
@@ -66,3 +73,28 @@ def changes_since(
 
     listed = [key for key, source in different.items() if not follows(key, source)]
     return [f"{key}: {show(then.get(key))} -> {show(values[key])}" for key in listed]
+
+
+def check_resumable(saved: Path, now: LoadedConfig) -> None:
+    """Refuse to resume with settings of models that a checkpoint has built already.
+
+    Args:
+        saved: the ``run.yaml`` of the checkpoint.
+        now: the configuration of the run that resumes.
+
+    Raises:
+        ValueError: a key that acts only when models are built has another value, or the checkpoint has no critic.
+    """
+    then = saved_values(saved)
+    if then is None:  # written by a version with other keys
+        return
+    problems = changes_since(saved, now, among=AT_CONSTRUCTION, without=NOT_AT_CONSTRUCTION)
+    if now.config.critic.enable and then["critic.enable"] is False:
+        estimator = "algorithm.adv_estimator"
+        problems.append(f"{estimator}: {then[estimator]} -> {now.config.algorithm.adv_estimator}, which needs a critic")
+    if problems:
+        raise ValueError(
+            f"{'; '.join(problems)}. {saved.parent} was trained with the first value, which a resumed run cannot "
+            "change. Set it back, or start a new run in another trainer.default_local_dir, for example from "
+            "actor_rollout_ref.model.path=CHECKPOINT/actor."
+        )

@@ -66,6 +66,9 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "reward/call_s/p50": MetricInfo("Median time to score a response, in seconds."),
     "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
     "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned with its score."),
+    "reward/extra/<key>/missing_fraction": MetricInfo(
+        "Share of scored responses that the mean leaves out, since the reward did not return this key.", "0"
+    ),
     "reward/overlong_penalty_mean": MetricInfo("Mean length penalty, added to the score of a response."),
     "reward/overlong_fraction": MetricInfo("Share of responses with a length penalty.", "falls over the run"),
     "reward/running_mean": MetricInfo("Mean of all scores so far, which running normalisation subtracts."),
@@ -358,7 +361,8 @@ TIMING: Mapping[str, MetricInfo] = {
 
 VALIDATION: Mapping[str, MetricInfo] = {
     "val-core/<source>/<variable>/<metric>": MetricInfo(
-        "Validation result to watch: `acc` if the reward gives it, else `reward`, over all samples of a prompt.",
+        "Validation result to watch: `acc` if the reward returns it with every score, else `reward`, over all samples "
+        "of a prompt.",
         "rises over the run",
     ),
     "val-aux/<source>/<variable>/mean@<n>": MetricInfo("Mean over the n samples of a prompt."),
@@ -367,6 +371,9 @@ VALIDATION: Mapping[str, MetricInfo] = {
     "val-aux/<source>/<variable>/worst@<n>/<moment>": MetricInfo("Worst of n samples: bootstrap mean and std."),
     "val-aux/<source>/<variable>/maj@<n>/<moment>": MetricInfo(
         "Value of the most frequent answer among n samples: bootstrap mean and std."
+    ),
+    "val-aux/<source>/<variable>/missing_fraction": MetricInfo(
+        "Share of scored responses for which the reward did not return this variable.", "0"
     ),
     "val-aux/<source>/num_distinct": MetricInfo("Distinct questions among the validation prompts."),
     "val-aux/<source>/distinct_mean": MetricInfo(

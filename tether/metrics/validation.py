@@ -45,8 +45,10 @@ class ValidationRow:
 def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
     """Compute ``val-core/<source>/<variable>/<metric>`` and the matching ``val-aux/...``.
 
-    Core is what a run is judged by: mean, best and maj of ``acc`` (or, where no row has it, ``reward``) over all N
-    samples of a prompt. All else is aux.
+    Core is what a run is judged by: mean, best and maj over all N samples of a prompt, of ``acc`` where every scored
+    row of the source has it, else of ``reward``. A mean over the rows that happen to have ``acc`` would leave out those
+    whose format was wrong. All else is aux; ``val-aux/<source>/<variable>/missing_fraction`` is the share of scored
+    rows without a variable.
     """
     by_source: dict[str, dict[Hashable, list[ValidationRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -63,16 +65,28 @@ def _source_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]]) -> 
         for variable in sorted({name for row in rows for name in row.values}):
             for metric, value in prompt_metrics(rows, variable).items():
                 collected[variable, metric].append(value)
-    core_variable = "acc" if any(variable == "acc" for variable, _ in collected) else "reward"
+    missing = _missing_fractions([row for rows in prompts for row in rows])
+    core_variable = "acc" if missing.get("acc") == 0 else "reward"
     most = max(len(rows) for rows in prompts)
     core_metrics = {f"{kind}@{most}{moment}" for kind in ("mean", "best", "maj") for moment in ("", "/mean", "/std")}
     metrics = {}
     for (variable, metric), values in collected.items():
         core = variable == core_variable and metric in core_metrics
         metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{metric}"] = math.fsum(values) / len(values)
+    metrics |= {f"val-aux/{source}/{variable}/missing_fraction": share for variable, share in missing.items() if share}
     metrics |= _question_metrics(source, prompts, core_variable)
     unscored = sum(_number(row.values.get("reward")) is None for rows in prompts for row in rows)
     return metrics | {f"val-aux/{source}/num_unscored": float(unscored)}
+
+
+def _missing_fractions(rows: Sequence[ValidationRow]) -> dict[str, float]:
+    """Return the share of the scored rows that lack each variable which any of them has."""
+    numbers = [{name for name, value in row.values.items() if _number(value) is not None} for row in rows]
+    scored = [names for names in numbers if "reward" in names]
+    return {
+        variable: sum(variable not in names for names in scored) / len(scored)
+        for variable in sorted(set().union(*scored))
+    }
 
 
 def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], variable: str) -> dict[str, float]:

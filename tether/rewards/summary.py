@@ -46,7 +46,7 @@ class RewardReport:
     error_samples: tuple[ErrorSample, ...]
     """The first errors, to be shown."""
     metrics: dict[str, float]
-    """`reward/error_rate`, `reward/abstain_rate`, `reward/call_s/p50` and `p99`, `reward/extra/<key>/mean`."""
+    """`reward/error_rate`, `reward/abstain_rate`, `reward/call_s/p50` and `p99`, and those of `extra_metrics`."""
 
     @property
     def error_rate(self) -> float:
@@ -67,7 +67,7 @@ def summarize(
         "reward/call_s/p50": percentile(durations, 50),
         "reward/call_s/p99": percentile(durations, 99),
     }
-    metrics |= {f"reward/extra/{key}/mean": mean for key, mean in extra_means(outcomes).items()}
+    metrics |= extra_metrics(outcomes)
     return RewardReport(
         scores=[outcome.value if isinstance(outcome, Score) else math.nan for outcome in outcomes],
         num_scored=len(rows) - len(errors) - num_abstained,
@@ -78,14 +78,24 @@ def summarize(
     )
 
 
-def extra_means(outcomes: Iterable[RewardOutcome]) -> dict[str, float]:
-    """Mean of every extra key over the rows that have it; True counts as 1, what is no finite number is left out."""
+def extra_metrics(outcomes: Iterable[RewardOutcome]) -> dict[str, float]:
+    """Return `reward/extra/<key>/mean` of each number that rewards returned beside the score.
+
+    It is over the rows that have the key; `reward/extra/<key>/missing_fraction` is the share of scored rows without it,
+    where there are any. True counts as 1, and what is no finite number is left out.
+    """
+    scored = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     values: dict[str, list[float]] = defaultdict(list)
-    for outcome in outcomes:
-        for key, value in outcome.extra.items() if isinstance(outcome, Score) else ():
+    for outcome in scored:
+        for key, value in outcome.extra.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 values[key].append(float(value))
-    return {key: sum(found) / len(found) for key, found in sorted(values.items())}
+    metrics: dict[str, float] = {}
+    for key, numbers in sorted(values.items()):
+        metrics[f"reward/extra/{key}/mean"] = sum(numbers) / len(numbers)
+        if len(numbers) < len(scored):
+            metrics[f"reward/extra/{key}/missing_fraction"] = 1 - len(numbers) / len(scored)
+    return metrics
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -61,7 +61,7 @@ IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference, or, without one, of a step to the next."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
-NO_COLLAPSE = ("critic", "alike", "tools")
+NO_COLLAPSE = ("critic", "alike", "tools", "partial acc")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 CALMER_CONTROL = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
@@ -204,6 +204,20 @@ class Alarms:
                 warn,
                 since=fall.step + 2,
             )
+        missing = [
+            f"{key} {share:.2f}"
+            for key, share in metrics.items()
+            if key.startswith("val-aux/") and key.endswith("/acc/missing_fraction")
+        ]
+        self._watch(
+            "partial acc",
+            bool(missing),
+            1,
+            f"the reward returns no `acc` with some of its scores ({', '.join(missing)}), "
+            "so the held-out score is the mean of `reward`. Return `acc` with every score, 0 where the format is wrong",
+            warn,
+            since=self.step,
+        )
         for key, majority in metrics.items():
             if not (key.startswith("val-aux/") and key.endswith("/majority_answer")):
                 continue
