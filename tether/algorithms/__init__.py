@@ -99,4 +99,4 @@ __all__ = [
 ]
 
 # Arguments are checked where this package is entered, once; the registries check for themselves.
-globals().update({name: checked(value) for name in __all__ if inspect.isfunction(value := globals()[name])})
+globals().update({name: checked(globals()[name]) for name in __all__ if inspect.isfunction(globals()[name])})
