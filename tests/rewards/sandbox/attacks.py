@@ -123,6 +123,11 @@ syscall('vmsplice', os.pipe()[1], part, 1, 0)
     "handles_faults": "syscall('userfaultfd', 0)",
     "makes_rules_for_itself": "syscall('landlock_create_ruleset', (ctypes.c_uint64 * 2)(0, 3), 16, 0)",
     "takes_a_table_for_locks": "escaped() if libc.prctl(78, 1, ctypes.c_ulong(1 << 12), 0, 0) == 0 else None",
+    "gives_a_folder_an_access_control_list": """
+entries = b''.join(tag.to_bytes(2, 'little') + b'\\7\\0' + b'\\xff' * 4 for tag in (1, 4, 32))
+os.setxattr('/tmp', 'system.posix_acl_access', b'\\2\\0\\0\\0' + entries)
+escaped()
+""",
     "takes_huge_pages": """
 try:
     mmap.mmap(-1, 2 << 20, flags=0x40000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

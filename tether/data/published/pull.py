@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -118,6 +118,9 @@ def _refuse_files_of_others(out: Path, dataset: Dataset, repository: str, note: 
 def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
     for pattern in part.patterns:
         if found := sorted(path for path in listing.files if fnmatchcase(path, pattern)):
+            for path in found:
+                if "\0" in path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+                    raise ValueError(f"{repository}: the hub lists the file {path!r}, which is outside of the dataset")
             return found
     shown = ", ".join(sorted(listing.files)[:10]) or "none"
     raise ValueError(

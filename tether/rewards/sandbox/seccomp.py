@@ -1,8 +1,8 @@
 """The system calls that a confined program may not make, as a filter of the kernel.
 
-Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold, tables
-of the kernel whose size a program chooses), sockets, namespaces inside the namespace, locks on files of the machine and
-news of who reads them, and interfaces of the kernel whose bugs are the usual way out.
+Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold, access
+control lists of files, tables of the kernel whose size a program chooses), sockets, namespaces inside the namespace,
+locks on files of the machine and news of who reads them, and interfaces of the kernel whose bugs are the usual way out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _DENIED = {
     "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
     "open_by_handle_at": (304, 265), "io_setup": (206, 0), "flock": (73, 32), "vmsplice": (278, 75),
     "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
 }  # fmt: skip
 # A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
 _ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425), "landlock_create_ruleset": (444, 444)}
