@@ -7,7 +7,7 @@ import pickle
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -144,12 +144,21 @@ class WorkerVectorEnv:
     def get_state(self) -> EnvState:
         """See `VectorEnv.get_state`; the global generators of each process are a part of it.
 
-        Raises:
-            RuntimeError: a process died.
+        The state of a process that has ended is left out, so that new episodes begin, which replaces it.
         """
-        states = self._ask_all("get_state", [None] * len(self._workers))
-        left_out = dict.fromkeys(reason for _, state in states for reason in state.left_out)
-        return EnvState((self._seed, [(rng, state.data) for rng, state in states]), tuple(left_out))
+        for worker in self._workers:
+            self._send(worker, ("get_state", None))
+        states, left_out = [], dict[str, None]()
+        for worker in self._workers:
+            answer = self._receive(worker)
+            if isinstance(answer, str):
+                states.append(None)
+                left_out[f"{self._names(worker)}, whose process {answer}"] = None
+            else:
+                rng, state = answer
+                states.append((rng, state.data))
+                left_out |= dict.fromkeys(state.left_out)
+        return EnvState((self._seed, states), tuple(left_out))
 
     def set_state(self, data: Saved) -> None:
         """See `VectorEnv.set_state`.
@@ -160,9 +169,15 @@ class WorkerVectorEnv:
         seed, states = data
         if len(states) != len(self._workers):
             raise ValueError(f"saved of {len(states)} processes, now {len(self._workers)}")
-        refused = next(filter(None, self._ask_all("set_state", states)), None)
-        if refused:
-            raise refused
+        saved = [(worker, state) for worker, state in zip(self._workers, states, strict=True) if state is not None]
+        for worker, state in saved:
+            self._send(worker, ("set_state", state))
+        for worker, _ in saved:
+            answer = self._receive(worker)
+            if isinstance(answer, str):
+                raise RuntimeError(f"{self.id}: the state of {self._names(worker)}: their process {answer}")
+            if answer:
+                raise answer
         self._seed = seed
 
     def close(self) -> None:
@@ -172,16 +187,6 @@ class WorkerVectorEnv:
         end = time.monotonic() + PATIENCE
         for worker in self._workers:
             worker.process.close(end - time.monotonic())
-
-    def _ask_all(self, command: str, arguments: Sequence[object]) -> list[Any]:
-        """The answers of all workers."""
-        for worker, argument in zip(self._workers, arguments, strict=True):
-            self._send(worker, (command, argument))
-        answers = [self._receive(worker) for worker in self._workers]
-        for worker, answer in zip(self._workers, answers, strict=True):
-            if isinstance(answer, str):
-                raise RuntimeError(f"{self.id}: {command} of {self._names(worker)}: their process {answer}")
-        return answers
 
     def _announced(self) -> tuple[ActionSpec, ObsLayout]:
         """The description that the first worker gives of its environments."""
