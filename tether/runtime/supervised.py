@@ -26,7 +26,7 @@ Serve = Callable[[Channel], None]
 """The work of a process: it answers what it receives from the channel, until that is None."""
 
 # The process imports from where this one does, whatever the working directory is; nothing of __main__ is run.
-_BOOT = "import sys; sys.path[:] = sys.argv[6:]; from tether.runtime.supervised import main; main()"
+_BOOT = "import sys; sys.path[:] = sys.argv[5:]; from tether.runtime.supervised import main; main()"
 _SLICE = 1.0  # seconds between two looks at what may end a wait
 _GRACE = 5.0  # seconds in which a guard has ended everything; it needs milliseconds
 
@@ -54,8 +54,17 @@ class SupervisedProcess:
     `stop` may be called from any thread; everything else belongs to one thread at a time.
     """
 
-    def __init__(self, guard: int, channel: socket.socket, control: socket.socket, tag: bytes, limit: int) -> None:
+    def __init__(
+        self,
+        guard: int,
+        channel: socket.socket,
+        control: socket.socket,
+        tag: bytes,
+        limit: int,
+        longest_beat: float = math.inf,
+    ) -> None:
         channel.setblocking(False)
+        self._longest_beat = longest_beat
         self._guard, self._control = guard, control
         self._channel = Channel(channel, tag, limit)
         self._poll = select.poll()
@@ -89,22 +98,30 @@ class SupervisedProcess:
 
     @classmethod
     def spawn(
-        cls, serve: str, *, limit: int = 2**32 - 1, environment: dict[str, str] | None = None
+        cls,
+        serve: str,
+        *,
+        limit: int = 2**32 - 1,
+        longest_beat: float = math.inf,
+        environment: dict[str, str] | None = None,
     ) -> SupervisedProcess:
         """Run ``module:function`` in a new interpreter.
 
         Args:
             serve: names a `Serve`.
             limit: bytes of its longest answer.
+            longest_beat: seconds for which a beat counts at most. A user's code in the process could send one of a day,
+                and then hang.
             environment: variables that differ from those of this process.
         """
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag = secrets.token_bytes(TAG_BYTES)
         descriptors = (its_channel.fileno(), its_control.fileno())
+        channel.sendall(tag)  # and not as an argument, which any code in the process can read
         search_path = [os.path.abspath(folder) for folder in sys.path]
         guard = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *map(str, descriptors), tag.hex(), str(os.getpid()), serve, *search_path],
+            [sys.executable, "-c", _BOOT, *map(str, descriptors), str(os.getpid()), serve, *search_path],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             start_new_session=True,
@@ -113,7 +130,7 @@ class SupervisedProcess:
         guard.returncode = 0  # it is reaped here, not by subprocess
         its_channel.close()
         its_control.close()
-        return cls(guard.pid, channel, control, tag, limit)
+        return cls(guard.pid, channel, control, tag, limit, longest_beat)
 
     def send(self, request: bytes, within: float) -> None:
         """Send a request.
@@ -155,7 +172,8 @@ class SupervisedProcess:
                 self._fill()
                 continue
             self._begun, self._asked = True, time.monotonic()
-            self._due = self._asked + (self._within if isinstance(message, bytes) else message)
+            is_answer = isinstance(message, bytes)
+            self._due = self._asked + (self._within if is_answer else min(message, self._longest_beat))
             if isinstance(message, bytes):
                 return message
         raise self._ended
@@ -263,12 +281,13 @@ def _fork() -> int:
 
 def main() -> None:
     """Be a guard with a worker below it, in a new interpreter; see `SupervisedProcess.spawn` for the arguments."""
-    channel, control, tag, owner, serve = sys.argv[1:6]
+    channel, control, owner, serve = sys.argv[1:5]
     os.dup2(2, 1)  # prints of a user's code do not mix with the owner's
     connection = socket.socket(fileno=int(channel))
+    tag = connection.recv(TAG_BYTES, socket.MSG_WAITALL)
 
     def work() -> None:
         module, _, function = serve.partition(":")
-        getattr(import_module(module), function)(Channel(connection, bytes.fromhex(tag)))
+        getattr(import_module(module), function)(Channel(connection, tag))
 
     supervise(work, socket.socket(fileno=int(control)), int(owner))

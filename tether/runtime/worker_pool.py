@@ -48,6 +48,8 @@ class Work(Generic[Answer]):
     """The answer of a request that ended its process: why, and after how many seconds."""
     limit: int
     """Bytes of the longest answer."""
+    longest_beat: float
+    """Seconds up to an answer that a worker may ask for, at most."""
 
 
 class WorkerPool(Generic[Answer]):
@@ -215,7 +217,12 @@ class WorkerPool(Generic[Answer]):
 
     def _start(self) -> SupervisedProcess:
         # Sets of strings have one order in all workers.
-        worker = SupervisedProcess.spawn(self._work.serve, limit=self._work.limit, environment={"PYTHONHASHSEED": "0"})
+        worker = SupervisedProcess.spawn(
+            self._work.serve,
+            limit=self._work.limit,
+            longest_beat=self._work.longest_beat,
+            environment={"PYTHONHASHSEED": "0"},
+        )
         worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker
 

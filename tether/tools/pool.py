@@ -82,6 +82,7 @@ class ToolPool(WorkerPool[Reply]):
             load=_load,
             failed=lambda reason, _: Reply(error=reason),
             limit=MAX_ANSWER,
+            longest_beat=timeout,
         )
         self._next_index = 0
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)

@@ -11,6 +11,9 @@ from tether.rewards.outcome import MAX_ANSWER, RewardError, RewardFailure, Rewar
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
 
+LOADING = 60.0
+"""Seconds that importing a rule may take before its first call."""
+
 
 class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
     """Worker processes that score responses.
@@ -36,13 +39,15 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
         programs: ProgramOptions | None = None,
     ) -> None:
         self._durations: list[float] = []
+        programs = programs or ProgramOptions()
         work = Work(
             serve="tether.rewards.service.worker:serve",
-            begin=lambda _: (custom, programs or ProgramOptions(), timeout),
+            begin=lambda _: (custom, programs, timeout),
             name="reward function",
             load=load_answer,
             failed=lambda reason, seconds: (RewardError(reason), seconds),
             limit=MAX_ANSWER,
+            longest_beat=timeout if custom else max(timeout, LOADING, programs.deadline),
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 

@@ -21,13 +21,12 @@ from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, du
 from tether.rewards.router import RewardFunction, find_reward
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
+from tether.rewards.service.pool import LOADING
 from tether.runtime.channel import Channel
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
 from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import place_of, words_of
 
-LOADING = 60.0
-"""Seconds in which a rule that comes with tether is imported."""
 _MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
 _NO_LISTS = (Mapping, MappingView, Set, str, bytes)
