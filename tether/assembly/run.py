@@ -77,7 +77,7 @@ from tether.trainer import (
 from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
-from tether.trainer.text.preflight import look_at_responses
+from tether.trainer.text.preflight import ChatFormat, look_at_responses
 from tether.training import AnyLearner
 
 
@@ -178,7 +178,8 @@ def build_run(loaded: LoadedConfig) -> Run:
         about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
         about += [ranks_line(config), *megatron_line(config, groups)] if groups else []
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
-        check = partial(preflight, partial(look_at_responses, source, rollouts), learners)
+        chat = ChatFormat(config.data.chat_template, config.data.apply_chat_template_kwargs)
+        check = partial(preflight, partial(look_at_responses, source, rollouts, chat), learners)
         about += formats_line(loaded.config, formats)
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 

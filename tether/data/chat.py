@@ -38,7 +38,8 @@ def render(
     """Write a row's conversation as the text that the policy continues.
 
     Args:
-        row: its messages are rendered, and the opening of the assistant's turn is added.
+        row: its messages are rendered, and the opening of the assistant's turn is added. Where the last message is the
+            assistant's, the policy continues it, as in transformers' pipelines.
         tokenizer: whose chat template is used when `chat_template` is None.
         chat_template: a Jinja template to use instead.
         template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
@@ -52,7 +53,9 @@ def render(
             f"{tokenizer.name_or_path}: its tokenizer has no chat template, so conversations can't be written as "
             "tokens. Take the model's chat (instruct) version, or give a Jinja template with data.chat_template."
         )
-    arguments = {"add_generation_prompt": True, "chat_template": chat_template, **template_kwargs}
+    continues = row.messages[-1].get("role") == "assistant"
+    opening = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    arguments = {**opening, "chat_template": chat_template, **template_kwargs}
     try:
         return write_conversation(row.messages, tokenizer, **arguments)
     except ValueError as error:

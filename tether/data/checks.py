@@ -5,13 +5,17 @@ Each check returns None, or a sentence that names the cause and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TokenIds
+from tether.data.chat import decode, tokenize, write_conversation
 from tether.data.prompts import PromptReport
 from tether.types import Message
+
+_REPLY = "REPLY"
 
 
 def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str | None:
@@ -57,6 +61,67 @@ def template_problem(
         "chat template not applied: the prompt is the messages' bare text, so a chat model is not asked to reply. "
         "Give the model's template with data.chat_template, or use a model whose tokenizer has one."
     )
+
+
+def opening_problem(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> str | None:
+    """Find a chat template that has an opening of the assistant's turn, and does not write it behind a prompt.
+
+    Args:
+        tokenizer: the policy's.
+        messages: of a prompt; empty where a custom dataset doesn't tell.
+        chat_template: a Jinja template instead of the tokenizer's.
+        template_kwargs: further variables of the template.
+    """
+    has_template = chat_template or tokenizer.chat_template
+    if not has_template or not messages or messages[-1].get("role") == "assistant":
+        return None
+    arguments = {"chat_template": chat_template, **template_kwargs, "add_generation_prompt": True}
+    prompt = write_conversation(messages, tokenizer, **arguments)
+    replied = write_conversation([*messages, {"role": "assistant", "content": _REPLY}], tokenizer, **arguments)
+    opening, _, _ = replied.removeprefix(prompt).rpartition(_REPLY)
+    if not replied.startswith(prompt) or not opening.strip():
+        return None
+    return (
+        f"no opening of the assistant's turn: the chat template writes {opening!r} before a reply, but the prompt ends "
+        "without it, so the policy has to write it itself. Let the template write it where add_generation_prompt is "
+        "set (data.chat_template)."
+    )
+
+
+def turn_end_problem(
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> str | None:
+    """Find a token that ends the assistant's turn, by the chat template or the tokenizer, and no response.
+
+    Args:
+        tokenizer: the policy's.
+        ends: tokens that end a response.
+        chat_template: a Jinja template instead of the tokenizer's.
+        template_kwargs: further variables of the template.
+    """
+    expected = {"the tokenizer's eos_token is": tokenizer.eos_token_id}
+    if chat_template or tokenizer.chat_template:
+        arguments = {"chat_template": chat_template, **template_kwargs, "add_generation_prompt": False}
+        conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        after = write_conversation(conversation, tokenizer, **arguments).rpartition(_REPLY)[2]
+        special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        written = [token for token in tokenize([after], tokenizer)[0].tolist() if token in special]
+        expected = {"the chat template ends the assistant's turn with": written[0] if written else None} | expected
+    for what, token in expected.items():
+        if token is not None and token not in ends:
+            return (
+                f"{what} {decode(tokenizer, [token])!r}, which is not among the end-of-sequence tokens {sorted(ends)}. "
+                f"Add {token} to eos_token_id in the model's generation_config.json; else responses run on after it."
+            )
+    return None
 
 
 def repeated_problem(report: PromptReport, num_prompts: int) -> str | None:

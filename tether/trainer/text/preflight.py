@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -11,7 +12,15 @@ from rich.text import Text
 
 from tether.batch import Prompt, TokenIds
 from tether.data.chat import decode
-from tether.data.checks import bos_problem, control_token_problem, cut_problem, repeated_problem, template_problem
+from tether.data.checks import (
+    bos_problem,
+    control_token_problem,
+    cut_problem,
+    opening_problem,
+    repeated_problem,
+    template_problem,
+    turn_end_problem,
+)
 from tether.metrics.loggers import Sample
 from tether.rewards import Score
 from tether.rollout import NoiseKey
@@ -23,8 +32,14 @@ from tether.trainer.text.rollouts import PromptSource, TextRollouts
 
 PROMPTS_SHOWN = 2
 RESPONSES = 16
-SPECIAL_TOKEN_SHARE = 0.5
-"""A special token in this share of the responses that never ended is taken for the end that was missed."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations are written: the settings `data.chat_template` and `data.apply_chat_template_kwargs`."""
+
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,12 +76,13 @@ class SeenResponses:
         return [*parts, table]
 
 
-def look_at_responses(source: PromptSource, rollouts: TextRollouts) -> SeenResponses:
+def look_at_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFormat) -> SeenResponses:
     """Sample sixteen responses with the untrained policy.
 
     Args:
         source: of the prompts.
         rollouts: ready to sample.
+        chat: how the prompts were written.
     """
     tokenizer = rollouts.tokenizer
     count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
@@ -78,19 +94,23 @@ def look_at_responses(source: PromptSource, rollouts: TextRollouts) -> SeenRespo
         shown,
         [decode(tokenizer, prompt.token_ids) for prompt in shown],
         list(samples_of(experience, rollouts.collector))[:RESPONSES],
-        [*prompt_findings(source, rollouts, prompts), *response_findings(rollouts, experience)],
+        [*prompt_findings(source, rollouts, prompts, chat), *response_findings(rollouts, experience, chat)],
         (groups.num_groups if groups else source.sampler.batch_size) * rollouts.sampling.n,
     )
 
 
-def prompt_findings(source: PromptSource, rollouts: TextRollouts, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Problems of the rendered prompts: BOS, template, cuts."""
+def prompt_findings(
+    source: PromptSource, rollouts: TextRollouts, prompts: Sequence[Prompt], chat: ChatFormat
+) -> list[Finding]:
+    """Return the problems of the rendered prompts: BOS, template, cuts."""
     tokenizer, first = rollouts.tokenizer, prompts[0]
     findings = []
     if bos := bos_problem(tokenizer, first.token_ids):
         findings.append(Finding("bos", bos, refuses=bos.startswith("doubled")))
     if template := template_problem(tokenizer, first.token_ids, first.messages):
         findings.append(Finding("template_not_applied", template, refuses=True))
+    elif opening := opening_problem(tokenizer, first.messages, chat.chat_template, chat.template_kwargs):
+        findings.append(Finding("no_opening", opening))
     if cut := cut_problem(source.dataset.report):
         findings.append(Finding("prompt_cut", cut))
     if control := control_token_problem(source.dataset.report):
@@ -101,11 +121,16 @@ def prompt_findings(source: PromptSource, rollouts: TextRollouts, prompts: Seque
     return findings
 
 
-def response_findings(rollouts: TextRollouts, experience: ScoredResponses) -> list[Finding]:
-    """Problems of the sampled responses: no end, no difference in reward."""
+def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat: ChatFormat) -> list[Finding]:
+    """Return the problems of the sampled responses: no end, no difference in reward."""
     findings = []
-    if bool(experience.rollout.truncated.all()) and not rollouts.sampling.ignore_eos:
-        findings.append(_never_ends(rollouts, experience))
+    if not rollouts.sampling.ignore_eos:
+        ends = rollouts.collector.engine.eos_token_ids
+        missed = turn_end_problem(rollouts.tokenizer, ends, chat.chat_template, chat.template_kwargs) if ends else None
+        if missed:
+            findings.append(Finding("missed_eos", missed))
+        elif bool(experience.rollout.truncated.all()):
+            findings.append(_never_ends(rollouts, experience))
     scores = experience.scores[~experience.scores.isnan()]
     if len(scores) and bool((scores == scores[0]).all()):
         findings.append(
@@ -122,34 +147,22 @@ def response_findings(rollouts: TextRollouts, experience: ScoredResponses) -> li
 
 
 def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
-    tokenizer, eos = rollouts.tokenizer, rollouts.collector.engine.eos_token_ids
-    rollout = experience.rollout
-    if not eos:
+    if not rollouts.collector.engine.eos_token_ids:
         return Finding(
             "no_eos",
             "the model names no end-of-sequence token, so every response runs to the limit. Set eos_token_id in its "
             "generation_config.json.",
         )
-    special = set(tokenizer.all_special_ids) - set(eos)
-    # What the policy wrote itself: between turns the template writes special tokens.
-    responses = [set(row[mask].tolist()) for row, mask in zip(rollout.response_ids, rollout.response_mask, strict=True)]
-    for token in sorted(special):
-        if sum(token in response for response in responses) >= SPECIAL_TOKEN_SHARE * len(responses):
-            return Finding(
-                "missed_eos",
-                f"responses go on after {decode(tokenizer, [token])!r}, which is not among the end-of-sequence tokens "
-                f"{sorted(eos)}. Add {token} to eos_token_id in the model's generation_config.json.",
-            )
     by_turns = sum(o.extra.get("cut_by_turn_limit", 0) for o in experience.outcomes if isinstance(o, Score))
     if by_turns:
         return Finding(
             "all_truncated",
-            f"none of {len(responses)} sampled conversations ended by itself: {by_turns:.0f} were cut by "
+            f"none of {len(experience.texts)} sampled conversations ended by itself: {by_turns:.0f} were cut by "
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns or max_user_turns. Raise it, or end them sooner.",
         )
     return Finding(
         "all_truncated",
-        f"all {len(responses)} sampled responses were cut at data.max_response_length="
+        f"all {len(experience.texts)} sampled responses were cut at data.max_response_length="
         f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
     )
 
