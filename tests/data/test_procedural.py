@@ -38,6 +38,15 @@ def test_the_text_around_the_question_and_the_extraction_are_options() -> None:
     assert set(row.extra_info["reasoning_gym"]["params"]).isdisjoint({"system", "suffix", "extract"})
 
 
+@pytest.mark.parametrize("task", ["word_ladder", "list_functions", "acre", "gsm_symbolic"])
+def test_tasks_of_a_fixed_number_of_entries_have_both_parts(task: str) -> None:
+    """They refuse an index beyond the size that they were made with."""
+    parts = [load_rows(f"reasoning_gym:{task}?part={part}&size=3") for part in ("train", "test")]
+    train, test = ({row.messages[0]["content"] for row in rows} for rows in parts)
+    assert [len(rows) for rows in parts] == [3, 3]
+    assert not train & test
+
+
 def test_the_seed_is_fixed_unless_given() -> None:
     def answers(query: str) -> list[str]:
         return [row.ground_truth for row in load_rows(f"reasoning_gym:chain_sum?size=10{query}")]
