@@ -33,6 +33,14 @@ def test_another_engine_is_never_silently_replaced():
     )
 
 
+def test_two_penalties_for_the_same_distance_are_noted():
+    """verl's pages say that with the one in the loss there is none in the reward."""
+    both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.2"]
+    (note,) = load(*both).notes
+    assert "both penalties act (0.001 in the reward, 0.2 in the loss)" in note
+    assert load(*both[:1]).notes == load(*both[1:]).notes == ()
+
+
 @pytest.mark.parametrize(
     ("context", "setting", "reason"),
     [

@@ -18,7 +18,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 def notes(given: Given, values: Mapping[str, object]) -> list[str]:
     """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
-    looks = (_engine, _no_peers, _validation, _bypass, _stale)
+    looks = (_engine, _no_peers, _validation, _bypass, _stale, _both_kls)
     own = [_clip_ratio(given, values), _parity(given, values), *(look(values) for look in looks)]
     found = (*own, *_idle(given, values))
     return [note for note in found if note is not None]
@@ -73,6 +73,16 @@ def _stale(values: Mapping[str, Any]) -> str | None:
         return None
     what = "responses come from older weights, and nothing corrects for it"
     return f"trainer.async_mode={mode}: {what}; {section}.rollout_is=token weighs them"
+
+
+def _both_kls(values: Mapping[str, Any]) -> str | None:
+    in_reward, in_loss = "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"
+    if not (values[in_reward] and values[in_loss]):
+        return None
+    weights = f"{values['algorithm.kl_ctrl.kl_coef']:g} in the reward, {values[f'{ACTOR}.kl_loss_coef']:g} in the loss"
+    return (
+        f"{in_reward}=True with {in_loss}=True: both penalties act ({weights}), where verl's pages describe one of them"
+    )
 
 
 def _parity(given: Given, values: Mapping[str, object]) -> str | None:
