@@ -117,6 +117,7 @@ def base_overrides(inputs: Path, run: Path) -> list[str]:
         "trainer.num_threads=1",
         "trainer.logger=file",
         "trainer.total_training_steps=3",
+        "trainer.save_freq=0",
         "trainer.val_before_train=False",
         f"trainer.default_local_dir={run}",
     ]

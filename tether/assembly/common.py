@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import nn
 
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
@@ -56,6 +59,21 @@ def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
     if checkpoint:
         check_resumable(checkpoint / "run.yaml", loaded)
     return store, checkpoint
+
+
+def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]:
+    """Return a line about the room that a checkpoint of these models takes; empty where none is saved.
+
+    Weights are stored in float32, and so are the two moments of AdamW of those that are trained.
+    """
+    trainer, folder = config.trainer, Path(config.trainer.default_local_dir)
+    if trainer.save_freq == 0:
+        return []
+    numbers = sum(p.numel() * (3 if p.requires_grad else 1) for model in models for p in model.parameters())
+    needed, free = 4 * numbers, shutil.disk_usage(folder).free
+    when = "after the last step" if trainer.save_freq == -1 else f"every {trainer.save_freq} steps"
+    fits = "" if needed < free else ", which is not enough: make room, or set trainer.save_freq=0 to save none"
+    return [f"checkpoints: about {needed / 1e9:.1f} GB, {when}; {free / 1e9:.1f} GB are free{fits}"]
 
 
 def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:

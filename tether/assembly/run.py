@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,10 +29,11 @@ from tether.assembly.common import (
     build_critic_warmup,
     build_profiler,
     build_rollbacks,
+    checkpoint_line,
     find_start,
     ranks_line,
 )
-from tether.assembly.groups import build_groups
+from tether.assembly.groups import Groups, build_groups
 from tether.assembly.inputs import Inputs, build_inputs
 from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
@@ -79,6 +80,7 @@ from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import ChatFormat, look_at_responses
 from tether.training import AnyLearner
+from tether.training.engines.local import LocalEngine
 
 
 def build_run(loaded: LoadedConfig) -> Run:
@@ -174,14 +176,22 @@ def build_run(loaded: LoadedConfig) -> Run:
         resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
-        about = [f"training prompts: {inputs.train.report}"]
-        about += [f"validation prompts: {inputs.validation.report}"] if inputs.validation is not None else []
-        about += [ranks_line(config), *megatron_line(config, groups)] if groups else []
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         chat = ChatFormat(config.data.chat_template, config.data.apply_chat_template_kwargs)
         check = partial(preflight, partial(look_at_responses, source, rollouts, chat), learners)
-        about += formats_line(loaded.config, formats)
+        about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def _about(config: RunConfig, inputs: Inputs, groups: Groups | None, learners: Sequence[AnyLearner]) -> Iterator[str]:
+    """Lines for the user: prompts, devices, and the room that checkpoints take."""
+    yield f"training prompts: {inputs.train.report}"
+    if inputs.validation is not None:
+        yield f"validation prompts: {inputs.validation.report}"
+    if groups:
+        yield from (ranks_line(config), *megatron_line(config, groups))
+    if models := [learner.engine.model for learner in learners if isinstance(learner.engine, LocalEngine)]:
+        yield from checkpoint_line(config, models)
 
 
 def _sampling_ahead(

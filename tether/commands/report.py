@@ -78,7 +78,7 @@ def _without(command: str, key: str) -> str:
 def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     """Lines that name the last checkpoint, and the commands that take it."""
     if checkpoint is None:
-        return ["checkpoint  none: of this run there are only logs. One is saved every trainer.save_freq steps."]
+        return ["checkpoint  none saved: trainer.save_freq is 0. Set it to -1 to keep the last step's."]
     resume, actor = f"resume      {command}", checkpoint / "actor"
     if (actor / "config.json").is_file():
         return [

@@ -6,10 +6,12 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
 from tether.checkpoints import BEST, CheckpointStore
+from tether.commands.policy import Policy, load
 from tether.metrics.loggers import read_metrics, validation_means
 
 HELD_OUT = "val-core"
@@ -41,6 +43,17 @@ class TrainingResult:
     """The signal, or the setting (trainer.on_collapse, trainer.stop_at_score), that stopped it before its last step."""
     best_checkpoint: Path | None = None
     """Of the best test; None: it was not kept (trainer.keep_best)."""
+
+    @cached_property
+    def model(self) -> Policy:
+        """The policy of the last checkpoint, as `tether.load` gives it; loaded when it is first used.
+
+        Raises:
+            ValueError: no checkpoint was saved.
+        """
+        if self.checkpoint is None:
+            raise ValueError(f"{self.folder}: no checkpoint was saved; trainer.save_freq=-1 keeps the last step's")
+        return load(self.checkpoint)
 
     @property
     def collapsed(self) -> bool:

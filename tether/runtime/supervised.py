@@ -172,10 +172,10 @@ class SupervisedProcess:
                 self._fill()
                 continue
             self._begun, self._asked = True, time.monotonic()
-            is_answer = isinstance(message, bytes)
-            self._due = self._asked + (self._within if is_answer else min(message, self._longest_beat))
             if isinstance(message, bytes):
+                self._due = self._asked + self._within
                 return message
+            self._due = self._asked + min(message, self._longest_beat)
         raise self._ended
 
     def stop(self) -> None:

@@ -44,17 +44,20 @@ SelectRows = Callable[[Any, int], tuple[Any, dict[str, float]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When what happens, in training steps; a frequency of 0 or below means never."""
+    """When what happens, in training steps; a frequency of 0 or below means never.
+
+    A `save_freq` of -1 saves after the last step alone.
+    """
 
     total_steps: int
-    save_freq: int = -1
+    save_freq: int = 0
     test_freq: int = -1
     val_before_train: bool = True
     log_freq: int = 1
 
     def saves_at(self, step: int) -> bool:
         """Is a checkpoint due after this step; always after the last, if any are saved."""
-        return self._is_due(step, self.save_freq)
+        return self._is_due(step, self.save_freq) or (self.save_freq == -1 and step == self.total_steps)
 
     def tests_at(self, step: int) -> bool:
         """Is a validation due after this step; always after the last, if there are any."""

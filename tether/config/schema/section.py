@@ -131,6 +131,7 @@ Options = Annotated[dict[str, object], Field(default_factory=dict), Says("a {key
 Positive = Annotated[int, Field(gt=0), Says("a whole number above 0")]
 Count = Annotated[int, Field(ge=0), Says("a whole number, 0 or above")]
 Steps = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple), Says("a list of whole numbers above 0")]
+Saves = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1: at the end alone, 0: never)")]
 OffOrEvery = Annotated[int, Field(ge=-1), BeforeValidator(_off), Says("a whole number (-1 or 0: off)")]
 Limit = Annotated[int, Field(ge=-1), Says("a whole number (-1: no limit)")]
 PositiveFloat = Annotated[float, Field(gt=0), Says("a number above 0")]

@@ -20,6 +20,7 @@ from tether.config.schema.section import (
     Positive,
     PositiveFraction,
     Refuses,
+    Saves,
     Says,
     Section,
     Seed,
@@ -63,8 +64,8 @@ class TrainerConfig(Section):
     """Where metrics go, besides a jsonl file (file); FILE.py:NAME is a class of yours. (verl: console, wandb.)"""
     default_local_dir: Annotated[str, EMBODIED_TOO] = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of this run: checkpoints, logs, samples."""
-    save_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
-    """Save a checkpoint every so many steps, and at the end."""
+    save_freq: Annotated[Saves, EMBODIED_TOO] = -1
+    """Save a checkpoint every so many steps, and at the end; -1: at the end alone; 0: never. (verl: -1 is never.)"""
     async_save: Annotated[bool, ActsIf("trainer.save_freq", off=(-1, 0)), EMBODIED_TOO] = False
     """Go on training while a checkpoint is written; takes the memory of a copy on the host. (tether's own key.)"""
     max_actor_ckpt_to_keep: Annotated[Positive | None, EMBODIED_TOO] = None

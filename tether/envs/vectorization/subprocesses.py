@@ -148,7 +148,7 @@ class WorkerVectorEnv:
         """
         for worker in self._workers:
             self._send(worker, ("get_state", None))
-        states, left_out = [], dict[str, None]()
+        states, left_out = list[Saved](), dict[str, None]()
         for worker in self._workers:
             answer = self._receive(worker)
             if isinstance(answer, str):
