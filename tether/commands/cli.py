@@ -24,7 +24,7 @@ from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.printable import printable
 from tether.runtime.terminal import Screen, replace_what_the_terminal_cannot_write
-from tether.runtime.user_files import raised_by_tether
+from tether.runtime.user_files import raised_by_tether, search_also
 
 if TYPE_CHECKING:
     from tether.config import LoadedConfig
@@ -460,6 +460,7 @@ def main() -> None:
     nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
     """
     replace_what_the_terminal_cannot_write()
+    search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
     try:
         app()
     except SystemExit as end:

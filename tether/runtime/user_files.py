@@ -70,6 +70,12 @@ def definition(name: str, key: str) -> object:
     return found[attribute]
 
 
+def search_also(folder: Path) -> None:
+    """Let imports find modules in a folder, after all that is installed, in this process and those that it starts."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 _imported: dict[Path, tuple[bytes, ModuleType]] = {}
 """File -> its text when it was imported, and what that gave."""
 
@@ -108,6 +114,7 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    search_also(resolved.parent)  # as of a script, for the modules beside it
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
