@@ -18,7 +18,9 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 import algorithm_pages  # noqa: E402
 
 from tether.config import live_keys  # noqa: E402
-from tether.config.keys import keys, show  # noqa: E402
+from tether.config.explanations import default  # noqa: E402
+from tether.config.keys import keys, sections, show  # noqa: E402
+from tether.config.loading.type_errors import expected  # noqa: E402
 from tether.config.support.verl_keys import unread_keys  # noqa: E402
 from tether.metrics import keys as metrics  # noqa: E402
 
@@ -59,6 +61,23 @@ SHARED = (
 """Sections that have keys in common."""
 
 
+def keys_tables() -> str:
+    """Return every key of each section, with what it takes, its default and its meaning."""
+    parts = []
+    for section, what in sections().items():
+        own = [key for key in keys().values() if key.path.rpartition(".")[0] == section]
+        cells = [(f"`{key.path.rpartition('.')[2]}`", expected(key), default(key), key.doc) for key in own]
+        rows = ["| " + " | ".join(map(_cell, row)) + " |" for row in cells]
+        if rows:
+            head = [f"## `{section}`", "", what, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+            parts.append("\n".join([*head, *rows]))
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|")
+
+
 def refused_table() -> str:
     """Return every key or value of verl that is refused as long as tether lacks what it asks for."""
     rows = ["| key | refused | why |", "|---|---|---|"]
@@ -73,11 +92,11 @@ def refused_table() -> str:
             taken = re.sub(r"\$\{(.*?)\}", r"that of `\1`", f"all but {fine}")
             groups.setdefault((row.why, taken, path.removeprefix(f"{section}.")), []).append(section)
     merged: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for (why, taken, leaf), sections in groups.items():
-        merged.setdefault((why, taken, tuple(sections)), []).append(leaf)
-    for (why, taken, sections), leaves in merged.items():
+    for (why, taken, leaf), places in groups.items():
+        merged.setdefault((why, taken, tuple(places)), []).append(leaf)
+    for (why, taken, places), leaves in merged.items():
         names = ", ".join(f"`{leaf}`" for leaf in leaves)
-        where = f" in {', '.join(f'`{section}`' for section in sections)}" if any(sections) else ""
+        where = f" in {', '.join(f'`{section}`' for section in places)}" if any(places) else ""
         rows.append(f"| {names}{where} | {taken} | {why} |")
     return "\n".join(rows)
 
@@ -102,6 +121,7 @@ def _metrics_table(group: Mapping[str, metrics.MetricInfo]) -> str:
 
 
 BLOCKS = {
+    ("keys.md", "keys"): keys_tables,
     ("configuration.md", "inheritance"): inheritance_table,
     ("coming-from-verl.md", "refused"): refused_table,
     ("metrics.md", "metrics"): metrics_tables,

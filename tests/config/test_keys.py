@@ -2,7 +2,7 @@
 
 import pytest
 
-from tether.config import ConfigError, explain, format_inheritance, live_keys, load_config
+from tether.config import ConfigError, explain, explanations, format_inheritance, live_keys, load_config
 from tether.config.keys import keys, sections
 from tether.config.loading.typos import nearest
 
@@ -144,3 +144,14 @@ def test_live_keys_are_those_that_can_act():
     assert {"actor_rollout_ref.actor.clip_ratio", "trainer.seed", "algorithm.kl_ctrl.horizon"} <= set(live)
     assert not any("veomni" in path for path in live)
     assert "actor_rollout_ref.actor.ppo_micro_batch_size" not in live
+
+
+def test_sections_are_listed_and_keys_are_found_by_a_word():
+    sections = explanations.list_sections()
+    assert "\nalgorithm " in sections
+    assert "\nactor_rollout_ref.actor " in sections
+    found = explanations.search("Entropy")
+    assert found.startswith("actor_rollout_ref.actor.entropy_coeff")
+    assert "trainer.save_freq" not in found
+    with pytest.raises(ValueError, match="--search xyzzy: no key"):
+        explanations.search("xyzzy")

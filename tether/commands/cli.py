@@ -389,13 +389,24 @@ def import_verl(
 
 @config_app.command()
 def explain(
-    key: Annotated[str, typer.Argument(help="For example algorithm.lam, or a section.")],
+    key: Annotated[
+        str | None, typer.Argument(help="For example algorithm.lam, or a section; none: list the sections.")
+    ] = None,
     arguments: ConfigArguments = None,
+    search: Annotated[
+        str | None, typer.Option("--search", "-s", help="List the keys that have this word.", show_default=False)
+    ] = None,
 ) -> None:
     """Say what a key means, what it takes, its default, and whether it has an effect here; of a run, also its value."""
-    from tether.config import explain as explanation
+    from tether.config import explanations
 
-    typer.echo(explanation(key, _load(arguments) if arguments else None))
+    if search is not None:
+        text = explanations.search(search)
+    elif key is None:
+        text = explanations.list_sections()
+    else:
+        text = explanations.explain(key, _load(arguments) if arguments else None)
+    typer.echo(text)
 
 
 @critic_app.command()

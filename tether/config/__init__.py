@@ -9,7 +9,7 @@
 
 from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, saved_values
 from tether.config.devices import device_count, models_of, placed, pools
-from tether.config.explain import explain, format_inheritance, format_tree
+from tether.config.explanations import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
@@ -47,6 +47,7 @@ __all__ = [
     "check_resumable",
     "device_count",
     "explain",
+    "explanations",
     "for_continuous_actions",
     "format_inheritance",
     "format_tree",

@@ -110,4 +110,4 @@ def _listing(path: str) -> str:
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     section = next((name for name in around if name in sections()), None)
-    return f"explain {section}" if section else "show"
+    return f"explain {section}" if section else f"explain --search {parts[-1]}"

@@ -37,6 +37,26 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
     raise ConfigError([unknown_key(key)])
 
 
+def list_sections() -> str:
+    """List every section with what it is for and how many keys it has."""
+    counts = {section: sum(path.startswith(f"{section}.") for path in keys()) for section in sections()}
+    width = max(map(len, counts))
+    return "".join(f"{section:<{width}}  {count:>3} keys  {sections()[section]}\n" for section, count in counts.items())
+
+
+def search(word: str) -> str:
+    """List the keys whose name or description contains `word`, upper case or lower.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [key for key in keys().values() if word.lower() in f"{key.path} {key.doc}".lower()]
+    if not found:
+        raise ValueError(f"--search {word}: no key or description has it; `tether config explain` lists sections")
+    width = max(len(key.path) for key in found)
+    return "".join(f"{key.path:<{width}}  {key.doc}\n" for key in found)
+
+
 def format_tree(loaded: LoadedConfig) -> str:
     """The resolved config, each value with where it comes from, then the notes."""
     text = render.format_tree(masked(values_of(loaded.config)), loaded.sources)
@@ -51,7 +71,7 @@ def format_inheritance() -> str:
 
 
 def _explain_key(key: Key) -> str:
-    lines = [key.path, f"  {key.doc}", f"  takes: {expected(key)}", f"  default: {_default(key)}"]
+    lines = [key.path, f"  {key.doc}", f"  takes: {expected(key)}", f"  default: {default(key)}"]
     return "\n".join(lines + [f"  {line}" for line in _status(key)]) + "\n"
 
 
@@ -75,7 +95,8 @@ def _explain_section(path: str) -> str:
     return "".join([f"{path}\n  {sections()[path]}\n", *(f"  {key.path:<{width}}  {key.doc}\n" for key in own)])
 
 
-def _default(key: Key) -> str:
+def default(key: Key) -> str:
+    """Return the default of a key as text: its value, the key that it inherits from, or that it must be given."""
     if key.inherits:
         return f"inherits {_source(key)}"
     return f"none, it must be given (for example {key.example})" if key.required else show(key.default)
