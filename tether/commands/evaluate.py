@@ -61,6 +61,11 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
             result = EvaluationResult(_played(loaded, checkpoint, screen), [])
     for name, value in result.metrics.items():
         screen.print(f"{name:60} {value:.4f}", soft_wrap=True)
+    if cut := sum(sample.truncated for sample in result.samples):
+        limit = loaded.config.data.max_response_length
+        screen.print(
+            f"{cut} of {len(result.samples)} replies were cut at data.max_response_length={limit}", soft_wrap=True
+        )
     written = json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str)
     try:
         out.write_text(written)

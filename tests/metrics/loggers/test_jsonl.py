@@ -35,12 +35,18 @@ def test_a_line_is_written_before_log_returns_and_a_step_has_one_line(tmp_path: 
     assert math.isnan(steps[2]["score"])
 
 
+LATE = Sample(
+    17, "gsm8k", "Wie viel?\n", 'sieben „7“\n"', None, ground_truth={7}, note="late", truncated=True,
+    extra={"reason": "no number"},
+)  # fmt: skip
+
+
 def test_samples_keep_their_text(tmp_path: Path) -> None:
     logger = open_run(tmp_path)
-    logger.log_samples(3, [Sample(17, "gsm8k", "Wie viel?\n", 'sieben „7“\n"', None, ground_truth={7}, note="late")])
+    logger.log_samples(3, [LATE])
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == {
         "step": 3, "index": 17, "data_source": "gsm8k", "prompt": "Wie viel?\n", "response": 'sieben „7“\n"',
-        "reward": None, "ground_truth": "{7}", "note": "late",
+        "reward": None, "ground_truth": "{7}", "note": "late", "truncated": True, "extra": {"reason": "no number"},
     }  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def test_wandb_offline(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert history == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert config["actor"] == {"lr": 1e-6, "betas": [0.9, 0.95]}
     (table,) = first.parent.glob("files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [[3, "gsm8k", "What is 3+4?", "7", None, "7", "late"]]
+    assert json.loads(table.read_text())["data"] == [[3, "gsm8k", "What is 3+4?", "7", None, "7", "late", False, "{}"]]
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,10 @@ class Sample:
     ground_truth: object = None
     note: str = ""
     """Why there is no reward."""
+    truncated: bool = False
+    """The response was cut by the length limit."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """What the reward returned beside the score: `acc`, `reason`, its parts."""
 
 
 class LogFailed(OSError):

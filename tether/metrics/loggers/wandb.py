@@ -10,7 +10,8 @@ import wandb
 from tether.metrics.loggers.protocol import RunInfo, Sample
 
 ID_FILE = "wandb_run_id.txt"
-COLUMNS = ("index", "data_source", "prompt", "response", "reward", "ground_truth", "note")
+COLUMNS = ("index", "data_source", "prompt", "response", "reward", "ground_truth", "note", "truncated", "extra")
+AS_TEXT = ("ground_truth", "extra")
 
 
 class WandbLogger:
@@ -41,7 +42,8 @@ class WandbLogger:
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Log the samples as a table."""
-        rows = [[s.index, s.data_source, s.prompt, s.response, s.reward, str(s.ground_truth), s.note] for s in samples]
+        cells = [{column: getattr(sample, column) for column in COLUMNS} for sample in samples]
+        rows = [[str(value) if column in AS_TEXT else value for column, value in row.items()] for row in cells]
         self._run.log({"samples": wandb.Table(columns=[*COLUMNS], data=rows)}, step=step)
 
     def close(self) -> None:

@@ -72,6 +72,8 @@ def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sa
             reward=outcome.value if isinstance(outcome, Score) else None,
             ground_truth=prompt.ground_truth,
             note=outcome.message if isinstance(outcome, RewardError) else "",
+            truncated=bool(experience.rollout.truncated[row]),
+            extra=outcome.extra if isinstance(outcome, Score) else {},
         )
 
 
