@@ -52,11 +52,13 @@ from tether.assembly.router_replay import check_router_replay
 from tether.assembly.row_agents import TURNS
 from tether.assembly.servers import look_at_servers
 from tether.assembly.turns import build_conversations, build_tool_pool
+from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
 from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
 from tether.config.schema import AlgorithmConfig
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
+from tether.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
 from tether.rollout import NoiseKey, RolloutEngine, SamplingParams
 from tether.rollout.parity import MORE_ROWS, ParityProbe
 from tether.runtime.global_rng import seed_rng
@@ -75,12 +77,18 @@ from tether.trainer import (
     model_fingerprint,
     object_fingerprint,
 )
-from tether.trainer.parts import Collector, KLReward, MismatchAlarm, mismatch_tolerance
+from tether.trainer.parts import Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import ChatFormat, look_at_responses
 from tether.training import AnyLearner
 from tether.training.engines.local import LocalEngine
+
+STORED = (
+    TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
+    ErrorSample, RewardRequest, Dialogue,
+)  # fmt: skip
+"""Classes of what is stored of batches that were sampled ahead."""
 
 
 def build_run(loaded: LoadedConfig) -> Run:
@@ -215,6 +223,7 @@ def _sampling_ahead(
         fixed=mode == "one_step_off",
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
         are_ours=partial(_drawn_by, loaded, warn),
+        classes=STORED,
     )
 
 

@@ -7,15 +7,18 @@ from tether.checkpoints.manifest import PARTIAL, sha256_of
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
 from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
+from tether.checkpoints.trees import Classes, from_tree, to_tree
 
 __all__ = [
     "BEST",
     "PARTIAL",
     "CheckpointStore",
+    "Classes",
     "Rollback",
     "as_bytes",
     "find_checkpoint",
     "forget_other_rollbacks",
+    "from_tree",
     "load_state",
     "moments_beside",
     "roll_back",
@@ -25,4 +28,5 @@ __all__ = [
     "save_state",
     "sha256_of",
     "step_of",
+    "to_tree",
 ]

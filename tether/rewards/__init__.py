@@ -5,12 +5,23 @@ set rate. `rules` has the built-in functions, `sandbox` runs the programs of res
 asked for a score, `service` has what calls them all, `audit` tries a reward on replies whose worth is known.
 """
 
-from tether.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardOutcome, RewardRequest, Score, is_float32
+from tether.rewards.outcome import (
+    Abstention,
+    Dialogue,
+    RewardError,
+    RewardFailure,
+    RewardOutcome,
+    RewardRequest,
+    Score,
+    is_float32,
+)
 from tether.rewards.router import check_source, check_sources, check_truth, has_tests
-from tether.rewards.summary import RewardReport, check_error_rate, summarize
+from tether.rewards.summary import ErrorSample, RewardReport, check_error_rate, summarize
 
 __all__ = [
+    "Abstention",
     "Dialogue",
+    "ErrorSample",
     "RewardError",
     "RewardFailure",
     "RewardOutcome",

@@ -20,10 +20,10 @@ All of them are sampled again where the settings that drew them are not those of
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,12 +31,15 @@ from pathlib import Path
 from typing import Any, Generic
 
 from tether.batch import WeightUpdate
+from tether.checkpoints import as_bytes, from_tree, load_state, to_tree
 from tether.metrics.timing import Timer
 from tether.trainer.protocol import Batch, Details, EvaluationResult, Experience, Frozen, Progress, Rollouts, Source
 from tether.types import StateDict
 
-FILE = "ahead.pkl"
+FILE = "ahead.pt"
 """In a checkpoint: the batches that wait for their step."""
+OLD_FILE = "ahead.pkl"
+"""The same as a pickle, which earlier versions wrote; it is not read, since reading one can run code."""
 _LOOKS = 0.1  # seconds between two looks at how far a batch is that a step waits for
 
 
@@ -68,6 +71,7 @@ class SamplingAhead(Generic[Batch, Details]):
         fixed: see the module.
         partial: see the module; not with `fixed`.
         are_ours: whether the batches that a checkpoint holds were drawn with the settings of this run.
+        classes: of the objects in a batch and its details; see `tether.checkpoints.to_tree`.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class SamplingAhead(Generic[Batch, Details]):
         fixed: bool,
         partial: bool = False,
         are_ours: Callable[[Path], bool] = lambda _: True,
+        classes: Iterable[type] = (),
     ) -> None:
         assert not (fixed and partial)
         self._source, self._rollouts, self._export = source, rollouts, export
         self._total_steps, self._max_staleness, self._fixed = total_steps, max_staleness, fixed
         self._partial, self._are_ours = partial, are_ours
+        self._classes = {kind.__name__: kind for kind in (_Drawn, Experience, *classes)}
         self._sampler = ThreadPoolExecutor(1, thread_name_prefix="sampler")
         self._asked: dict[int, Future[_Drawn[Batch, Details]]] = {}
         self._taken: _Drawn[Batch, Details] | None = None
@@ -187,13 +193,24 @@ class SamplingAhead(Generic[Batch, Details]):
                 break
             kept.append(asked.result())
         frozen = self._rollouts.freeze(in_step=in_step)
-        return Frozen(frozen.state, {**frozen.files, FILE: pickle.dumps(kept)})
+        trees = []
+        for drawn in kept:
+            try:
+                trees.append(to_tree(drawn, self._classes))
+            except TypeError as error:
+                message = f"what was sampled for step {drawn.step} is sampled again by a run that resumes: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                break
+        return Frozen(frozen.state, {**frozen.files, FILE: as_bytes({"batches": trees})})
 
     def restore(self, checkpoint: Path) -> None:
         """See `Rollouts`; a checkpoint of a run that did not sample ahead holds no batches."""
         self._rollouts.restore(checkpoint)
         file = checkpoint / FILE
-        waiting = pickle.loads(file.read_bytes()) if file.exists() else []
+        waiting = [from_tree(tree, self._classes) for tree in load_state(file)["batches"]] if file.exists() else []
+        if (checkpoint / OLD_FILE).exists():
+            what = "written by an earlier version, and not read; its batches are sampled again"
+            warnings.warn(f"{checkpoint / OLD_FILE}: {what}", RuntimeWarning, stacklevel=2)
         for drawn in waiting if waiting and self._are_ours(checkpoint) else ():
             self._asked[drawn.step] = Future()
             self._asked[drawn.step].set_result(drawn)
