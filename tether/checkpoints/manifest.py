@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,8 @@ class Entry(TypedDict):
 def write_manifest(folder: Path, step: int) -> None:
     """Bring every file of a folder to the disk, record its hash, then write the manifest.
 
+    All files get the permissions that the umask gives to new ones: safetensors writes for the owner alone.
+
     Args:
         folder: what the manifest is of.
         step: the training step that the folder belongs to.
@@ -40,9 +43,12 @@ def write_manifest(folder: Path, step: int) -> None:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name, durable=True), names), strict=True))
     body = {"format": FORMAT, "step": step, "saved_at_ns": time.time_ns(), "files": entries}
     write_durably(folder / MANIFEST, json.dumps(body | {"checksum": _checksum(body)}, indent=1))
-    for directory in folder.rglob("*"):
-        if directory.is_dir():
-            sync_folder(directory)
+    permissions = stat.S_IMODE((folder / MANIFEST).stat().st_mode)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        elif not path.is_symlink():
+            path.chmod(permissions)
 
 
 def find_damage(folder: Path, step: int) -> str | None:
