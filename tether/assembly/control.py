@@ -39,8 +39,9 @@ from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
-from tether.runtime.machine import resolve_device, set_threads, usable_cores
+from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
+from tether.runtime.threads import usable_cores
 from tether.trainer import Persistence, Saver, Schedule, Trainer, check_identity
 from tether.trainer.control import (
     POLICY,
