@@ -16,7 +16,7 @@ from tether.rewards import RewardRequest, Score
 from tether.rewards.custom import CustomReward
 from tether.rewards.service.pool import RewardPool
 from tether.runtime import threads
-from tether.runtime.threads import num_threads, usable_cores
+from tether.runtime.threads import SPINS, num_threads, usable_cores
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_affinity = pytest.mark.skipif(not CORES, reason="only Linux has affinity masks")
@@ -174,6 +174,30 @@ def test_a_policy_that_is_loaded_on_one_core_has_one_thread(
         torch.set_num_threads(2)
         tether.load(folder)
         assert torch.get_num_threads() == 1, folder
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_that_wait_sleep_soon(given: dict[str, str], expected: str | None) -> None:
+    """Where the environment does not say how they wait."""
+    others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    code = "import os, tether; print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=others | given, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{expected}\n"
+
+
+@needs_affinity
+def test_openmp_reads_how_they_wait_when_torch_is_loaded() -> None:
+    others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    command = [sys.executable, "-c", "import tether, torch"]
+    shown = subprocess.run(
+        command, env=others | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True, check=True
+    ).stderr
+    if "GOMP_SPINCOUNT" not in shown:
+        pytest.skip("PyTorch's threads are not GNU OpenMP's")
+    assert f"GOMP_SPINCOUNT = '{SPINS}'" in shown
 
 
 @needs_affinity
