@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from benchmarks.resumable import write_between
+from benchmarks.speed.busy_process import busy_process
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.peers.processes import Peers
 from benchmarks.speed.rollouts import Updater, sampled_batch
@@ -42,46 +38,12 @@ BEGIN, END = "<!-- shared machine:begin -->", "<!-- shared machine:end -->"
 PROMPTS, SAMPLES, RESPONSE_TOKENS, MICRO_TOKENS = 2, 8, 32, 4096
 ROWS, NEW_TOKENS = 16, 24
 LIMIT = 1.6
-SETTLING_SECONDS = 0.05
 STEP, DECODING = "a training step", f"decoding {ROWS} rows"
 PRODUCTS = {
     "PyTorch: [2048, 576] x [576, 1536]": (2048, 576, 1536, 60),
     "PyTorch: [2048, 2048]^2": (2048, 2048, 2048, 8),
 }
 """Rows, inner size and columns of bfloat16 products, and how many are timed together."""
-
-
-class BusyProcess:
-    """A process that always wants a core, except while it is paused."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        self.pause()
-
-    def pause(self) -> None:
-        """Stop it until `resume` is called."""
-        self._process.send_signal(signal.SIGSTOP)
-        time.sleep(SETTLING_SECONDS)
-
-    def resume(self) -> None:
-        """Let it compute."""
-        self._process.send_signal(signal.SIGCONT)
-        time.sleep(SETTLING_SECONDS)
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-
-@contextmanager
-def busy_process() -> Iterator[BusyProcess]:
-    """Start a busy process, paused; it ends with the context."""
-    process = BusyProcess()
-    try:
-        yield process
-    finally:
-        process.close()
 
 
 def measure(sides: Mapping[str, Callable[[], object]], runs: int) -> dict[str, tuple[float, float]]:

@@ -1,5 +1,6 @@
 """How many threads tether computes with: an explicit number, OMP_NUM_THREADS, or the cores that are there for it."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
         patch.setenv("OMP_NUM_THREADS", "1")
         tether.train(None, CARTPOLE | {"trainer.default_local_dir": folder}, callbacks=[told])
     return folder, told.seen
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """Import what the commands import, which takes longer than the commands that are tested here."""
+    importlib.import_module("tether.commands.evaluate")
+    importlib.import_module("tether.commands.model")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +148,7 @@ def test_the_number_of_a_run_goes_before_the_variable(
 
 @pytest.mark.parametrize("number", ["1", "3"])
 def test_commands_take_a_number(
-    number: str, control: tuple[Path, list[int]], model: Path, monkeypatch: pytest.MonkeyPatch
+    number: str, imported: None, control: tuple[Path, list[int]], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     short = ["env.eval.num_episodes=1", "env.eval.max_episode_steps=5", "env.eval.total_num_envs=1"]
