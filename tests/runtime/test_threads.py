@@ -12,7 +12,9 @@ import torch
 
 import tether
 from tests.tiny import save_tiny
+from tether.assembly.control import env_options, view_of
 from tether.commands import cli
+from tether.config import load_config
 from tether.rewards import RewardRequest, Score
 from tether.rewards.custom import CustomReward
 from tether.rewards.service.pool import RewardPool
@@ -182,6 +184,14 @@ def test_a_policy_that_is_loaded_on_one_core_has_one_thread(
         torch.set_num_threads(2)
         tether.load(folder)
         assert torch.get_num_threads() == 1, folder
+
+
+@pytest.mark.parametrize("env_type", ["envpool", "gymnasium"])
+def test_envpool_has_as_many_and_processes_follow_the_cores(env_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    config = load_config(None, ["env.train.id=CartPole-v1", f"env.train.env_type={env_type}"]).config
+    options = env_options(config.env.train, "env.train", {}, view_of(config))
+    assert options.num_workers == (5 if env_type == "envpool" else usable_cores())
 
 
 @pytest.mark.parametrize(
