@@ -5,7 +5,8 @@
     run = tether.train("run.yaml", {"trainer.total_training_steps": 60})
     policy = tether.load(run.folder)
 
-Importing this package loads nothing heavy: what these need is imported when they are first asked for.
+Importing this package loads nothing heavy: what these need is imported when they are first asked for. It sets how
+PyTorch's threads wait, so import it before torch.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tether.runtime.threads import limit_spinning
+
 if TYPE_CHECKING:
     from tether.commands.policy import Policy, Response, load
     from tether.commands.python import train
     from tether.commands.result import TrainingResult
 
+limit_spinning()
 __version__ = "0.1.0"
 __all__ = ["Policy", "Response", "TrainingResult", "__version__", "load", "train"]
 

@@ -19,7 +19,7 @@ from benchmarks.algorithms.cases import all_cases
 from benchmarks.algorithms.report import PICTURE, core_minutes, draw, markdown, text_table
 from benchmarks.algorithms.runs import run_all
 from benchmarks.resumable import write_between
-from tether.runtime.machine import usable_cores
+from tether.runtime.threads import usable_cores
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 

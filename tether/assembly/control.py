@@ -39,8 +39,9 @@ from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
-from tether.runtime.machine import resolve_device, set_threads, usable_cores
+from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
+from tether.runtime.threads import num_threads, usable_cores
 from tether.trainer import Persistence, Saver, Schedule, Trainer, check_identity
 from tether.trainer.control import (
     POLICY,
@@ -314,7 +315,7 @@ def env_options(
         num_envs=section.total_num_envs,
         env_type=section.env_type,
         vectorization="sync" if render and section.vectorization == "auto" else section.vectorization,
-        num_workers=section.num_workers or usable_cores(),
+        num_workers=section.num_workers or (num_threads() if section.env_type == "envpool" else usable_cores()),
         timeout=section.timeout,
         max_episode_steps=section.max_episode_steps,
         ignore_terminations=section.ignore_terminations,

@@ -25,9 +25,10 @@ from tether.execution.control import ShardedCollector, ShardedEnvs, ShardedFlatE
 from tether.keyed_random import seed_of
 from tether.rollout.env.rank_envs import RankEnvs
 from tether.runtime.global_rng import seed_rng
-from tether.runtime.machine import resolve_device, usable_cores
+from tether.runtime.machine import resolve_device
 from tether.runtime.objects import is_object
 from tether.runtime.profiling import ProcessTrace
+from tether.runtime.threads import usable_cores
 from tether.training.engines.flat_ranks import FlatRankEngine
 
 ENGINE, ENVS = "actor", "envs"

@@ -22,7 +22,11 @@ Encode = Callable[[Sequence[Message]], list[int]]
 
 
 def build_generator(
-    model: Path | str, chat_template: str | None = None, template_kwargs: Mapping[str, object] | None = None
+    model: Path | str,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
+    *,
+    num_threads: int | None = None,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
     """An engine for a model, its tokenizer, and the encoding of a conversation.
 
@@ -30,11 +34,12 @@ def build_generator(
         model: a directory, a known name or a hub id.
         chat_template: instead of the tokenizer's.
         template_kwargs: further variables of the template.
+        num_threads: CPU threads; None: `tether.runtime.threads.num_threads` decides.
 
     Raises:
         ValueError: there is no such model, or it has no tokenizer.
     """
-    set_threads(None)
+    set_threads(num_threads)
     path = resolve_model_path(str(model), cache_dir())
     tokenizer = load_tokenizer(path)
 

@@ -16,8 +16,8 @@ from tether.rewards import check_sources, check_truth
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, Part, RewardPool, Rewards
-from tether.runtime.machine import usable_cores
 from tether.runtime.objects import is_object
+from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
 
 PARTS = "reward_model.parts"

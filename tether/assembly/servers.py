@@ -31,6 +31,7 @@ from tether.rollout.vllm import launch_of as launch_vllm
 from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object
+from tether.runtime.threads import OMP_NUM_THREADS
 from tether.trainer.parts import mismatch_tolerance
 from tether.training import AnyLearner
 
@@ -256,13 +257,11 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     if name == "vllm":
         adapters = _adapters(config)
         options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
-        on_cores = _on_cores(parts)
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
-        on_cores = {"SGLANG_USE_CPU_ENGINE": "1"}
     options |= {name: _word(value) for name, value in rollout.own_options.items() if name != "load_format"}
     if not on_gpu:
-        return [launch_of(python, logs / f"{name}.log", options, on_cores)]
+        return [launch_of(python, logs / f"{name}.log", options, _on_cores(name, parts))]
     if ranks % parts:
         key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
         raise ValueError(f"{key}: does not divide the devices of the run (trainer.n_gpus_per_node={ranks})")
@@ -329,8 +328,10 @@ def _word(value: object) -> object:
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
-def _on_cores(parts: int) -> dict[str, str]:
-    """Threads of a vLLM server on a CPU: as many as the trainer's, which waits meanwhile; a core a parallel part."""
-    bind = "nobind" if parts == 1 else "|".join(map(str, range(parts)))
-    return {"OMP_NUM_THREADS": str(max(torch.get_num_threads() // parts, 1)), "VLLM_CPU_OMP_THREADS_BIND": bind,
-            "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}  # fmt: skip
+def _on_cores(name: str, parts: int) -> dict[str, str]:
+    """Return the environment of a server on a CPU, with as many threads as the trainer has, which waits meanwhile."""
+    threads = {OMP_NUM_THREADS: str(max(torch.get_num_threads() // parts, 1))}
+    if name == "sglang":
+        return threads | {"SGLANG_USE_CPU_ENGINE": "1"}
+    bind = "nobind" if parts == 1 else "|".join(map(str, range(parts)))  # a core for each parallel part
+    return threads | {"VLLM_CPU_OMP_THREADS_BIND": bind, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+from tether.runtime.threads import num_threads
+
 MANIFEST = "manifest.json"
 PARTIAL = ".writing_"
 """Prefix of what is still being written; a killed process may leave it behind."""
@@ -39,7 +41,7 @@ def write_manifest(folder: Path, step: int) -> None:
         step: the training step that the folder belongs to.
     """
     names = sorted(_names(folder))
-    with ThreadPoolExecutor(_num_threads()) as pool:
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name, durable=True), names), strict=True))
     body = {"format": FORMAT, "step": step, "saved_at_ns": time.time_ns(), "files": entries}
     write_durably(folder / MANIFEST, json.dumps(body | {"checksum": _checksum(body)}, indent=1))
@@ -73,14 +75,14 @@ def find_damage(folder: Path, step: int) -> str | None:
     unlisted = sorted(_names(folder) - manifest["files"].keys() - {MANIFEST})
     if unlisted:
         return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
-    with ThreadPoolExecutor(_num_threads()) as pool:
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
         problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), manifest["files"].items())
         return next((problem for problem in problems if problem is not None), None)
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
     """Hash the content of files, several at a time."""
-    with ThreadPoolExecutor(_num_threads()) as pool:
+    with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
         return [entry["sha256"] for entry in pool.map(lambda path: _entry(path, durable=False), paths)]
 
 
@@ -130,7 +132,3 @@ def _entry(path: Path, *, durable: bool) -> Entry:
 
 def _checksum(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _num_threads() -> int:
-    return min(MAX_HASH_THREADS, os.cpu_count() or 1)

@@ -78,6 +78,19 @@ ConfigName = Annotated[
         show_default=False,
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        help="CPU threads; default: trainer.num_threads of the run, else OMP_NUM_THREADS, else one per usable core.",
+        show_default=False,
+    ),
+]
+
+
+def _with_threads(overrides: Sequence[str] | None, threads: int | None) -> list[str]:
+    return [*(overrides or []), *([] if threads is None else [f"trainer.num_threads={threads}"])]
 
 
 @contextmanager
@@ -188,12 +201,13 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    threads: Threads = None,
 ) -> None:
     """Score a checkpoint, or a model before training, on held-out prompts or in its environments."""
     with _importing():
         from tether.commands.evaluate import evaluate as run
 
-    run(model, *_split(arguments))
+    run(model, *_split(_with_threads(arguments, threads)))
 
 
 @app.command()
@@ -202,12 +216,13 @@ def play(
     overrides: Annotated[list[str] | None, typer.Argument(help="For example env.eval.seed=3")] = None,
     episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many, one after the other.")] = 3,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the video; default: the run's.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Record episodes of a control policy to an mp4."""
     with _importing():
         from tether.commands.evaluate import play as run
 
-    run(checkpoint, overrides or [], episodes, out)
+    run(checkpoint, _with_threads(overrides, threads), episodes, out)
 
 
 @app.command()
@@ -284,6 +299,7 @@ def generate(
     n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     seed: int = 1,
+    threads: Threads = None,
 ) -> None:
     """Ask a model and print its replies."""
     with _importing():
@@ -298,6 +314,7 @@ def generate(
         top_p=top_p,
         system=system,
         seed=seed,
+        num_threads=threads,
     )
 
 

@@ -14,9 +14,10 @@ from rich.table import Table
 
 from tether.kernels import maker
 from tether.runtime.cache import cache_dir
-from tether.runtime.machine import computes_in_bfloat16, resolve_device, usable_cores
+from tether.runtime.machine import computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
+from tether.runtime.threads import num_threads, usable_cores
 
 CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
 EXTRAS = {
@@ -45,7 +46,7 @@ def show_doctor() -> None:
     console = Screen()
     device = resolve_device("auto")
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
-    console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process")
+    console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process, {num_threads()} threads")
     console.print(f"dtype: {_dtype_advice(device)}")
     console.print(f"kernels in bfloat16: {maker(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30

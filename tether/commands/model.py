@@ -25,10 +25,14 @@ def generate(
     top_p: float,
     system: str | None,
     seed: int,
+    num_threads: int | None,
 ) -> None:
-    """Print the replies of a model; for the arguments see `tether.commands.policy.Policy.generate`."""
+    """Print the replies of a model; `tether.commands.policy` describes the arguments."""
     disable_progress_bar()
-    policy = load(model) if Path(model).is_dir() else Policy(build_generator(model))
+    if Path(model).is_dir():
+        policy = load(model, num_threads=num_threads)
+    else:
+        policy = Policy(build_generator(model, num_threads=num_threads))
     responses = policy.generate(
         prompts, n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, system=system, seed=seed
     )

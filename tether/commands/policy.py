@@ -139,7 +139,12 @@ class Policy:
 
 @named_out_of_memory()
 def load(
-    folder: Path | str, *, env: Callable[..., object] | None = None, policy: object = None, seed: int = 0
+    folder: Path | str,
+    *,
+    env: Callable[..., object] | None = None,
+    policy: object = None,
+    seed: int = 0,
+    num_threads: int | None = None,
 ) -> Policy:
     """The policy of a checkpoint, to be asked.
 
@@ -149,20 +154,27 @@ def load(
         env: what `tether.train` was given as `env`, if it was.
         policy: what `tether.train` was given as `policy`, if it was.
         seed: of the actions that a control policy draws with ``deterministic=False``.
+        num_threads: CPU threads of torch in this process; None: ``trainer.num_threads`` of the run, else
+            ``OMP_NUM_THREADS``, else one per core that this process may use.
 
     Raises:
-        ValueError: there is none, its environment needs what is not installed, or memory ran out.
+        ValueError: there is none, its environment needs what is not installed, num_threads is below 1, or memory ran
+            out.
         CheckpointDamaged: a file of it is not what was saved.
     """
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads={num_threads}: give 1 or more, or leave it out")
     folder = Path(folder).expanduser()
     if (folder / "config.json").is_file():
-        return Policy(_generator()(folder))
+        return Policy(_generator()(folder, num_threads=num_threads))
     checkpoint = checkpoint_at(folder)
-    config = load_config(checkpoint / "run.yaml", []).config
+    overrides = [] if num_threads is None else [f"trainer.num_threads={num_threads}"]
+    config = load_config(checkpoint / "run.yaml", overrides).config
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
-        data = config.data
-        return Policy(_generator()(checkpoint / "actor", data.chat_template, data.apply_chat_template_kwargs))
+        data, threads = config.data, config.trainer.num_threads
+        template = data.chat_template, data.apply_chat_template_kwargs
+        return Policy(_generator()(checkpoint / "actor", *template, num_threads=threads))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
     objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
     with holding(objects):

@@ -23,8 +23,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tether.execution.worker import Process, this_process
-from tether.runtime.machine import usable_cores
 from tether.runtime.ranks import Pool, RankFailed
+from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)

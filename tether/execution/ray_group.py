@@ -25,8 +25,8 @@ from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_l
 from tether.execution.transfers import FROM, TO, Transfers, size_of
 from tether.execution.worker import Group, Process, Worker, this_process
 from tether.runtime.interrupt import give_up_if_interrupted
-from tether.runtime.machine import usable_cores
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
+from tether.runtime.threads import OMP_NUM_THREADS, num_threads
 from tether.training import MicroBatchTooLarge
 
 __all__ = ["RayGroup", "is_local"]
@@ -92,7 +92,7 @@ class RayGroup:
                 self._store.set(f"rank {rank}", "")
             for pool in pools:
                 self._rooms.append(room(pool, device, deadlines.start))
-            self._launch(pools, together or [range(size)], device, max(1, (threads or usable_cores()) // here), host)
+            self._launch(pools, together or [range(size)], device, max(1, num_threads(threads) // here), host)
         except BaseException:
             self.close()
             raise
@@ -110,7 +110,7 @@ class RayGroup:
                 num_cpus=1,
                 num_gpus=int(device == "cuda"),
                 scheduling_strategy=place,
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},  # Ray would set 1
+                runtime_env={"env_vars": {OMP_NUM_THREADS: str(threads)}},  # Ray would set 1
             ).remote(rank, threads, self._logs[rank], Path.cwd(), (host, self._store.port))
             for rank, place in enumerate(places)
         ]

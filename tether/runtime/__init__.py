@@ -27,6 +27,7 @@ __all__ = [
     "run_lock",
     "supervised",
     "terminal",
+    "threads",
     "user_files",
     "worker_pool",
 ]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from tether.runtime.threads import num_threads
+
 CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
@@ -82,14 +84,9 @@ def cuda_names(count: int) -> list[str]:
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def set_threads(count: int | None) -> None:
-    """Let torch use `count` CPU threads; None takes every core that this process may run on."""
-    torch.set_num_threads(count or usable_cores())
+def set_threads(configured: int | None) -> None:
+    """Let torch use the number of CPU threads that `tether.runtime.threads.num_threads` returns."""
+    torch.set_num_threads(num_threads(configured))
 
 
 def give_memory_back() -> None:

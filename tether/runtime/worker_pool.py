@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from tether.runtime.interrupt import Interrupted
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
+from tether.runtime.threads import OMP_NUM_THREADS, num_threads
 
 _MAX_STARTS = 3  # processes that may end before they begin a request, until that is an error of its answer
 _MAX_BATCH = 64
@@ -216,12 +217,13 @@ class WorkerPool(Generic[Answer]):
             self._record(first, self._work.failed(f"the process of the {self._work.name} {end.reason}", end.seconds))
 
     def _start(self) -> SupervisedProcess:
-        # Sets of strings have one order in all workers.
+        threads = max(1, num_threads() // len(self._own))
+        environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: sets of strings have one order in all
         worker = SupervisedProcess.spawn(
             self._work.serve,
             limit=self._work.limit,
             longest_beat=self._work.longest_beat,
-            environment={"PYTHONHASHSEED": "0"},
+            environment=environment,
         )
         worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker

@@ -115,7 +115,7 @@ class TrainerConfig(Section):
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
     num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
-    """CPU threads; null: one a core. (tether's own key.)"""
+    """CPU threads; null: OMP_NUM_THREADS, else one per usable core. (tether's own key.)"""
 
     @property
     def devices(self) -> int:

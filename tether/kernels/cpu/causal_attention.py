@@ -7,7 +7,7 @@ from typing import Annotated
 import numpy as np
 
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, bfloat16, float32
-from tether.kernels.cpu.openmp_loop import exp, f32, kernel, load, rounded, share
+from tether.kernels.cpu.openmp_loop import exp, f32, kernel, load, rounded, tasks
 
 
 @kernel
@@ -23,13 +23,13 @@ def weights_backward(
     rows: int,
     width: int,
     size: int,
+    queue: int,
 ) -> None:
     """Q K^T and dO V^T [N, W], log sums [N], O and dO [N, D] -> `weights` P and `grad_scores` dS [N, W].
 
     N counts matrices of W queries, one below the other; what a query does not see becomes 0.
     """
-    first, last = share(rows)
-    for row in range(first, last):
+    for row in tasks(queue, rows):
         of, back, to, to_grad, seen = scores[row], grad_weights[row], weights[row], grad_scores[row], row % width + 1
         of_out, of_grad, along, total = out[row], grad_out[row], f32(0), log_sum[row]
         for d in range(size):

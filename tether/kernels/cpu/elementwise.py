@@ -16,14 +16,18 @@ import numpy as np
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, bfloat16, float32
 from tether.kernels.cpu.openmp_loop import (
     array_bfloat16,
+    chunks,
     f32,
     kernel,
     load,
     rounded,
-    share,
     sigmoid,
     silu,
+    tasks,
 )
+
+LINE = 32
+"""Numbers in a line of the cache, which two threads should not write to."""
 
 
 @kernel
@@ -38,10 +42,10 @@ def rms_norm(
     heads: int,
     width: int,
     row_stride: int,
+    queue: int,
 ) -> None:
     """x [N, H, E], weight [E] -> out [N, H, E] and scale [N, H], the factor of each head."""
-    first, last = share(rows * heads)
-    for task in range(first, last):
+    for task in tasks(queue, rows * heads):
         row, head = task // heads, task % heads
         of, to = array_bfloat16(x + 2 * (row * row_stride + head * width), (width,)), out[row, head]
         total = f32(0)
@@ -69,10 +73,10 @@ def rms_norm_backward(
     rows: int,
     parts: int,
     width: int,
+    queue: int,
 ) -> None:
     """x and grad [N, E] -> grad_x [N, E]; added to grad_weight [P, E]: the gradient of the weight by parts of rows."""
-    first, last = share(parts)
-    for part in range(first, last):
+    for part in tasks(queue, parts):
         sums = grad_weight[part]
         for row in range(rows * part // parts, rows * (part + 1) // parts):
             of, back, to, factor = x[row], grad[row], grad_x[row], scale[row]
@@ -92,12 +96,13 @@ def silu_mul(
     up: Annotated[BFloat16s, bfloat16("count")],
     out: Annotated[BFloat16s, bfloat16("count")],
     count: int,
+    queue: int,
 ) -> None:
     """gate, up [N] -> silu(gate) * up [N]."""
-    first, last = share(count)
-    of_gate, of_up, to = gate[first:last], up[first:last], out[first:last]
-    for i in range(len(to)):
-        to[i] = rounded(silu(load(of_gate[i])) * load(of_up[i]))
+    for first, last in chunks(queue, count, LINE):
+        of_gate, of_up, to = gate[first:last], up[first:last], out[first:last]
+        for i in range(len(to)):
+            to[i] = rounded(silu(load(of_gate[i])) * load(of_up[i]))
 
 
 @kernel
@@ -108,16 +113,17 @@ def silu_mul_backward(
     grad_gate: Annotated[BFloat16s, bfloat16("count")],
     grad_up: Annotated[BFloat16s, bfloat16("count")],
     count: int,
+    queue: int,
 ) -> None:
     """gate, up, grad [N] -> the gradients of gate and up [N]."""
-    first, last = share(count)
-    of_gate, of_up, of_grad = gate[first:last], up[first:last], grad[first:last]
-    to_gate, to_up = grad_gate[first:last], grad_up[first:last]
-    for i in range(len(of_grad)):
-        g, x = load(of_grad[i]), load(of_gate[i])
-        open_ = sigmoid(x)
-        to_gate[i] = rounded(g * load(of_up[i]) * open_ * (f32(1) + x * (f32(1) - open_)))
-        to_up[i] = rounded(g * x * open_)
+    for first, last in chunks(queue, count, LINE):
+        of_gate, of_up, of_grad = gate[first:last], up[first:last], grad[first:last]
+        to_gate, to_up = grad_gate[first:last], grad_up[first:last]
+        for i in range(len(of_grad)):
+            g, x = load(of_grad[i]), load(of_gate[i])
+            open_ = sigmoid(x)
+            to_gate[i] = rounded(g * load(of_up[i]) * open_ * (f32(1) + x * (f32(1) - open_)))
+            to_up[i] = rounded(g * x * open_)
 
 
 @kernel
@@ -131,11 +137,11 @@ def rotate(
     heads: int,
     size: int,
     row_stride: int,
+    queue: int,
 ) -> None:
     """x [N, H, D] -> out [N, H, D], turned by `sign` times the angles of cosine and sine [N, D] (for both halves)."""
     half = size // 2
-    first, last = share(rows)
-    for row in range(first, last):
+    for row in tasks(queue, rows):
         c, s, heads_of_row = cosine[row], sine[row], array_bfloat16(x + 2 * row * row_stride, (heads, size))
         for head in range(heads):
             of, to = heads_of_row[head], out[row, head]

@@ -13,7 +13,9 @@ A kernel is written as a function whose annotations declare each argument::
     ) -> None: ...
 
 and is called with names alone: ``scaled(x=x, out=out, factor=2.0)``. What is named as a size or a stride of a tensor is
-read off that tensor; two tensors that disagree on it, another dtype or another order in memory are refused.
+read off that tensor; two tensors that disagree on it, another dtype or another order in memory are refused. An argument
+``queue: int`` is not for callers: it is the address of a number that is 0 when the kernel starts, for
+`tether.kernels.cpu.openmp_loop.tasks`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ BFloat16s: TypeAlias = NDArray[np.uint16]
 """bfloat16 numbers as compiled code sees them: their bits."""
 Floats: TypeAlias = NDArray[np.float32]
 Ints: TypeAlias = NDArray[np.int64]
+QUEUE = "queue"
+"""The last number in the array of arguments, also of kernels that do not use it."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ class Signature:
             name: get_args(hints[name])[1] for name in self._kinds if get_origin(hints[name]) is Annotated
         }
         read_off = [name for x in self._tensors.values() for name in (*x.sizes, *x.strides) if isinstance(name, str)]
-        self._given = [name for name in self._kinds if name not in read_off]
-        self._slots = list(dict.fromkeys([*self._kinds, *read_off]))
+        self._given = [name for name in self._kinds if name not in read_off and name != QUEUE]
+        self._slots = [*(name for name in dict.fromkeys([*self._kinds, *read_off]) if name != QUEUE), QUEUE]
 
     @cached_property
     def pack(self) -> Callable[..., ctypes.Array[ctypes.c_int64]]:
@@ -128,7 +132,7 @@ class Signature:
                 checks = [f"if {name} is None:", nothing, "else:", *(f"    {line}" for line in checks)]
             known.update(new)
             lines += [f"    {line}" for line in checks]
-        lines.append(f"    return array(numbers({', '.join(self._slots)}))")
+        lines.append(f"    return array(numbers({', '.join(self._slots[:-1])}, 0))")
         numbers = struct.Struct("".join("d" if self._kinds.get(slot) is float else "q" for slot in self._slots)).pack
         array = (ctypes.c_int64 * len(self._slots)).from_buffer_copy
         space: dict[str, Any] = {
@@ -151,6 +155,8 @@ class Signature:
         """Code of the compiled function that calls the body with what is in the array."""
 
         def value(name: str) -> str:
+            if name == QUEUE:
+                return f"address_of(a) + {8 * self._slots.index(QUEUE)}"
             slot = f"a[{self._slots.index(name)}]"
             if self._kinds[name] is float:
                 return f"float_of({slot})"

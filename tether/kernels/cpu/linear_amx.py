@@ -37,6 +37,7 @@ from tether.kernels.cpu.openmp_loop import (
     kernel,
     rounded,
     share,
+    tasks,
 )
 
 _BLOCK = 2 * TILE  # rows and columns of the sums that are held at once: four tiles, made of two and two
@@ -138,12 +139,12 @@ def pack(
     out: Annotated[int, bfloat16("padded_outputs", "width")],
     outputs: int,
     width: int,
+    queue: int,
 ) -> None:
     """A weight [O, E] -> blocks of 32 outputs, of steps of 32 numbers, of two tiles; after the last output zeros."""
     pairs = width // 2
     blocks, steps = (outputs + _BLOCK - 1) // _BLOCK, width // DEPTH
-    first, last = share(blocks * steps * 2)
-    for tile in range(first, last):
+    for tile in tasks(queue, blocks * steps * 2):
         block, step, half = tile // 2 // steps, tile // 2 % steps, tile % 2
         to = array_uint32(out + 1024 * tile, (TILE, TILE))
         for o in range(TILE):

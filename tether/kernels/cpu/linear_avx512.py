@@ -16,7 +16,7 @@ from tether.kernels.cpu.avx512_instructions import COLUMNS, add_products, interl
 from tether.kernels.cpu.decode_attention import Key, Keys, Out, Position, Query, Value, Values, attention_weights, copy
 from tether.kernels.cpu.kernel_signature import bfloat16
 from tether.kernels.cpu.linear_plain import finish
-from tether.kernels.cpu.openmp_loop import address_of, keep_alive, kernel, rounded, share
+from tether.kernels.cpu.openmp_loop import address_of, keep_alive, kernel, rounded, share, tasks
 
 _BLOCK = COLUMNS
 _ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
@@ -69,12 +69,12 @@ def pack(
     out: Annotated[int, bfloat16("padded_outputs", "width")],
     outputs: int,
     width: int,
+    queue: int,
 ) -> None:
     """A weight [O, E] -> blocks of 32 outputs as columns [E / 2, 32] of pairs; after the last output zeros."""
     zeros = np.zeros(_BLOCK, np.uint16)
     at_zeros = address_of(zeros)
-    first, last = share((outputs + _BLOCK - 1) // _BLOCK)
-    for block in range(first, last):
+    for block in tasks(queue, (outputs + _BLOCK - 1) // _BLOCK):
         for step in range(0, width, _BLOCK):
             for half in range(0, _BLOCK, 16):
                 output = block * _BLOCK + half

@@ -1,13 +1,15 @@
 """Compiled kernels: their making, their calls, and the numbers in memory and functions that bodies are written with.
 
-numba compiles them, and brings its compiler with it; PyTorch's own threads run them. Each thread takes an even share
-of what there is to do, and each number is made by one thread, so that no result depends on how many threads there are.
+numba compiles them, and brings its compiler with it; PyTorch's own threads run them. Threads take `tasks` from a queue
+a few at a time, so that one whose core is shared with another process takes fewer; kernels of a few microseconds divide
+the work evenly (`share`). Each number is made by one thread, in an order that the task alone determines, so no result
+depends on how many threads there are or on which of them is faster.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache, cached_property
 from hashlib import sha256
@@ -31,6 +33,9 @@ for _name in ("omp_get_thread_num", "omp_get_num_threads"):
     binding.add_symbol(_name, ctypes.cast(getattr(pool, _name), ctypes.c_void_p).value)
 _thread: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
 _threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
+
+CHUNKS = 16
+"""Chunks that a thread takes if all are equally fast: the last ones to finish wait for a small part of the work."""
 
 _MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; NaN and infinity stay what they are
 f32 = cast("Callable[[SupportsFloat], float]", np.float32)
@@ -78,7 +83,8 @@ class Kernel:
         """
         lines = ["def make(fingerprint):\n", *(f"    {line}\n" for line in self.signature.unpacking().splitlines())]
         code = compile("".join([*lines, f"    return {self.name}\n"]), self._body.__code__.co_filename, "exec")
-        space: dict[str, Any] = {"carray": carray, "float_of": float_of, "body": body, **_ARRAYS}
+        called = {"carray": carray, "float_of": float_of, "address_of": address_of}
+        space: dict[str, Any] = {**called, "body": body, **_ARRAYS}
         exec(code, space)
         entry: Callable[..., None] = space["make"](_fingerprint())
         entry.__module__, entry.__qualname__ = self._body.__module__, self.name
@@ -222,3 +228,40 @@ def capped(score: float, softcap: float) -> float:
 def share(count: int) -> tuple[int, int]:
     """First and last (excluded) of this thread's share of `count` things."""
     return count * _thread() // _threads(), count * (_thread() + 1) // _threads()
+
+
+def _fetched(typing: object, address: Any, amount: Any) -> Any:
+    """The number at `address` before `amount` is added to it, in one step that no other thread can come between."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+        number = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", number, arguments[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), code
+
+
+fetch_and_add: Any = intrinsic(_fetched)
+
+
+@numba.njit
+def chunks(queue: int, count: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """Take ranges (first, last excluded) of `count` things from the queue until none is left.
+
+    Args:
+        queue: the argument of that name, which a kernel uses once.
+        count: how many things all threads have to do together.
+        multiple: the size of a range is a multiple of this one.
+    """
+    size = -(-count // (CHUNKS * _threads() * multiple)) * multiple
+    first = fetch_and_add(queue, size)
+    while first < count:
+        yield first, min(first + size, count)
+        first = fetch_and_add(queue, size)
+
+
+@numba.njit
+def tasks(queue: int, count: int) -> Iterator[int]:
+    """Take tasks from the queue, a few at a time, until all `count` are taken; see `chunks`."""
+    for first, last in chunks(queue, count, 1):
+        for task in range(first, last):  # noqa: UP028  numba has no `yield from`
+            yield task

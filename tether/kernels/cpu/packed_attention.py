@@ -53,7 +53,7 @@ from tether.kernels.cpu.openmp_loop import (
     keep_alive,
     kernel,
     rounded,
-    share,
+    tasks,
 )
 from tether.types import AutogradContext
 
@@ -79,6 +79,7 @@ def arrange(
     size: int,
     token_stride: int,
     head_stride: int,
+    queue: int,
 ) -> None:
     """x [N, heads, D] -> `transposed` [heads, B, D / 2, 32] and `interleaved` [heads, D / 32, 16 B, 32], or one.
 
@@ -87,8 +88,7 @@ def arrange(
     """
     zeros = np.zeros(_BLOCK, np.uint16)
     at_zeros = address_of(zeros)
-    first, last = share(heads * blocks)
-    for task in range(first, last):
+    for task in tasks(queue, heads * blocks):
         head, block = task // blocks, task % blocks
         count, row = table[block, NUM_TOKENS], x + 2 * (table[block, FIRST_TOKEN] * token_stride + head * head_stride)
         for chunk in range(0, size, _BLOCK):
@@ -192,13 +192,13 @@ def attend(
     value_size: int,
     query_token: int,
     query_head: int,
+    queue: int,
 ) -> None:
     """query [N, H, D], transposed keys, interleaved values -> out [N, H, E], log_sum [H, B, 32]."""
     groups = heads // kv_heads
     scores, weights = np.empty((_BLOCK, longest), np.float32), np.empty((_BLOCK, longest), np.uint16)
     sums, tops, masses = np.empty((_BLOCK, _BLOCK), np.float32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK)
-    first, last = share(heads * blocks)
-    for task in range(first, last):
+    for task in tasks(queue, heads * blocks):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
         before = _whole(block[PREFIX_TOKENS])
@@ -252,6 +252,7 @@ def query_backward(
     value_size: int,
     query_token: int,
     query_head: int,
+    queue: int,
 ) -> None:
     """As `attend`, with keys in both orders, transposed values, grad [N, H, E] -> grad_query, `mean_grad` [H, B, 32].
 
@@ -260,8 +261,7 @@ def query_backward(
     groups = heads // kv_heads
     scores, grads = np.empty((_BLOCK, longest), np.float32), np.empty((_BLOCK, longest), np.float32)
     changes, sums = np.empty((_BLOCK, longest), np.uint16), np.empty((_BLOCK, _BLOCK), np.float32)
-    first, last = share(heads * blocks)
-    for task in range(first, last):
+    for task in tasks(queue, heads * blocks):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
         before = _whole(block[PREFIX_TOKENS])
@@ -343,6 +343,7 @@ def key_value_backward(
     key_head: int,
     value_token: int,
     value_head: int,
+    queue: int,
 ) -> None:
     """key [N, K, D], value [N, K, E], queries and grad in both orders -> grad_key and grad_value.
 
@@ -353,8 +354,7 @@ def key_value_backward(
     weights, changes = np.empty((_BLOCK, _BLOCK), np.uint16), np.empty((_BLOCK, _BLOCK), np.uint16)
     of_key, of_value = np.empty((_BLOCK, size), np.float32), np.empty((_BLOCK, value_size), np.float32)
     at_scores, at_grads = address_of(scores), address_of(weight_grads)
-    first, last = share(kv_heads * blocks)
-    for task in range(first, last):
+    for task in tasks(queue, kv_heads * blocks):
         kv_head, block = task // blocks, table[task % blocks]
         count = block[NUM_TOKENS]
         of_keys = key + 2 * (block[FIRST_TOKEN] * key_token + kv_head * key_head)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tether.kernels.cpu.avx512_instructions import Type, Typed, Value, instruction
 from tether.kernels.cpu.kernel_signature import Ints, int64
-from tether.kernels.cpu.openmp_loop import Call, kernel, pool, recorded
+from tether.kernels.cpu.openmp_loop import Call, array_int64, kernel, pool, recorded, share
 
 Result = TypeVar("Result")
 
@@ -48,11 +48,14 @@ _run = instruction(_run_kernel)
 
 
 @kernel
-def _run_all(calls: Annotated[Ints, int64("count", 2)], count: int) -> None:
-    """Addresses of code and of its arguments [C, 2]; each waits for all threads of the one before."""
+def _run_all(calls: Annotated[Ints, int64("count", 3)], count: int) -> None:
+    """Addresses of code, its arguments and its queue [C, 3]; each call waits for all threads of the one before."""
     for i in range(count):
         _run(calls[i, 0], calls[i, 1])
         _barrier()
+        first, last = share(1)
+        if first < last:  # for one thread only: the queue is full again for the next run
+            array_int64(calls[i, 2], (1,))[0] = 0
 
 
 class Recording:
@@ -60,11 +63,17 @@ class Recording:
 
     def __init__(self, calls: list[Call]) -> None:
         self._calls = calls  # holds arguments and tensors: only their addresses are handed on
-        self._addresses = torch.tensor([(code, ctypes.addressof(array)) for code, array, _ in calls]).view(-1, 2)
+        self._addresses = torch.tensor([_addresses(code, array) for code, array, _ in calls]).view(-1, 3)
 
     def run(self) -> None:
         """Run them all again."""
         _run_all(calls=self._addresses)
+
+
+def _addresses(code: int, array: ctypes.Array[ctypes.c_int64]) -> tuple[int, int, int]:
+    start = ctypes.addressof(array)
+    array[-1] = 0
+    return code, start, start + ctypes.sizeof(array) - ctypes.sizeof(ctypes.c_int64)
 
 
 def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:

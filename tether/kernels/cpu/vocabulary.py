@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, bfloat16, float32, int64
-from tether.kernels.cpu.openmp_loop import exp, f32, inline, kernel, load, rounded, share
+from tether.kernels.cpu.openmp_loop import exp, f32, inline, kernel, load, rounded, tasks
 
 
 @inline
@@ -39,10 +39,10 @@ def exp_sums(
     rows: int,
     width: int,
     blocks: int,
+    queue: int,
 ) -> None:
     """Logits [N, V] -> their largest [N], and the sums of e^(factor * (logit - largest)) over blocks [N, B]."""
-    first, last = share(rows)
-    for row in range(first, last):
+    for row in tasks(queue, rows):
         of, to, top = logits[row], sums[row], _largest(logits[row])
         largest[row] = top
         for b in range(blocks):
@@ -59,13 +59,13 @@ def add_log_sums(
     factor: float,
     rows: int,
     width: int,
+    queue: int,
 ) -> None:
     """Logits [N, C] of a chunk, added to what `sums` [N, 4] holds of the chunks before.
 
     With z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
     """
-    first, last = share(rows)
-    for row in range(first, last):
+    for row in tasks(queue, rows):
         of, so_far = logits[row], sums[row]
         before, top = so_far[0], _largest(of) * factor
         top = before if before > top else top
@@ -92,14 +92,14 @@ def log_probs_backward(
     factor: float,
     rows: int,
     width: int,
+    queue: int,
 ) -> None:
     """Logits [N, C] of a chunk -> the gradient with respect to them, in place.
 
     `statistics` [N, 4]: log normaliser, entropy, upstream gradients of log-probability and of entropy. `column` [N]: of
     the target in this chunk, or -1.
     """
-    first, last = share(rows)
-    for row in range(first, last):
+    for row in tasks(queue, rows):
         of, target = logits[row], column[row]
         log_sum, entropy = statistics[row, 0], statistics[row, 1]
         from_log_prob, from_entropy = statistics[row, 2], statistics[row, 3]
