@@ -81,8 +81,12 @@ from tether.trainer.text.preflight import look_at_responses
 from tether.training import AnyLearner
 
 
-def build_run(loaded: LoadedConfig) -> Run:
+def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
     """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
+
+    Args:
+        loaded: describes the run.
+        begin: called with what is about to be done, for whoever waits.
 
     Raises:
         ValueError: the inputs are not usable; see the message.
@@ -104,7 +108,9 @@ def build_run(loaded: LoadedConfig) -> Run:
         tools = build_tool_pool(config)
         if tools:
             resources.callback(tools.close)
+        begin("reading the data")
         inputs = _inputs(config, tools, checkpoint)
+        begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
         look_at_servers(config, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:
