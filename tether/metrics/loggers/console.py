@@ -9,7 +9,7 @@ On a terminal each step leaves a row, and below the rows stands what the run is 
 The columns are the numbers that the run has logged so far; where they are too many for the terminal the least
 important ones are left out, never cut off.
 
-In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. While a step takes long, a line such as
+In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. While a step takes long, a line like
 ``step 13/60: update_actor 12/32, 34 s`` appears every few seconds.
 """
 
