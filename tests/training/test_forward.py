@@ -57,7 +57,8 @@ def test_a_rank_without_a_token_of_the_rows_has_no_value() -> None:
     critic = make_critic()
     batch = make_batch(make_policy(), critic)
     rows, none = token_rows(batch, packed=True), torch.empty(0, dtype=torch.int64)
-    elsewhere = replace(rows, predicts=none, targets=none, slots=none, ends=torch.full_like(rows.ends, -1))
+    elsewhere = replace(rows, predicts=none, targets=none, slots=none, source=torch.full_like(rows.source, -1))
+    elsewhere = replace(elsewhere, ends=torch.full_like(rows.ends, -1))
     states = torch.empty(0, 32, dtype=torch.float64)
     found = ValueForward(with_bootstrap=True).outputs(
         batch, elsewhere, states, partial(values_from_hidden, head=value_head_of(critic))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.training.batches import make_batch, make_critic, make_policy, make_rollout
-from tether.batch import RolloutBatch, TrainBatch, on_device
+from tether.batch import KeptTokens, RolloutBatch, TrainBatch, filled, on_device
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers.attention import Packed, Padded
 from tether.training.protocol import LossSizes
-from tether.training.text.forward import PolicyOutputs, ValueOutputs
+from tether.training.text.forward import PolicyForward, PolicyOutputs, ValueOutputs
 from tether.training.text.losses import CriticLoss, PolicyLoss
 from tether.training.text.packing import TokenRows, row_sizes, sequence_lengths, token_rows
 
@@ -65,6 +65,55 @@ def test_a_shared_prompt_stands_once() -> None:
     assert rows.targets.tolist() == [8, 2, 9, 3, 4]
     assert rows.predicts.tolist() == [1, 2, 8, 1, 4]
     assert rows.ends.tolist() == [3, 9, 5]
+
+
+def repeated() -> TrainBatch:
+    """Four answers to prompt 5 6 of which two are equal and a third one begins like them."""
+    rollout = RolloutBatch(
+        uid=torch.tensor([0, 0, 0, 0]),
+        prompt_ids=torch.tensor([[5, 6]] * 4),
+        prompt_length=torch.tensor([2] * 4),
+        response_ids=torch.tensor([[8, 2], [3, 0], [8, 2], [8, 4]]),
+        response_length=torch.tensor([2, 1, 2, 2]),
+        response_mask=torch.tensor([[True, True], [True, False], [True, True], [True, True]]),
+        rollout_log_probs=torch.zeros(4, 2),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        kept=None,
+        batch_size=[4],
+    )
+    return TrainBatch.assemble(rollout, torch.ones(4))
+
+
+def test_equal_responses_to_a_prompt_stand_once() -> None:
+    rows = token_rows(repeated(), packed=True)
+    assert rows.input_ids.tolist() == [[5, 6, 8, 2, 3, 8, 4]]
+    assert rows.layout == Packed((2, 2, 1, 2), (None, 0, 0, 0))
+    assert (rows.predicts.tolist(), rows.targets.tolist()) == ([1, 2, 1, 5], [8, 2, 3, 4])
+    assert rows.slots.tolist() == [0, 1, 2, 7]
+    assert rows.ends.tolist() == [3, 4, 3, 6]
+    assert rows.scatter(torch.tensor([1.0, 2, 3, 4])).tolist() == [[1, 2], [3, 0], [1, 2], [1, 4]]
+
+
+def test_equal_responses_have_the_gradients_that_they_have_apart() -> None:
+    policy, batch = make_policy(), repeated()
+    weights = torch.randn(batch.response_ids.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for packed in (True, False):
+        policy.zero_grad()
+        outputs = PolicyForward(packed=packed, with_entropy=True)(policy, batch)
+        assert outputs.entropy is not None
+        ((outputs.log_probs + outputs.entropy) * weights).sum().backward()
+        gradients.append(torch.cat([filled(weight.grad).flatten() for weight in policy.parameters()]))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_responses_with_a_recorded_cut_or_recorded_experts_stand_apart() -> None:
+    """Two samplers may have recorded different ones of the same tokens."""
+    batch = repeated()
+    assert token_rows(batch, packed=True, experts="replayed").targets.tolist() == [8, 2, 3, 8, 2, 8, 4]
+    words = [torch.tensor(row, dtype=torch.int32) for row in ([8, 2], [3], [1, 8, 2], [8, 4])]
+    batch.kept = KeptTokens(torch.tensor([[1, 1], [1, 0], [2, 1], [1, 1]]), words, batch_size=[4])
+    assert token_rows(batch, packed=True).slots.tolist() == [0, 1, 2, 4, 5, 6, 7]
 
 
 def test_padded_by_hand() -> None:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tether.assembly.common import Run
 from tether.config import LoadedConfig
 from tether.runtime.user_files import forget_imports
 
 
-def build(loaded: LoadedConfig) -> Run:
+def build(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
     """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
+
+    Args:
+        loaded: describes the run.
+        begin: called with what is about to be done, for whoever waits.
 
     Raises:
         ValueError: the inputs are not usable; see the message.
     """
     forget_imports()
     if loaded.config.env.train.id is None:
-        from tether.assembly.run import build_run  # loads transformers, which takes seconds
+        begin("loading transformers")
+        from tether.assembly.run import build_run
 
-        return build_run(loaded)
+        return build_run(loaded, begin)
+    begin("making environments and models")
     from tether.assembly.control import build_control_run
 
     return build_control_run(loaded)

@@ -91,8 +91,12 @@ STORED = (
 """Classes of what is stored of batches that were sampled ahead."""
 
 
-def build_run(loaded: LoadedConfig) -> Run:
+def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
     """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
+
+    Args:
+        loaded: describes the run.
+        begin: called with what is about to be done, for whoever waits.
 
     Raises:
         ValueError: the inputs are not usable; see the message.
@@ -114,7 +118,9 @@ def build_run(loaded: LoadedConfig) -> Run:
         tools = build_tool_pool(config)
         if tools:
             resources.callback(tools.close)
+        begin("reading the data")
         inputs = _inputs(config, tools, checkpoint)
+        begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
         look_at_servers(config, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:

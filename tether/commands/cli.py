@@ -22,8 +22,14 @@ from tether.commands.models import model_app
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
+from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.printable import printable
-from tether.runtime.terminal import Screen, replace_what_the_terminal_cannot_write
+from tether.runtime.terminal import (
+    Activity,
+    Screen,
+    hide_warnings_of_packages,
+    replace_what_the_terminal_cannot_write,
+)
 from tether.runtime.user_files import raised_by_tether, search_also
 
 if TYPE_CHECKING:
@@ -162,12 +168,12 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
+    restart_with_huge_pages()
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
-    from tether.runtime.huge_pages import restart_with_huge_pages
 
-    restart_with_huge_pages()
-    with _importing():
+    with Activity(Screen()) as activity, _importing():
+        activity.begin("loading torch")
         from tether.commands.report import command_to_resume, how_it_stopped, show_report
         from tether.commands.train import train as run
 
@@ -488,6 +494,7 @@ def main() -> None:
     nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
     """
     replace_what_the_terminal_cannot_write()
+    hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
     try:
         app()

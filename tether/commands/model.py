@@ -10,8 +10,6 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.generator import build_generator
 from tether.assembly.policies import published_of, saved_policy
 from tether.commands.policy import Policy, load
-from tether.models.language.registry_download import pull_model
-from tether.runtime.cache import cache_dir
 from tether.runtime.printable import printable
 
 
@@ -40,11 +38,6 @@ def generate(
         if len(responses) > 1:
             print(printable(f"--- {prompts[response.prompt]}"))
         print(printable(response.text))
-
-
-def pull(name: str) -> Path:
-    """Fetch a known model into the cache."""
-    return pull_model(name, cache_dir(), progress=print)
 
 
 def export(checkpoint: Path, out: Path) -> None:

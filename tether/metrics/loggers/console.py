@@ -9,7 +9,8 @@ On a terminal each step leaves a row, and below the rows stands what the run is 
 The columns are the numbers that the run has logged so far; where they are too many for the terminal the least
 important ones are left out, never cut off.
 
-In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``.
+In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. While a step takes long, a line like
+``step 13/60: update_actor 12/32, 34 s`` appears every few seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.text import Text
 
 from tether.metrics.loggers.headline import LABELS, OPTIONAL_LABELS, headline_keys, headline_values
 from tether.metrics.loggers.protocol import RunInfo, Sample
-from tether.runtime.terminal import Screen, clock, one_line, shortened
+from tether.runtime.terminal import Heartbeat, Screen, clock, one_line, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,10 @@ class _Pace:
         """The first step of this process is not done, or is all that is known: it compiles, and fills caches."""
         return len(self._finished) < 2
 
+    def running(self) -> str:
+        """The step in progress."""
+        return f"step {self.step + 1}" if self.total is None else f"step {min(self.step + 1, self.total)}/{self.total}"
+
     def elapsed(self) -> float:
         return time.monotonic() - self._start
 
@@ -156,6 +161,9 @@ class _Plain:
     def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
         self._pace = pace
+        self._phase: _Phase | None = None
+        self._phase_start = time.monotonic()
+        self._heartbeat: Heartbeat | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.finish(step)
@@ -169,15 +177,25 @@ class _Plain:
             self._print(f"sample:{step} - row:{sample.index} - reward:{reward} - prompt:{prompt} - response:{response}")
 
     def phase(self, phase: _Phase) -> None:
-        pass  # only a live display shows what passes
+        if self._phase is None or phase.name != self._phase.name:
+            self._phase_start = time.monotonic()
+        self._phase = phase
+        self._heartbeat = self._heartbeat or Heartbeat(self._show_phase)
 
     def warn(self, message: str) -> None:
         self._print(f"warning: {one_line(message)}")
 
     def close(self) -> None:
+        if self._heartbeat:
+            self._heartbeat.close()
         self._console.file.flush()
 
+    def _show_phase(self) -> None:
+        self._print(f"{self._pace.running()}: {self._phase}, {time.monotonic() - self._phase_start:.0f} s")
+
     def _print(self, line: str) -> None:
+        if self._heartbeat:
+            self._heartbeat.reset()
         encoding = self._console.encoding
         self._console.file.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._console.file.flush()
@@ -231,11 +249,9 @@ class _Live:
 
     def _status(self) -> RenderableType:
         pace, left = self._pace, self._pace.left()
-        of_total = "" if pace.total is None else f"/{pace.total}"
-        running = pace.step + 1 if pace.total is None else min(pace.step + 1, pace.total)
         in_phase = time.monotonic() - self._phase_start
         text = Text.assemble(
-            (f"step {running}{of_total}   ", "bold"),
+            (f"{pace.running()}   ", "bold"),
             (f"{self._phase} ", "cyan"),
             f"{in_phase:.0f}s   elapsed {clock(pace.elapsed())}",
             "" if left is None else f"   left {'at most ' * pace.warming_up()}{clock(left)}",

