@@ -449,7 +449,7 @@ def test_a_saved_config_still_passes_changes_on(write):
     assert again.trainer.default_local_dir == "checkpoints/verl_examples/b"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\\${}ab'\" #:\n\x85é"))
 @example("\x85")
 @example("two\n\nlines ${x} \\${y}")

@@ -175,13 +175,7 @@ def test_a_gguf_file_loads_directly(tmp_path):
 # The real model, from the package registry (89 MB).
 
 
-def test_real_model_is_whole_and_tied(smollm2):
-    model = load_causal_lm(smollm2, dtype=torch.float32)
-    assert model.num_parameters() == 134_515_008
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
+@pytest.mark.slow
 def test_real_tokenizer(smollm2):
     tokenizer = load_tokenizer(smollm2)
     assert len(tokenizer) == 49152
@@ -205,8 +199,12 @@ def test_real_tokenizer(smollm2):
     assert ids.count(2) == 2
 
 
-def test_real_model_answers_and_stops(smollm2):
+@pytest.mark.slow
+def test_real_model_is_whole_and_answers_and_stops(smollm2):
     model, tokenizer = load_causal_lm(smollm2, dtype=torch.float32, attn="sdpa"), load_tokenizer(smollm2)
+    assert model.num_parameters() == 134_515_008
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
