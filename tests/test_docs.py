@@ -4,6 +4,8 @@ import inspect
 import re
 import runpy
 import shlex
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,21 +25,32 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((RO
 TOP = "|".join(sorted({path.split(".")[0] for path in keys()}))
 ALGORITHM_PAGES = [page for page in PAGES if "algorithms" in page.parts and page.name != "index.md"]
 FOLDERS = "benchmarks|docs|recipes|scripts|tests|tether"
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def on_all_pages(faults: Callable[[Path], Iterable[str]]) -> list[str]:
+    """What is wrong, with the page that it stands on."""
+    return [f"{page.relative_to(ROOT)}: {fault}" for page in PAGES for fault in sorted(faults(page))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
 
 
+@cache
 def prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def code_spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
+@cache
 def is_key(name: str) -> bool:
     name = renamed(name)
     owners = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
@@ -53,7 +66,9 @@ def test_there_are_pages() -> None:
     assert len(PAGES) > 12
 
 
-@each_page
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The examples of a page are one module, in a folder with the recipes, where they may write.
 
@@ -69,63 +84,90 @@ def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
         exec(compile(code, f"{page.name}, example {number + 1}", "exec"), module)
 
 
-@each_page
-def test_config_commands_work(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def failing_commands(page: Path) -> Iterable[str]:
     for line in "".join(blocks(page, "bash")).splitlines():
         command = shlex.split(line)
-        assert command[:2] == ["tether", "config"], f"{line}: mark what is not run here as sh"
+        if command[:2] != ["tether", "config"]:
+            yield f"{line}: mark what is not run here as sh"
+            continue
         files = ["--no-files"] if command[2] == "check" else []  # the pages name files that are the reader's
         result = CliRunner().invoke(app, [*command[1:], *files])
-        assert result.exit_code == 0, f"{line}: {result.exception}"
+        if result.exit_code:
+            yield f"{line}: {result.exception}"
 
 
-@each_page
-def test_commands_exist(page: Path) -> None:
+def test_config_commands_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert on_all_pages(failing_commands) == []
+
+
+def test_commands_exist() -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     groups = {group.typer_instance.info.name for group in app.registered_groups if group.typer_instance}
-    lines = "".join(blocks(page, "sh")).splitlines() + code_spans(page)
-    used = {match[1] for line in lines if (match := re.match(r"tether (\w+)", line))}
-    assert used <= commands | groups
+
+    def unknown(page: Path) -> set[str]:
+        lines = "".join(blocks(page, "sh")).splitlines() + code_spans(page)
+        return {match[1] for line in lines if (match := re.match(r"tether (\w+)", line))} - commands - groups
+
+    assert on_all_pages(unknown) == []
 
 
-@each_page
-def test_keys_exist(page: Path) -> None:
+def unknown_keys(page: Path) -> Iterable[str]:
     spans = [span.split("=")[0] for span in code_spans(page)]
     in_prose = {span for span in spans if re.fullmatch(rf"({TOP})(\.\w+)+", span)}
     shell = "".join(blocks(page, "sh") + blocks(page, "bash"))
     in_commands = set(re.findall(rf"(?<![\w./])((?:{TOP})(?:\.\w+)+)=", shell))
     shown_as_wrong = {name for name in in_prose if any(name.startswith(wrong) for wrong in MISSPELLINGS)}
     foreign = set(filter(is_rlinf_key, in_prose | in_commands)) if page.name == "coming-from-rlinf.md" else set()
-    named = sorted((in_prose | in_commands) - foreign - shown_as_wrong)
-    assert [name for name in named if not is_key(name)] == []
+    return {name for name in (in_prose | in_commands) - foreign - shown_as_wrong if not is_key(name)}
 
 
-@each_page
-def test_metrics_exist(page: Path) -> None:
+def test_keys_exist() -> None:
+    assert on_all_pages(unknown_keys) == []
+
+
+def test_metrics_exist() -> None:
     groups = "|".join(sorted({key.split("/")[0] for key in METRICS}))
-    named = {span for span in code_spans(page) if re.fullmatch(rf"({groups})(/[\w<>@]+)+", span)}
-    assert named <= set(METRICS)
+
+    def unknown(page: Path) -> set[str]:
+        return {span for span in code_spans(page) if re.fullmatch(rf"({groups})(/[\w<>@]+)+", span)} - set(METRICS)
+
+    assert on_all_pages(unknown) == []
 
 
-@each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def dead_links(page: Path) -> list[str]:
     links = re.findall(r"\]\(([^)#]+)\)", prose(page))
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
+    return [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
-@each_page
-def test_named_files_exist(page: Path) -> None:
+def test_links_lead_somewhere() -> None:
+    assert on_all_pages(dead_links) == []
+
+
+def missing_files(page: Path) -> set[str]:
     named = {span for span in code_spans(page) if re.fullmatch(rf"({FOLDERS})/[\w./-]*", span)}
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    return {name for name in named if not (ROOT / name).exists()}
+
+
+def test_named_files_exist() -> None:
+    assert on_all_pages(missing_files) == []
+
+
+def test_what_is_wrong_on_a_page_is_found(tmp_path: Path) -> None:
+    """The negative control of the lists above."""
+    page = tmp_path / "page.md"
+    page.write_text("`algorithm.gama` `tests/nothing.py` [there](nowhere.md)\n```bash\ntether config explain x\n```\n")
+    assert unknown_keys(page) == {"algorithm.gama"}
+    assert missing_files(page) == {"tests/nothing.py"}
+    assert dead_links(page) == ["nowhere.md"]
+    assert len([*failing_commands(page)]) == 1
 
 
 def test_every_page_is_in_the_index_and_short() -> None:
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "index.md" or f"({page.name})" in index
-        text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text_of(page), flags=re.DOTALL)
         assert page.name == "oracles.md" or len(text.splitlines()) <= 120  # without its generated tables
 
 
@@ -138,43 +180,56 @@ def test_every_recipe_is_listed(page: str, naming: str) -> None:
     assert [name for name in folders if naming.format(name) not in text] == []
 
 
-def test_generated_tables_are_the_codes() -> None:
-    for path, text in runpy.run_path(str(ROOT / "docs/build.py"))["pages"]().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name} is behind the code: run python docs/build.py"
+@pytest.fixture(scope="module")
+def generated() -> dict[Path, str]:
+    """The text of each page that is made from the code."""
+    return runpy.run_path(str(ROOT / "docs/build.py"))["pages"]()
 
 
-def test_every_algorithm_has_its_page_and_no_other_is_left() -> None:
-    written = {path for path in runpy.run_path(str(ROOT / "docs/build.py"))["pages"]() if path.parent.name != "docs"}
+def test_generated_tables_are_the_codes(generated: dict[Path, str]) -> None:
+    """Where one is not: run ``python docs/build.py``."""
+    assert [path.name for path, text in generated.items() if text_of(path) != text] == []
+
+
+def test_every_algorithm_has_its_page_and_no_other_is_left(generated: dict[Path, str]) -> None:
+    written = {path for path in generated if path.parent.name != "docs"}
     assert written == set((ROOT / "docs/algorithms").rglob("*.md"))
     titles = {path.stem for path in written}
     assert set(ADVANTAGE_ESTIMATORS) | set(POLICY_LOSSES) <= titles
 
 
-@pytest.mark.parametrize("page", ALGORITHM_PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs/algorithms")))
-def test_every_algorithm_says_what_a_user_needs(page: Path) -> None:
+def missing_parts(page: Path) -> Iterable[str]:
+    """What a user needs and a page of an algorithm leaves out."""
+    text = text_of(page)
+    yield from (label for label in ("Assumes", "Use it", "Watch", "Keys") if f"- **{label}**: " not in text)
+    if not re.search(r"\d{4}\.\d{5}|\b(19|20)\d\d\b|verl|RLinf", text):
+        yield "no paper and no origin"
+    if " = " not in text:
+        yield "no formula"
+    if not re.search(r"^```text\n(\w+(?:\[\"\w+\"\])?\(.*?\).*?)\n```", text, re.DOTALL | re.MULTILINE):
+        yield "no call"
+
+
+def test_every_algorithm_says_what_a_user_needs(tmp_path: Path) -> None:
     """Complete the docstring, not the page."""
-    text = page.read_text(encoding="utf-8")
-    missing = [label for label in ("Assumes", "Use it", "Watch", "Keys") if f"- **{label}**: " not in text]
-    assert missing == []
-    assert re.search(r"\d{4}\.\d{5}|\b(19|20)\d\d\b|verl|RLinf", text), "no paper and no origin"
-    assert " = " in text, "no formula"
-    calls = re.findall(r"^```text\n(\w+(?:\[\"\w+\"\])?\(.*?\).*?)\n```", text, re.DOTALL | re.MULTILINE)
-    assert calls, "no call"
+    assert [f"{page.stem}: {part}" for page in ALGORITHM_PAGES for part in missing_parts(page)] == []
+    (empty := tmp_path / "empty.md").write_text("")
+    assert len([*missing_parts(empty)]) == 7
 
 
-@pytest.mark.parametrize("name", [*ADVANTAGE_ESTIMATORS, *(f"{name} loss" for name in POLICY_LOSSES)])
-def test_the_call_on_a_page_names_every_argument(name: str) -> None:
-    registry, folder = (
-        (POLICY_LOSSES, "policy_losses") if name.endswith(" loss") else (ADVANTAGE_ESTIMATORS, "advantages")
-    )
-    name = name.removesuffix(" loss")
-    text = (ROOT / f"docs/algorithms/{folder}/{name}.md").read_text(encoding="utf-8")
-    call = text[text.index("```text") : text.index("```", text.index("```text") + 3)]
-    assert (
-        call.splitlines()[1] == f'{"POLICY_LOSSES" if folder == "policy_losses" else "ADVANTAGE_ESTIMATORS"}["{name}"]('
-    )
-    named = re.findall(r"^    (\w+): ", call, re.MULTILINE)
-    assert named == list(inspect.signature(registry[name]).parameters)
+def test_the_call_on_a_page_names_every_argument() -> None:
+    registries = {"advantages": ("ADVANTAGE_ESTIMATORS", ADVANTAGE_ESTIMATORS),
+                  "policy_losses": ("POLICY_LOSSES", POLICY_LOSSES)}  # fmt: skip
+    wrong = []
+    for folder, (registry, entries) in registries.items():
+        for name, function in entries.items():
+            text = text_of(ROOT / f"docs/algorithms/{folder}/{name}.md")
+            call = text[text.index("```text") : text.index("```", text.index("```text") + 3)]
+            named = re.findall(r"^    (\w+): ", call, re.MULTILINE)
+            arguments = list(inspect.signature(function).parameters)
+            if call.splitlines()[1] != f'{registry}["{name}"](' or named != arguments:
+                wrong.append(f"{folder}/{name}: {call.splitlines()[1]} {named}, and the code has {arguments}")
+    assert wrong == []
 
 
 def test_every_metric_has_its_row() -> None:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize(("there", "code"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(("there", "code"), [(True, 1), pytest.param(False, 0, marks=pytest.mark.slow)])
 def test_a_skip_beside_the_data_is_a_failure(tmp_path: Path, there: bool, code: int) -> None:
     case = tmp_path / "test_case.py"
     case.write_text("import pytest\ndef test_rows(test_data):\n    pytest.skip('no parquet')\n")

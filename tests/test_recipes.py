@@ -22,14 +22,15 @@ def load(name: str) -> LoadedConfig:
     return load_config(RECIPES / name / "run.yaml", [])
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_recipe_loads_without_a_note(path: Path) -> None:
-    assert load_config(path, []).notes == ()
+def test_every_recipe_loads_without_a_note() -> None:
+    assert len(RUNS) > 30
+    notes = {str(path.relative_to(RECIPES)): load_config(path, []).notes for path in RUNS}
+    assert {path: found for path, found in notes.items() if found} == {}
 
 
-@pytest.mark.parametrize("folder", sorted(path for path in RECIPES.iterdir() if path.is_dir()), ids=lambda p: p.name)
-def test_a_recipe_has_a_readme(folder: Path) -> None:
-    assert "## Result" in (folder / "README.md").read_text(encoding="utf-8")
+def test_every_recipe_has_a_readme() -> None:
+    pages = [path / "README.md" for path in RECIPES.iterdir() if path.is_dir()]
+    assert [str(page) for page in pages if "## Result" not in page.read_text(encoding="utf-8")] == []
 
 
 def test_ppo_on_words_has_all_three_models_and_a_clip_that_acts() -> None:

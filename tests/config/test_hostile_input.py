@@ -30,7 +30,7 @@ VALUES = st.recursive(
 BETAS = "actor_rollout_ref.actor.optim.betas"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 @example({"actor_rollout_ref.actor.ppo_micro_batch_size": "x"})
 @example({"trainer.seed": {None: 2}})
@@ -42,7 +42,7 @@ def test_any_file_loads_or_is_refused(tmp_path_factory, tree):
         load_config(path, BASE)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -3,7 +3,7 @@
 import pytest
 
 from tether.config import ConfigError, explain, explanations, format_inheritance, live_keys, load_config
-from tether.config.keys import keys, sections
+from tether.config.keys import keys
 from tether.config.loading.typos import nearest
 
 SLIPS = {
@@ -21,12 +21,12 @@ def misspell(path, part, slip):
     return ".".join(parts)
 
 
-@pytest.mark.parametrize("slip", SLIPS)
-def test_every_misspelled_name_is_traced_to_its_key(slip):
-    typos = {misspell(path, -1, SLIPS[slip]): path for path in keys()}
-    traced = {typo: nearest(typo) for typo in typos if typo not in keys() and not typo.endswith(".")}
-    assert len(traced) > 0.9 * len(keys())  # all but slips that give another key, or swap equal letters
-    assert {typo: (found, typos[typo]) for typo, found in traced.items() if found != typos[typo]} == {}
+def test_every_misspelled_name_is_traced_to_its_key():
+    for slip in SLIPS.values():
+        typos = {misspell(path, -1, slip): path for path in keys()}
+        traced = {typo: nearest(typo) for typo in typos if typo not in keys() and not typo.endswith(".")}
+        assert len(traced) > 0.9 * len(keys())  # all but slips that give another key, or swap equal letters
+        assert {typo: (found, typos[typo]) for typo, found in traced.items() if found != typos[typo]} == {}
 
 
 def test_every_misspelled_section_is_traced_to_its_key():
@@ -70,15 +70,13 @@ def test_every_key_has_one_line_of_doc_that_is_a_sentence():
         assert "\n" not in key.doc, key.path
 
 
-@pytest.mark.parametrize("section", ["", *sorted({path.split(".")[0] for path in sections()})])
-def test_every_key_is_explained(section):
+def test_every_key_is_explained():
     for path, key in keys().items():
-        if path.startswith(section):
-            text = explain(path)
-            assert text.startswith(path + "\n")
-            assert key.doc in text
-            assert "\n  takes: " in text
-            assert "\n  default: " in text
+        text = explain(path)
+        assert text.startswith(path + "\n")
+        assert key.doc in text
+        assert "\n  takes: " in text
+        assert "\n  default: " in text
 
 
 def test_explain_says_what_a_key_inherits():
@@ -147,9 +145,9 @@ def test_live_keys_are_those_that_can_act():
 
 
 def test_sections_are_listed_and_keys_are_found_by_a_word():
-    sections = explanations.list_sections()
-    assert "\nalgorithm " in sections
-    assert "\nactor_rollout_ref.actor " in sections
+    listed = explanations.list_sections()
+    assert "\nalgorithm " in listed
+    assert "\nactor_rollout_ref.actor " in listed
     found = explanations.search("Entropy")
     assert found.startswith("actor_rollout_ref.actor.entropy_coeff")
     assert "trainer.save_freq" not in found

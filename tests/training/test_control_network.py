@@ -115,8 +115,13 @@ def test_gradients_are_those_of_autograd(name):
         torch.testing.assert_close(gradient, other, rtol=1e-10, atol=1e-12, msg=parameter)
 
 
-@pytest.mark.parametrize("loss_name", [name for name in POLICY_LOSSES if name != "bypass_mode"])
-@pytest.mark.parametrize("name", ["cnn", "lstm", "two lstms of chunks"])
+@pytest.mark.parametrize(
+    ("name", "loss_name"),
+    [
+        *(("two lstms of chunks", loss) for loss in POLICY_LOSSES if loss != "bypass_mode"),
+        *((name, loss) for name in ("cnn", "lstm") for loss in ("vanilla", "clip_cov")),
+    ],
+)
 def test_micro_batches_change_no_gradient(name, loss_name):
     policy = make(name)
     samples = random_samples(policy)
@@ -127,7 +132,7 @@ def test_micro_batches_change_no_gradient(name, loss_name):
     )  # fmt: skip
     whole = gradients(policy, samples, loss)
     assert all(float(gradient.abs().max()) > 0 for gradient in whole.values())
-    for size in (4, 8, 16):
+    for size in (4, 16):
         for parameter, gradient in gradients(policy, samples, loss, size).items():
             torch.testing.assert_close(gradient, whole[parameter], rtol=1e-10, atol=1e-14, msg=parameter)
 

@@ -418,43 +418,45 @@ def of_layout(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"1 rank": {}},
-    2: {"2 ranks": {}, "2 ranks share rows": {"sequence": 2}},
-    4: {
-        "4 ranks": {},
-        "2 x 2 ranks": {"shards": 2},
-        "2 x 2 ranks share rows": {"sequence": 2},
-        "4 ranks share rows": {"sequence": 4, "shards": 2},
-    },
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "2 ranks": (2, {}),
+    "1 rank": (1, {}),
+    "2 ranks share rows": (2, {"sequence": 2}),
+    "4 ranks": (4, {}),
+    "2 x 2 ranks": (4, {"shards": 2}),
+    "2 x 2 ranks share rows": (4, {"sequence": 2}),
+    "4 ranks share rows": (4, {"sequence": 4, "shards": 2}),
 }
-"""Ranks -> their layouts, all of which they try one after the other."""
-GROUPS = [
-    pytest.param((ranks, number), id=name, marks=[pytest.mark.slow] if ranks == 4 else [])
-    for ranks, layouts in LAYOUTS.items()
-    for number, name in enumerate(layouts)
-]
+"""Name -> number of ranks, and how they divide the work. By default two are launched, and two that share rows in
+test_router_replay.py.
+"""
+QUICK = "2 ranks"
 
 
 @pytest.fixture(scope="module")
-def found_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """Findings of so many ranks for each of their layouts; they are launched once."""
+def found_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Findings for a layout; ranks are launched once for all slow ones of as many, which they try in turn."""
 
     @cache
-    def launched(ranks: int) -> list[dict[str, Any]]:
+    def launched(ranks: int, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ranks")
-        found: list[dict[str, Any]] = on_ranks(folder, ranks, everything, folder, list(LAYOUTS[ranks].values()))
-        return found
+        found = on_ranks(folder, ranks, everything, folder, [LAYOUTS[name][1] for name in names])
+        return dict(zip(names, found, strict=True))
 
-    return launched
+    def found(name: str) -> dict[str, Any]:
+        ranks = LAYOUTS[name][0]
+        alike = [other for other in LAYOUTS if LAYOUTS[other][0] == ranks and (other == QUICK) == (name == QUICK)]
+        return launched(ranks, tuple(alike))[name]
+
+    return found
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def group(
-    request: pytest.FixtureRequest, found_on: Callable[[int], list[dict[str, Any]]]
-) -> tuple[int, dict[str, Any]]:
-    ranks, number = request.param
-    return ranks, found_on(ranks)[number]
+@pytest.fixture(
+    scope="module", params=[QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != QUICK)]
+)
+def group(request: pytest.FixtureRequest, found_on: Callable[[str], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """The number of ranks, and what they found."""
+    return LAYOUTS[request.param][0], found_on(request.param)
 
 
 def test_gradients_are_those_of_one_process(group: tuple[int, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ A recipe is a nested mapping: what its file says besides what all ten share. Val
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +223,24 @@ RECIPES: Mapping[str, tuple[str, tuple[Tree, ...], set[str]]] = {
 """Recipe -> the preset of its simulator, its keys over `SHARED`, and the keys that are not supported."""
 
 
-def write_recipe(folder: Path, name: str) -> Path:
-    """Write a recipe and all presets into a folder; returns the recipe's file."""
-    for preset, keys in PRESETS.items():
-        (folder / preset).parent.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.create(dict(keys)), folder / f"{preset}.yaml")
+@cache
+def text_of_preset(name: str) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(dict(PRESETS[name])))
+
+
+@cache
+def text_of_recipe(name: str) -> str:
     env, trees, _ = RECIPES[name]
     mounts = [f"env/{env}@env.train", f"env/{env}@env.eval", "model/mlp_policy@actor.model"]
     mounts += ["hybrid_engines/fsdp@actor.fsdp_config", "weight_syncer/patch_syncer@weight_syncer"]
     defaults = [*mounts, {"override hydra/job_logging": "stdout"}]
-    tree = OmegaConf.merge({"defaults": defaults}, SHARED, *trees)
-    OmegaConf.save(tree, folder / f"{name}.yaml")
+    return OmegaConf.to_yaml(OmegaConf.merge({"defaults": defaults}, SHARED, *trees))
+
+
+def write_recipe(folder: Path, name: str) -> Path:
+    """Write a recipe and all presets into a folder; returns the recipe's file."""
+    for preset in PRESETS:
+        (folder / preset).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{preset}.yaml").write_text(text_of_preset(preset))
+    (folder / f"{name}.yaml").write_text(text_of_recipe(name))
     return folder / f"{name}.yaml"

@@ -32,97 +32,97 @@ def refused(result):
     return {problem.path: problem.what for problem in result.refusals()}
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "env.data_collection.enabled=True",
-        "env.data_collection.save_dir=data",
-        "env.train.enable_init_offload=True",
-        "env.train.wm_env_type=libero",
-        "env.train.override_cfg.step_frequency=10",
-        "env.train.override_cfgs=[1,2]",
-        "actor.openpi_data.repo_id=owner/set",
-        "actor.offline_torch_compile=True",
-        "actor.enable_drq=True",
-        "actor.model.iql_config.hidden_dims=[256]",
-        "actor.model.load_to_device=False",
-        "algorithm.dagger.init_beta=1.0",
-        "algorithm.actor_agg_q=min",
-        "rollout.sync_weight_nccl_min_ctas=1",
-        "runner.logger.wandb_entity=team",
-    ],
+WITHOUT_EFFECT_IN_SIMULATORS = (
+    "env.data_collection.enabled=True",
+    "env.data_collection.save_dir=data",
+    "env.train.enable_init_offload=True",
+    "env.train.wm_env_type=libero",
+    "env.train.override_cfg.step_frequency=10",
+    "env.train.override_cfgs=[1,2]",
+    "actor.openpi_data.repo_id=owner/set",
+    "actor.offline_torch_compile=True",
+    "actor.enable_drq=True",
+    "actor.model.iql_config.hidden_dims=[256]",
+    "actor.model.load_to_device=False",
+    "algorithm.dagger.init_beta=1.0",
+    "algorithm.actor_agg_q=min",
+    "rollout.sync_weight_nccl_min_ctas=1",
+    "runner.logger.wandb_entity=team",
 )
-def test_keys_without_effect_in_embodied_runs(imported, override):
-    result = imported(EMBODIED, override)
-    key = override.split("=")[0]
-    found = {name: fate for name, fate in fates(result).items() if key.startswith(name.removesuffix("*"))}
-    assert set(found.values()) == {"no effect"}
-    assert result.native == imported(EMBODIED).native
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor.model.init_method_std=0.008",
-        "actor.model.moe_grouped_gemm=te",
-        "actor.model.moe_router_pre_softmax=False",
-        "actor.model.multi_latent_attention=False",
-        "actor.model.mcore_customization_config={}",
-        "actor.model.tp_comm_overlap=False",
-        "actor.lr_sched.start_weight_decay=null",
-        "actor.global_batch_size=2",
-        "algorithm.clip_log_ratio_max=20",
-        "algorithm.clip_log_ratio_min=-20.0",
-        "actor.optim.initial_loss_scale=65536",
-        "actor.optim.hysteresis=2",
-        "actor.optim.loss_scale_window=1000",
-        "actor.use_triton=True",
-        "cluster.monitor_interval=1",
-        "cluster.use_pre_process_policy=True",
-        "data.choice_key=choices",
-        "data.image_keys=[image]",
-        "data.process_workers=4",
-        "data.use_chat_template=True",
-        "data.data_size=-1",
-        "data.type=reasoning",
-        "reward.reward_weights.qa_accuracy=1.0",
-        "reward.max_workers=4",
-        "reward.enable_offload=True",
-        "reward.use_prompt=False",
-        "rollout.is_eval=False",
-        "rollout.seed=1234",
-        "runner.logger.swanlab_mode=cloud",
-    ],
+def test_keys_without_effect_in_embodied_runs(imported):
+    plain = imported(EMBODIED).native
+    for override in WITHOUT_EFFECT_IN_SIMULATORS:
+        result = imported(EMBODIED, override)
+        key = override.split("=")[0]
+        found = {name: fate for name, fate in fates(result).items() if key.startswith(name.removesuffix("*"))}
+        assert set(found.values()) == {"no effect"}, override
+        assert result.native == plain, override
+
+
+WITHOUT_EFFECT_IN_TEXT = (
+    "actor.model.init_method_std=0.008",
+    "actor.model.moe_grouped_gemm=te",
+    "actor.model.moe_router_pre_softmax=False",
+    "actor.model.multi_latent_attention=False",
+    "actor.model.mcore_customization_config={}",
+    "actor.model.tp_comm_overlap=False",
+    "actor.lr_sched.start_weight_decay=null",
+    "actor.global_batch_size=2",
+    "algorithm.clip_log_ratio_max=20",
+    "algorithm.clip_log_ratio_min=-20.0",
+    "actor.optim.initial_loss_scale=65536",
+    "actor.optim.hysteresis=2",
+    "actor.optim.loss_scale_window=1000",
+    "actor.use_triton=True",
+    "cluster.monitor_interval=1",
+    "cluster.use_pre_process_policy=True",
+    "data.choice_key=choices",
+    "data.image_keys=[image]",
+    "data.process_workers=4",
+    "data.use_chat_template=True",
+    "data.data_size=-1",
+    "data.type=reasoning",
+    "reward.reward_weights.qa_accuracy=1.0",
+    "reward.max_workers=4",
+    "reward.enable_offload=True",
+    "reward.use_prompt=False",
+    "rollout.is_eval=False",
+    "rollout.seed=1234",
+    "runner.logger.swanlab_mode=cloud",
 )
-def test_keys_and_values_that_change_nothing_in_text_runs(imported, override):
-    result = imported(TEXT, override)
-    assert (result.problems, refused(result)) == ((), {})
-    assert result.native == imported(TEXT).native
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("actor.model.moe_input_jitter_eps=0.1", "at random"),
-        ("actor.model.moe_token_dropping=True", "leave no token out"),
-        ("actor.model.moe_router_load_balancing_type=sinkhorn", "none, aux_loss"),
-        ("actor.model.moe_router_enable_expert_bias=True", "config.json"),
-        ("actor.model.fp8=True", "bf16 and fp32"),
-        ("actor.model.freeze_language_model=True", "all weights are trained"),
-        ("actor.pretrained_checkpoint=folder", "megatron_checkpoint"),
-        ("algorithm.loss_type=drpo", "no counterpart"),
-        ("data.prepend_prompt=Think", "those of the rows"),
-        ("reward.reward_min_val=0.0", "1 and -1 times reward_scale"),
-        ("reward.reward_max_val=2.0", "1 and -1 times reward_scale"),
-        ("reward.use_prompt=True", "not the prompt"),
-        ("rollout.is_eval=True", "tether eval"),
-    ],
-)
-def test_what_would_change_a_text_run_is_refused_by_name(imported, override, says):
-    result = imported(TEXT, override)
-    assert result.problems == ()
-    (why,) = {what for key, what in refused(result).items() if key == override.split("=")[0]}
-    assert says in why
+def test_keys_and_values_that_change_nothing_in_text_runs(imported):
+    plain = imported(TEXT).native
+    for override in WITHOUT_EFFECT_IN_TEXT:
+        result = imported(TEXT, override)
+        assert (result.problems, refused(result), result.native) == ((), {}, plain), override
+
+
+REFUSED_IN_TEXT = [
+    ("actor.model.moe_input_jitter_eps=0.1", "at random"),
+    ("actor.model.moe_token_dropping=True", "leave no token out"),
+    ("actor.model.moe_router_load_balancing_type=sinkhorn", "none, aux_loss"),
+    ("actor.model.moe_router_enable_expert_bias=True", "config.json"),
+    ("actor.model.fp8=True", "bf16 and fp32"),
+    ("actor.model.freeze_language_model=True", "all weights are trained"),
+    ("actor.pretrained_checkpoint=folder", "megatron_checkpoint"),
+    ("algorithm.loss_type=drpo", "no counterpart"),
+    ("data.prepend_prompt=Think", "those of the rows"),
+    ("reward.reward_min_val=0.0", "1 and -1 times reward_scale"),
+    ("reward.reward_max_val=2.0", "1 and -1 times reward_scale"),
+    ("reward.use_prompt=True", "not the prompt"),
+    ("rollout.is_eval=True", "tether eval"),
+]
+
+
+def test_what_would_change_a_text_run_is_refused_by_name(imported):
+    for override, says in REFUSED_IN_TEXT:
+        result = imported(TEXT, override)
+        assert result.problems == (), override
+        assert says in refused(result).get(override.split("=")[0], ""), override
 
 
 BALANCE, OF_LOGITS, KIND = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
@@ -312,35 +312,35 @@ def test_math_is_the_older_name_of_reasoning_whose_actor_scored(imported):
 TOKENS = EMBODIED.replace("mlp_policy", "openvla")
 
 
+DRAWN = [
+    ("temperature_train", 1.6, 1.6),
+    ("temperature", 0.8, 0.8),
+    ("do_sample", True, None),
+    ("do_sample", False, "sampled in training"),
+    ("use_greedy", True, "sampled in training"),
+    ("temperature_eval", 0.0, None),
+    ("temperature_eval", 0.6, "likeliest"),
+    ("top_k", 0, None),
+    ("top_k", 256, None),  # as many as there are
+    ("top_k", 50, "from all values"),
+    ("top_p", 1.0, None),
+    ("top_p", 0.9, "from all values"),
+    ("repetition_penalty", 1.2, None),
+]
+
+
 @pytest.mark.parametrize("section", ["rollout.sampling_params", "algorithm.sampling_params"])
-@pytest.mark.parametrize(
-    ("key", "value", "outcome"),
-    [
-        ("temperature_train", 1.6, 1.6),
-        ("temperature", 0.8, 0.8),
-        ("do_sample", True, None),
-        ("do_sample", False, "sampled in training"),
-        ("use_greedy", True, "sampled in training"),
-        ("temperature_eval", 0.0, None),
-        ("temperature_eval", 0.6, "likeliest"),
-        ("top_k", 0, None),
-        ("top_k", 256, None),  # as many as there are
-        ("top_k", 50, "from all values"),
-        ("top_p", 1.0, None),
-        ("top_p", 0.9, "from all values"),
-        ("repetition_penalty", 1.2, None),
-    ],
-)
-def test_how_actions_are_drawn(imported, section, key, value, outcome):
-    result = imported(TOKENS, f"+{section}.{key}={value}")
-    assert result.problems == ()
-    if isinstance(outcome, str):
-        assert outcome in refused(result)[f"{section}.{key}"]
-    else:
-        assert refused(result) == {}
-        assert result.native.get("policy.temperature") == outcome
-    other = imported(EMBODIED, f"+{section}.{key}={value}")  # a policy that draws no tokens
-    assert (refused(other), fates(other)[f"{section}.{key}"]) == ({}, "no effect")
+def test_how_actions_are_drawn(imported, section):
+    for name, value, outcome in DRAWN:
+        key = f"{section}.{name}"
+        result = imported(TOKENS, f"+{key}={value}")
+        assert result.problems == ()
+        if isinstance(outcome, str):
+            assert outcome in refused(result).get(key, ""), (key, value)
+        else:
+            assert (refused(result), result.native.get("policy.temperature")) == ({}, outcome), (key, value)
+        other = imported(EMBODIED, f"+{key}={value}")  # a policy that draws no tokens
+        assert (refused(other), fates(other)[key]) == ({}, "no effect"), (key, value)
 
 
 def test_the_older_section_gives_way(imported):

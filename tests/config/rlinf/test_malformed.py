@@ -118,7 +118,7 @@ def test_arithmetic_of_texts_is_refused(imported, value, says):
     assert "environment variable" not in problem["actor.global_batch_size"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(PAGES), st.data())
 def test_anything_in_the_place_of_anything(tmp_path_factory, tree, data):
     place = data.draw(st.sampled_from(list(places(tree))))
@@ -128,7 +128,7 @@ def test_anything_in_the_place_of_anything(tmp_path_factory, tree, data):
         import_file(path, [])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["embodied", "reasoning"]), st.data())
 def test_any_values_of_any_keys(task, data):
     keys = st.sampled_from([key for key in TABLES[task] if "*" not in key])
@@ -142,7 +142,7 @@ LINES = [f"{prefix}{key}{end}" for key in SECTIONS for prefix, end in [
 ]]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from([EMBODIED, TEXT]), st.lists(st.sampled_from(LINES), max_size=3))
 @example(EMBODIED, ["env.train=${env}", "~env.train.x"])
 @example(EMBODIED, ["~cluster.node_groups.x"])

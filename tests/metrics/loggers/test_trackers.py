@@ -45,6 +45,7 @@ def test_tensorboard(run: RunInfo) -> None:
     assert text == "**row 3, reward late**\n\n    What is 3+4?\n    -----\n    7"
 
 
+@pytest.mark.slow  # its database is made by a hundred migrations
 def test_mlflow(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -65,6 +66,7 @@ def test_mlflow(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(artifact.read_text())["samples"][0]["prompt"] == "What is 3+4?"
 
 
+@pytest.mark.slow  # two runs start a service each
 def test_wandb_offline(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

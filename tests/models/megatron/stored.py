@@ -32,7 +32,6 @@ from tether.models.megatron.model import Role, build
 from tether.models.megatron.transfer import Placed, load_weights
 from tether.training.engines.ranks import from_all
 
-PADDING = 124  # rows, up to a multiple of 128
 OF_TRANSFORMER_ENGINE = {
     "qwen2_moe": {"mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"},
     "deepseek_v3": {

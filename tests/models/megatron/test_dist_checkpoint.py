@@ -1,27 +1,25 @@
 """Checkpoints that Megatron's dist_checkpointing wrote give each rank the bits that Hugging Face directories give."""
 
+import importlib
 import json
 import pickle
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.installed import HAS_MEGATRON, WITHOUT_MEGATRON
-
-if not HAS_MEGATRON:
-    pytest.skip(WITHOUT_MEGATRON, allow_module_level=True)
-
-from tests.models.megatron.stored import PADDING, tensors_of, unlike, write, write_by_megatron
+from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tests.tiny import TINY_CONFIGS, save_tiny, save_tiny_reward_model, tiny_model
 from tether.models.language.empty import empty_model
 from tether.models.language.fused_experts import Unfused
 from tether.models.megatron import Layout
-from tether.models.megatron.dist_checkpoint import DistCheckpoint
 
+pytestmark = needs_megatron
+PADDING = 124  # rows, up to a multiple of 128
 CASES = {
     "qwen2": ("qwen2", {}),
     "padded": ("qwen2", {"padding": PADDING}),
@@ -32,10 +30,15 @@ CASES = {
 }
 
 
+def stored_by_megatron() -> ModuleType:
+    """What Megatron does in these tests; the import takes a second, which only a process that runs them spends."""
+    return importlib.import_module("tests.models.megatron.stored")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Of each case the Hugging Face directory and Megatron's; the first ones were written by two ranks, too."""
-    folder = tmp_path_factory.mktemp("stored")
+    folder, write_by_megatron = tmp_path_factory.mktemp("stored"), stored_by_megatron().write_by_megatron
     models = {name: save_tiny(folder / name, name) for name in ("qwen2", "qwen2_moe", "deepseek_v3")}
     models["critic"] = save_tiny_reward_model(folder / "critic", "llama")
     found = {name: (models[model], folder / f"of_megatron/{name}") for name, (model, _) in CASES.items()}
@@ -55,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 def test_weights(ranks: int, layout: Layout, folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     cases = {name: (*paths, "critic" if "critic" in name else "policy") for name, paths in folders.items()}
     cases = {name: case for name, case in cases.items() if layout.expert == 1 or case[0].name == "qwen2_moe"}
-    found = on_ranks(tmp_path, ranks, unlike, layout, cases)
+    found = on_ranks(tmp_path, ranks, stored_by_megatron().unlike, layout, cases)
     assert {name: tensors for name, tensors in found.items() if tensors} == {}
     assert found.keys() == cases.keys()
     assert len(cases) >= 3
@@ -66,11 +69,17 @@ def test_weights(ranks: int, layout: Layout, folders: dict[str, tuple[Path, Path
 
 @pytest.fixture
 def stored() -> dict[str, Tensor]:
-    return tensors_of(tiny_model("llama"))
+    return stored_by_megatron().tensors_of(tiny_model("llama"))
+
+
+def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    return stored_by_megatron().write(folder, tensors)
 
 
 def check(folder: Path, prefix: str = "", **overrides: object) -> None:
     """Compare a folder with a tiny Llama, of which a few sizes may be others."""
+    from tether.models.megatron.dist_checkpoint import DistCheckpoint
+
     model = empty_model("", TINY_CONFIGS["llama"](**overrides))
     DistCheckpoint(folder, model.config.vocab_size, prefix).check(model.config, "policy", Unfused(model.state_dict()))
 

@@ -1,23 +1,25 @@
 """Megatron's models give what those of transformers give, on any layout: outputs, gradients and saved weights."""
 
+from __future__ import annotations
+
+import importlib
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.installed import HAS_MEGATRON, WITHOUT_MEGATRON
-
-if not HAS_MEGATRON:
-    pytest.skip(WITHOUT_MEGATRON, allow_module_level=True)
-
-from tests.models.megatron.ranks import Case, compare, redirected, refusals, shards
+from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tether.models.megatron import Layout, attention
-from tether.models.megatron.model import describe
+from tether.models.megatron import Layout
 
+if TYPE_CHECKING:
+    from tests.models.megatron.ranks import Case
+
+pytestmark = needs_megatron
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 SINGLE = 2e-6  # in float64, where transformers computes the router or the scaled angles of YaRN in float32
 LAYERS = {"num_hidden_layers": 4}
@@ -73,8 +75,14 @@ def save(folder: Path, name: str, **overrides: Any) -> Path:
     return path
 
 
-def check_cases(folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> None:
-    for case, differences in on_ranks(folder, ranks, compare, layout, cases, answers=ranks - 1).items():
+@pytest.fixture(scope="module")
+def work() -> ModuleType:
+    """What ranks do; its import loads Megatron, which takes a second."""
+    return importlib.import_module("tests.models.megatron.ranks")
+
+
+def check_cases(work: ModuleType, folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> None:
+    for case, differences in on_ranks(folder, ranks, work.compare, layout, cases, answers=ranks - 1).items():
         tolerance = TOLERANCE[case.dtype]
         if case.folder.name in ("qwen2_yarn", "qwen3_moe", "deepseek_v3", "moonlight"):
             tolerance = max(tolerance, SINGLE)
@@ -82,34 +90,38 @@ def check_cases(folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> 
             assert difference < tolerance, f"{name} of {case} is {difference} from transformers'"
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(work: ModuleType, tmp_path: Path) -> None:
     qwen2, critic = save(tmp_path, "qwen2"), save_tiny_reward_model(tmp_path / "critic", "llama")
-    cases = [Case(qwen2, dtype=torch.float32), Case(critic, "critic"), Case(save(tmp_path, "qwen2_moe"))]
+    cases = [work.Case(qwen2, dtype=torch.float32), work.Case(critic, "critic"), work.Case(save(tmp_path, "qwen2_moe"))]
     selected = {"qwen3": SELECTED, "deepseek_v3": SELECTED_OF_LATENT}
-    cases += [Case(save(tmp_path, name), overrides=overrides) for name, overrides in selected.items()]
-    check_cases(tmp_path / "ranks", 2, Layout(tensor=2, sequence_parallel=True), cases)
+    cases += [work.Case(save(tmp_path, name), overrides=overrides) for name, overrides in selected.items()]
+    check_cases(work, tmp_path / "ranks", 2, Layout(tensor=2, sequence_parallel=True), cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(tmp_path: Path, name: str) -> None:
+def test_layouts(work: ModuleType, tmp_path: Path, name: str) -> None:
     ranks, layout, models = LAYOUTS[name]
     folders = [save(tmp_path, model, **LAYERS) for model in models]
     critic = save_tiny_reward_model(tmp_path / "critic", "llama", **LAYERS)
-    cases = [*map(Case, folders), Case(folders[0], dtype=torch.float32), Case(folders[-1], overrides=RECOMPUTED)]
+    cases = [
+        *map(work.Case, folders),
+        work.Case(folders[0], dtype=torch.float32),
+        work.Case(folders[-1], overrides=RECOMPUTED),
+    ]
     if layout.expert == 1:
-        cases.append(Case(critic, "critic"))
-    check_cases(tmp_path / "ranks", ranks, layout, cases)
+        cases.append(work.Case(critic, "critic"))
+    check_cases(work, tmp_path / "ranks", ranks, layout, cases)
 
 
-def test_a_split_vocabulary(tmp_path: Path) -> None:
-    for name, difference in on_ranks(tmp_path, 2, shards).items():
+def test_a_split_vocabulary(work: ModuleType, tmp_path: Path) -> None:
+    for name, difference in on_ranks(tmp_path, 2, work.shards).items():
         assert difference < 1e-12, name
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(work: ModuleType, tmp_path: Path) -> None:
     save_tiny(tmp_path / "llama", "llama")
-    messages = on_ranks(tmp_path / "ranks", 1, refusals, tmp_path / "llama")
+    messages = on_ranks(tmp_path / "ranks", 1, work.refusals, tmp_path / "llama")
     assert "Gemma2Config: has no mapping to Megatron" in messages["family"]
     assert "llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, deepseek_v3" in messages["family"]
     assert "override_transformer_config.recompute_granularty='full'" in messages["unknown"]
@@ -139,13 +151,16 @@ def test_refusals(tmp_path: Path) -> None:
     ],
 )
 def test_what_runs_is_said(engine: bool, cuda: bool, context: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tether.models.megatron import attention
+    from tether.models.megatron.model import describe
+
     monkeypatch.setattr(attention, "HAS_TRANSFORMER_ENGINE", engine)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert describe(Layout(context=context)).endswith(f": its own layers {said} and tether's norms")
 
 
-def test_redirections_change_no_number(tmp_path: Path) -> None:
+def test_redirections_change_no_number(work: ModuleType, tmp_path: Path) -> None:
     """Of what runs on the CPU without them, and nothing at all of code that is not Megatron's."""
-    found = on_ranks(tmp_path, 1, redirected)
+    found = on_ranks(tmp_path, 1, work.redirected)
     assert found["sum"] != 0.0
     assert found == {**found, "same bits": True, "type": "torch.FloatTensor", "cuda": "refused", "module": True}

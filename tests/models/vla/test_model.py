@@ -141,13 +141,13 @@ def test_samples_follow_the_probabilities():
     obs, bins, _ = inputs(rows=1)
     prompt = model.prompt(obs)
     probabilities = model(prompt, bins[:, :1])[0].softmax(-1)[0, 0]
-    noise = torch.empty(100_000, 1, ACTION_BINS, dtype=torch.float64)
+    noise = torch.empty(25_000, 1, ACTION_BINS, dtype=torch.float64)
     noise = noise.exponential_(generator=torch.Generator().manual_seed(0)).log_().neg_()
     chosen = model.choose(prompt, None)  # one row; its scores serve all draws
     assert chosen.shape == (1, 1)
     scores = model(prompt, chosen)[0]
     counts = torch.bincount((scores + noise).argmax(-1).flatten(), minlength=ACTION_BINS) / len(noise)
-    torch.testing.assert_close(counts.double(), probabilities, atol=0.005, rtol=0)
+    torch.testing.assert_close(counts.double(), probabilities, atol=0.01, rtol=0)
 
 
 def test_action_tokens_are_the_last_ids_and_no_other_is_scored():
