@@ -65,7 +65,7 @@ def measure(folder: Path, faults: int, seconds: float, *, stand_in: bool, seed: 
     """
     os.environ[MARK] = "1"
     if stand_in or REAL is None:
-        os.environ["TETHER_VLLM"] = str(environment(folder / "vllm"))
+        os.environ["TETHER_VLLM"] = str(environment(folder / "vllm", is_fork=False))
         os.environ["STAND_IN_SECONDS"] = "0.2"
     inputs, noise = write_inputs(folder / "inputs"), random.Random(seed)
     set_eos(save_tiny(inputs / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])

@@ -64,16 +64,16 @@ class Handler(BaseHTTPRequestHandler):
             sent = str(self.headers["Authorization"]).removeprefix("Bearer ")
             self.send(401, json.dumps({"error": {"message": f"Incorrect API key provided: {sent}"}}).encode())
         elif self.server.misbehaves == "hang":
-            time.sleep(3)
+            time.sleep(30)
         elif self.server.misbehaves == "drip":
             self.wfile.write(b"HTTP/1.1 200 OK\r\n")
-            for _ in range(60):
+            for _ in range(600):
                 self.wfile.write(b"X-Wait: 1\r\n")
                 time.sleep(0.05)
         elif self.server.misbehaves == "drip the body":
             self.wfile.write(b"HTTP/1.0 200 OK\r\nConnection: close\r\n\r\n")
             with suppress(OSError):
-                for _ in range(60):
+                for _ in range(600):
                     self.wfile.write(b" ")
                     time.sleep(0.05)
         elif self.server.misbehaves == "reset":

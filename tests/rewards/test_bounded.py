@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tether.rewards.rules import bounded as module
 from tether.rewards.rules.bounded import Ended, TooMuch, bounded
 
 
@@ -22,12 +23,25 @@ def test_a_result_arrives():
         lambda: os.kill(os.getpid(), signal.SIGSEGV),
         lambda: work_without_end(),
     ],
+    ids=["time", "memory", "a signal", "the stack"],
 )
-def test_what_takes_too_much_is_told_apart(work):
+def test_what_takes_too_much_is_told_apart(work, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.3)
     begun = time.process_time()
     with pytest.raises(TooMuch):
         bounded(work)
     assert time.process_time() - begun < 1  # here
+
+
+def test_a_profiler_of_the_run_does_not_keep_an_answer_alive(monkeypatch):
+    """Its handler of the timer's signal would wait for the end of a power of large numbers."""
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.3)
+    handler = signal.signal(signal.SIGPROF, lambda *_: None)
+    try:
+        with pytest.raises(TooMuch):
+            bounded(lambda: 9**9**9 > 0)
+    finally:
+        signal.signal(signal.SIGPROF, handler)
 
 
 def work_without_end():

@@ -5,35 +5,34 @@ import pytest
 
 from tether.rewards.rules.gsm8k import strict
 
+STRICT = [
+    ("4 + 3 = 7\n#### 7", 1.0),
+    ("#### 7", 1.0),
+    ("#### 7 apples", 1.0),
+    ("#### 6\nno, wait\n#### 7", 1.0),
+    ("#### 7\nno, wait\n#### 6", 0.0),
+    ("#### 7\n#### none", 1.0),
+    ("#### $7", 1.0),
+    ("#### -7", 0.0),
+    ("#### 07", 0.0),
+    ("#### 7.0", 0.0),
+    ("#### 7.", 0.0),
+    ("#### 77", 0.0),
+    ("####7", 0.0),
+    ("####  7", 0.0),
+    ("### 7", 0.0),
+    ("the answer is 7", 0.0),
+    ("\\boxed{7}", 0.0),
+    ("", 0.0),
+    ("#### 7" + "." * 294, 0.0),  # in the window, but the full stops belong to the number's characters
+    ("#### 7" + "!" * 294, 1.0),
+    ("#### 7" + "!" * 295, 0.0),  # the mark begins one character before the final 300
+]
 
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ("4 + 3 = 7\n#### 7", 1.0),
-        ("#### 7", 1.0),
-        ("#### 7 apples", 1.0),
-        ("#### 6\nno, wait\n#### 7", 1.0),
-        ("#### 7\nno, wait\n#### 6", 0.0),
-        ("#### 7\n#### none", 1.0),
-        ("#### $7", 1.0),
-        ("#### -7", 0.0),
-        ("#### 07", 0.0),
-        ("#### 7.0", 0.0),
-        ("#### 7.", 0.0),
-        ("#### 77", 0.0),
-        ("####7", 0.0),
-        ("####  7", 0.0),
-        ("### 7", 0.0),
-        ("the answer is 7", 0.0),
-        ("\\boxed{7}", 0.0),
-        ("", 0.0),
-        ("#### 7" + "." * 294, 0.0),  # in the window, but the full stops belong to the number's characters
-        ("#### 7" + "!" * 294, 1.0),
-        ("#### 7" + "!" * 295, 0.0),  # the mark begins one character before the final 300
-    ],
-)
-def test_strict(reply, expected):
-    assert strict("openai/gsm8k", reply, "7", {}) == expected
+
+def test_strict():
+    for reply, expected in STRICT:
+        assert strict("openai/gsm8k", reply, "7", {}) == expected
 
 
 @pytest.mark.parametrize(

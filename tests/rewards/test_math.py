@@ -1,9 +1,9 @@
 import threading
 import time
 
-import pyarrow.parquet as pq
 import pytest
 
+from tether.rewards.rules import bounded
 from tether.rewards.rules.math import boxed, dapo, equal, geo3k
 
 SAME = [
@@ -62,25 +62,29 @@ DIFFERENT = [
     ("4 is not 5", "4"),
     ("4=3", "4"),
 ]
+ENDLESS = [
+    "9^{9^{9^{9}}}",
+    "10^{8}!",
+    "\\binom{10^8}{5 \\cdot 10^7}",
+    "\\sum_{k=1}^{10^9} k^{-k}",
+    "(" * 3000 + ")" * 3000,
+]
 
 
-@pytest.mark.parametrize(("answer", "truth"), SAME)
-def test_same_value(answer, truth):
-    assert equal(answer, truth)
+def test_same_value():
+    assert [pair for pair in SAME if not equal(*pair)] == []
 
 
-@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_different_value(answer, truth):
-    assert not equal(answer, truth)
+def test_different_value():
+    assert [pair for pair in DIFFERENT if equal(*pair)] == []
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["9^{9^{9^{9}}}", "10^{8}!", "\\binom{10^8}{5 \\cdot 10^7}", "\\sum_{k=1}^{10^9} k^{-k}", "(" * 3000 + ")" * 3000],
-)
-def test_an_answer_that_takes_for_ever_is_a_wrong_one(answer):
+def test_an_answer_that_takes_for_ever_is_a_wrong_one(monkeypatch):
     """It would be an error of its row otherwise, which is left out of the update."""
-    assert not equal(answer, "42")
+    assert equal("\\frac{84}{2}", "42")  # imports what the first comparison needs
+    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.2)
+    assert equal("\\frac{84}{2}", "42")
+    assert [answer for answer in ENDLESS if equal(answer, "42")] == []
 
 
 def test_a_response_of_many_tags_is_read_at_once():
@@ -92,53 +96,45 @@ def test_a_response_of_many_tags_is_read_at_once():
     assert time.process_time() - begun < 5
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("<think>a</think>\\boxed{4}", 1.0),
-        ("<think>a</think>b\n\\boxed{4} c", 1.0),
-        ("<think>a</think>\\boxed{5}", 0.1),
-        ("<think>\\boxed{4}</think>", 0.9),
-        (" <think>a</think>\\boxed{4}", 0.9),
-        ("a</think>\\boxed{4}", 0.9),
-        ("<think>a</think>\\boxed{4", 0.0),
-    ],
-)
-def test_geo3k(reply, score):
-    assert geo3k("hiyouga/geometry3k", reply, "4", {})["score"] == pytest.approx(score)
+def test_geo3k():
+    scores = {
+        "<think>a</think>\\boxed{4}": 1.0,
+        "<think>a</think>b\n\\boxed{4} c": 1.0,
+        "<think>a</think>\\boxed{5}": 0.1,
+        "<think>\\boxed{4}</think>": 0.9,
+        " <think>a</think>\\boxed{4}": 0.9,
+        "a</think>\\boxed{4}": 0.9,
+        "<think>a</think>\\boxed{4": 0.0,
+    }
+    assert {reply: geo3k("hiyouga/geometry3k", reply, "4", {})["score"] for reply in scores} == pytest.approx(scores)
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("so \\boxed{4}.", 1.0),
-        ("\\boxed{3}, no, \\boxed{4}", 1.0),
-        ("\\boxed{4}, no, \\boxed{3}", 0.0),
-        ("4", 0.0),
-        ("the answer is $4$", 0.0),
-        ("\\boxed{}", 0.0),
-        ("\\boxed{4", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_only_the_last_box_counts(reply, score):
-    assert boxed("lighteval/MATH", reply, "4", {}) == score
+def test_only_the_last_box_counts():
+    scores = {
+        "so \\boxed{4}.": 1.0,
+        "\\boxed{3}, no, \\boxed{4}": 1.0,
+        "\\boxed{4}, no, \\boxed{3}": 0.0,
+        "4": 0.0,
+        "the answer is $4$": 0.0,
+        "\\boxed{}": 0.0,
+        "\\boxed{4": 0.0,
+        "": 0.0,
+    }
+    assert {reply: boxed("lighteval/MATH", reply, "4", {}) for reply in scores} == scores
 
 
-@pytest.mark.parametrize(
-    ("reply", "score", "pred"),
-    [
-        ("Answer: 4", 1.0, "4"),
-        ("Answer: $4$.", 1.0, "4"),
-        ("answer: \\boxed{4}", 1.0, "\\boxed{4}"),
-        ("\\boxed{4}", 1.0, "4"),
-        ("Answer: 4\nAnswer: 5", -1.0, "5"),
-        ("Answer: 4" + " and so on" * 30, -1.0, None),
-        ("4", -1.0, None),
-    ],
-)
-def test_dapo(reply, score, pred):
-    assert dapo("math_dapo", reply, "4", {}) == {"score": score, "acc": score > 0, "pred": pred}
+def test_dapo():
+    results = {
+        "Answer: 4": (1.0, "4"),
+        "Answer: $4$.": (1.0, "4"),
+        "answer: \\boxed{4}": (1.0, "\\boxed{4}"),
+        "\\boxed{4}": (1.0, "4"),
+        "Answer: 4\nAnswer: 5": (-1.0, "5"),
+        "Answer: 4" + " and so on" * 30: (-1.0, None),
+        "4": (-1.0, None),
+    }
+    expected = {reply: {"score": score, "acc": score > 0, "pred": pred} for reply, (score, pred) in results.items()}
+    assert {reply: dapo("math_dapo", reply, "4", {}) for reply in results} == expected
 
 
 def test_it_works_outside_the_main_thread():
@@ -155,33 +151,34 @@ def test_the_right_answer_may_be_boxed():
     assert dapo("math", "Answer: 5", "\\boxed{4}", {})["score"] == -1.0
 
 
-@pytest.mark.parametrize("rule", [boxed, dapo])
-def test_an_empty_ground_truth_has_no_verdict(rule):
-    with pytest.raises(ValueError, match="ground_truth is ''"):
-        rule("lighteval/MATH", "\\boxed{}", "", {})
+def test_an_empty_ground_truth_has_no_verdict():
+    for rule in (boxed, dapo):
+        with pytest.raises(ValueError, match="ground_truth is ''"):
+            rule("lighteval/MATH", "\\boxed{}", "", {})
 
 
 def test_every_ground_truth_equals_itself(test_data):
-    rows = pq.read_table(test_data / "math" / "test.parquet", columns=["reward_model"]).to_pylist()
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    truths = truths_of(test_data)
     assert len(truths) == 5000
     assert all(boxed("lighteval/MATH", f"so \\boxed{{{truth}}}.", truth, {}) == 1.0 for truth in truths)
 
 
-@pytest.mark.parametrize("spelling", ["\\displaystyle %s", "$%s$", "%s\\!", "%s."])
-def test_ground_truths_written_another_way_are_recognised(test_data, spelling):
+SPELLINGS = ("\\displaystyle %s", "$%s$", "%s\\!", "%s.")
+
+
+def test_ground_truths_written_another_way_are_recognised(test_data):
     """Other spellings of an answer take the way through math-verify."""
-    truths = every_50th_truth(test_data)
-    found = [boxed("lighteval/MATH", f"\\boxed{{{spelling % truth}}}", truth, {}) for truth in truths]
-    assert sum(found) / len(truths) >= 0.99
+    spelled = [(way % truth, truth) for truth in truths_of(test_data)[::200] for way in SPELLINGS]
+    assert [pair for pair in spelled if boxed("lighteval/MATH", f"\\boxed{{{pair[0]}}}", pair[1], {}) != 1.0] == []
 
 
 def test_other_values_are_not(test_data):
-    truths = every_50th_truth(test_data)
-    found = [boxed("lighteval/MATH", f"\\boxed{{{truth} + 1}}", truth, {}) for truth in truths]
-    assert sum(found) / len(truths) <= 0.01  # math-verify reads "(a, b, c) + 1" as the set {a, b, c}
+    truths = truths_of(test_data)[::200]
+    assert [truth for truth in truths if boxed("lighteval/MATH", f"\\boxed{{{truth} + 1}}", truth, {}) != 0.0] == []
 
 
-def every_50th_truth(test_data):
+def truths_of(test_data):
+    import pyarrow.parquet as pq
+
     rows = pq.read_table(test_data / "math" / "test.parquet", columns=["reward_model"]).to_pylist()
-    return [row["reward_model"]["ground_truth"] for row in rows[::50]]
+    return [row["reward_model"]["ground_truth"] for row in rows]

@@ -30,71 +30,76 @@ def pool():
         yield pool
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=20.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("raises", f"KeyError: 'no such answer' ({HOSTILE} line "),
-        ("raises_a_group", f"KeyError: 'in a task' ({HOSTILE} line "),
-        ("raises_unprintable", "Unprintable"),
-        ("exits_politely", "SystemExit: 3"),
-        ("exits_hard", "exit code 7"),
-        ("segfaults", "SIGSEGV"),
-        ("hangs", "deadline of 1 s"),
-        ("hangs_holding_the_interpreter", "deadline of 1 s"),
-        ("ignores_sigterm", "deadline of 1 s"),
-        ("stops_itself", "deadline of 1 s"),
-        ("forks_and_hangs", "deadline of 1 s"),
-        ("kills_its_group", "SIGKILL"),
-        ("kills_its_guard", "its guard were killed"),
-        ("closes_its_files", "ended with exit code 1"),
-        ("returns_nan", "returned nan"),
-        ("returns_text", "str '0.5'"),
-        ("returns_list", "list [0.0, 1.0]"),
-        ("returns_object", "function"),
-        ("returns_beyond_float32", "1e+39, which is no score: a score is finite and fits into float32"),
-        ("returns_beyond_float64", "an integer of 1329 bits, which is no score"),
-        ("returns_too_much", "32 MiB, and at most 16 MiB"),
-        ("returns_what_is_slow_to_read", "deadline of 1 s"),
-        ("leaves_a_thread_with_the_interpreter", "deadline of 1 s"),
-        ("writes_zeros_everywhere", "sent bytes that are no answer"),
-        ("writes_one_byte_everywhere", "sent bytes that are no answer"),
-    ],
-)
-def test_a_bad_call_costs_only_its_own_row(pool, what, message):
-    started = time.monotonic()
-    before, bad, after = pool.score([ask("right"), ask(what), ask("right", "0.75")])
-    assert before == Score(0.5)
-    assert after == Score(0.75)
-    assert isinstance(bad, RewardError)
-    assert message in bad.message
-    assert time.monotonic() - started < DEADLINE + 4
+HANGING = {
+    "hangs": "deadline of 1 s",
+    "hangs_holding_the_interpreter": "deadline of 1 s",
+    "ignores_sigterm": "deadline of 1 s",
+    "stops_itself": "deadline of 1 s",
+    "forks_and_hangs": "deadline of 1 s",
+    "returns_what_is_slow_to_read": "deadline of 1 s",
+    "leaves_a_thread_with_the_interpreter": "deadline of 1 s",
+}
+ENDING = {
+    "exits_hard": "exit code 7",
+    "segfaults": "SIGSEGV",
+    "kills_its_group": "SIGKILL",
+    "kills_its_guard": "its guard were killed",
+    "closes_its_files": "ended with exit code 1",
+    "writes_zeros_everywhere": "sent bytes that are no answer",
+    "writes_one_byte_everywhere": "sent bytes that are no answer",
+}
+FAILING = {
+    "raises": f"KeyError: 'no such answer' ({HOSTILE} line ",
+    "raises_a_group": f"KeyError: 'in a task' ({HOSTILE} line ",
+    "raises_unprintable": "Unprintable",
+    "exits_politely": "SystemExit: 3",
+    "returns_nan": "returned nan",
+    "returns_text": "str '0.5'",
+    "returns_list": "list [0.0, 1.0]",
+    "returns_object": "function",
+    "returns_beyond_float32": "1e+39, which is no score: a score is finite and fits into float32",
+    "returns_beyond_float64": "an integer of 1329 bits, which is no score",
+    "returns_too_much": "32 MiB, and at most 16 MiB",
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        ("returns_none", Abstention()),
-        ("prints", Score(1.0)),
-        ("reads_stdin", Score(0.0)),
-        ("returns_twice", Score(1.0)),
-        ("is_a_coroutine", Score(0.25)),
-        ("forks_what_sigterm_ends", Score(-15.0)),
-        ("huge_output", Score(1.0, {"log": "y" * 5_000_000})),
-        ("returns_enums", Score(3.0, {"colour": "red", "level": 3, "wide": 2.5, "red": [3]})),
-        ("returns_long_integer", Score(1.0, {"count": "an integer of 16610 bits"})),
-        ("returns_surrogate", Score(1.0, {"text": "\ud800"})),
-        ("returns_most", Score(3.4028234663852886e38)),
-    ],
-)
-def test_an_odd_call_is_read_rightly(pool, what, expected):
-    assert pool.score([ask(what), ask("right"), ask(what)]) == [expected, Score(0.5), expected]
+@pytest.mark.parametrize("calls", [HANGING, ENDING, FAILING], ids=["hanging", "ending", "failing"])
+def test_a_bad_call_costs_only_its_own_row(pool, calls):
+    """Each has a good one before and after it, which a process that it leaves in disorder would spoil."""
+    requests = [request for what in calls for request in (ask("right"), ask(what), ask("right", "0.75"))]
+    outcomes = pool.score(requests)
+    assert outcomes[0::3] == [Score(0.5)] * len(calls)
+    assert outcomes[2::3] == [Score(0.75)] * len(calls)
+    said = {what: getattr(bad, "message", bad) for what, bad in zip(calls, outcomes[1::3], strict=True)}
+    assert {what: message for what, message in said.items() if calls[what] not in str(message)} == {}
+    assert all(isinstance(bad, RewardError) for bad in outcomes[1::3])
+
+
+def test_odd_calls_are_read_rightly(pool):
+    calls = {
+        "returns_none": Abstention(),
+        "prints": Score(1.0),
+        "reads_stdin": Score(0.0),
+        "returns_twice": Score(1.0),
+        "is_a_coroutine": Score(0.25),
+        "forks_what_sigterm_ends": Score(-15.0),
+        "huge_output": Score(1.0, {"log": "y" * 5_000_000}),
+        "returns_enums": Score(3.0, {"colour": "red", "level": 3, "wide": 2.5, "red": [3]}),
+        "returns_long_integer": Score(1.0, {"count": "an integer of 16610 bits"}),
+        "returns_surrogate": Score(1.0, {"text": "\ud800"}),
+        "returns_most": Score(3.4028234663852886e38),
+    }
+    outcomes = pool.score([request for what in calls for request in (ask(what), ask("right"), ask(what))])
+    assert dict(zip(calls, outcomes[0::3], strict=True)) == calls
+    assert outcomes[1::3] == [Score(0.5)] * len(calls)
+    assert outcomes[2::3] == outcomes[0::3]
 
 
 def test_what_a_function_prints_does_not_drive_the_terminal(capfd):
@@ -103,8 +108,9 @@ def test_what_a_function_prints_does_not_drive_the_terminal(capfd):
     assert capfd.readouterr().err == " [2Jseen\n"  # where all that functions print goes
 
 
-def test_extra_keys_arrive_as_plain_values(pool):
-    (outcome,) = pool.score([ask("returns_extra")])
+def test_extra_keys_arrive_as_plain_values():
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=1, timeout=20) as pool:
+        (outcome,) = pool.score([ask("returns_extra")])
     assert outcome.value == 0.5
     assert outcome.extra.pop("function").startswith("<function hangs")
     assert outcome.extra == {"acc": True, "pred": "12"}
@@ -251,34 +257,40 @@ time.sleep(60)
     until(lambda: not list(filter(runs, below)), 20)
 
 
-def test_two_workers_halve_the_time():
-    requests = [ask("sleeps", "0.1") for _ in range(16)]
-    with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=5) as pool:
-        started = time.monotonic()
-        pool.score(requests)
-        assert 0.8 <= time.monotonic() - started < 1.5
-        assert len(pool.durations) == 16
-        assert all(0.1 <= seconds < 0.5 for seconds in pool.durations)
+def test_two_workers_score_at_once():
+    with RewardPool(CustomReward(str(HOSTILE)), num_workers=2, timeout=20) as pool:
+        outcomes = pool.score([ask("says_when", "0.1") for _ in range(8)])
+        durations = pool.durations
+    spans = [(outcome.extra["begun"], outcome.extra["ended"]) for outcome in outcomes]
+    beside = [sum(other[0] <= begun < other[1] for other in spans) for begun, _ in spans]
+    assert max(beside) == 2
+    assert all(0.1 <= ended - begun <= seconds for (begun, ended), seconds in zip(spans, durations, strict=True))
 
 
 def test_cheap_calls_are_cheap():
+    """A call of a rule takes far less than a millisecond of processor time in all processes together."""
     requests = [RewardRequest("openai/gsm8k", f"so #### {i}", "7", {}) for i in range(500)]
-    with RewardPool(num_workers=2, timeout=5) as pool:
+
+    def spent() -> float:
+        times = [one.cpu_times() for one in (own, *own.children(recursive=True)) if one not in others]
+        return sum(one.user + one.system for one in times)
+
+    own = psutil.Process()
+    others = own.children(recursive=True)
+    with RewardPool(num_workers=2, timeout=20) as pool:
         pool.score(requests)
-        started = time.monotonic()
+        before = spent()
         outcomes = pool.score(requests)
-        assert (time.monotonic() - started) / len(requests) < 1e-3
+        assert (spent() - before) / len(requests) < 1e-3
     assert [index for index, outcome in enumerate(outcomes) if outcome == Score(1.0)] == [7]
 
 
-def test_scoring_overlaps_and_collect_orders_by_index(pool):
-    started = time.monotonic()
-    pool.submit(5, ask("sleeps", "0.5"))
+def test_scoring_overlaps_and_collect_orders_by_index(pool, tmp_path):
+    pool.submit(5, ask("touches", path=str(tmp_path / "mark")))
     pool.submit(2, ask("right", "2"))
     pool.submit(9, ask("returns_none"))
-    time.sleep(0.5)  # generation goes on
+    until((tmp_path / "mark").exists)  # while generation goes on
     assert pool.collect() == [Score(2.0), Score(1.0), Abstention()]
-    assert time.monotonic() - started < 0.9
     assert pool.collect() == []
 
 
@@ -335,7 +347,7 @@ def test_close_ends_a_running_call_at_once():
     time.sleep(0.3)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20  # of 60
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

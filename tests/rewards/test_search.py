@@ -8,26 +8,26 @@ from tether.rewards.rules.search import exact_match
 TRUTH = {"target": ["The Beatles", "Beatles, the band"]}
 
 
-@pytest.mark.parametrize(
-    ("reply", "truth", "score"),
-    [
-        ("<answer>beatles</answer>", TRUTH, 1.0),
-        ("<answer> A beatles  band! </answer>", TRUTH, 1.0),
-        ("<answer>the Beatles song</answer>", TRUTH, 0.0),
-        ("<answer>Beatles the, band</answer>", TRUTH, 1.0),
-        ("<answer>Queen</answer> no, <answer>\nthe Beatles.\n</answer>", TRUTH, 1.0),
-        ("<answer>Beatles</answer> no, <answer>Queen</answer>", TRUTH, 0.0),
-        ("Beatles", TRUTH, 0.0),
-        ("<answer>Beatles", TRUTH, 0.0),
-        ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", TRUTH, 0.25),
-        ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", TRUTH, 1.0),
-        ("<answer>1969</answer>", "1969", 1.0),
-        ("<answer>1969</answer>", '{"target": ["1969"]}', 1.0),
-        ("<answer>[sic</answer>", "[sic", 1.0),
-    ],
-)
-def test_an_answer_is_one_of_the_known_ones(reply, truth, score):
-    assert exact_match("searchR1_nq", reply, truth, {}) == score
+ANSWERS = [
+    ("<answer>beatles</answer>", TRUTH, 1.0),
+    ("<answer> A beatles  band! </answer>", TRUTH, 1.0),
+    ("<answer>the Beatles song</answer>", TRUTH, 0.0),
+    ("<answer>Beatles the, band</answer>", TRUTH, 1.0),
+    ("<answer>Queen</answer> no, <answer>\nthe Beatles.\n</answer>", TRUTH, 1.0),
+    ("<answer>Beatles</answer> no, <answer>Queen</answer>", TRUTH, 0.0),
+    ("Beatles", TRUTH, 0.0),
+    ("<answer>Beatles", TRUTH, 0.0),
+    ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", TRUTH, 0.25),
+    ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", TRUTH, 1.0),
+    ("<answer>1969</answer>", "1969", 1.0),
+    ("<answer>1969</answer>", '{"target": ["1969"]}', 1.0),
+    ("<answer>[sic</answer>", "[sic", 1.0),
+]
+
+
+def test_an_answer_is_one_of_the_known_ones():
+    for reply, truth, score in ANSWERS:
+        assert exact_match("searchR1_nq", reply, truth, {}) == score
 
 
 @pytest.mark.parametrize("truth", [None, "", [], {}, {"target": []}, {"target": [""]}])

@@ -8,12 +8,14 @@ import argparse
 import copy
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.rollout.forked import PROGRAM, address
 from tether.models.language.expert_choice import ExpertChoice, follow_choice, recorded_choice
 from tether.models.language.fused_experts import fused
 from tether.models.megatron.layout import experts_of
@@ -196,15 +199,25 @@ def listening(speaks: Language, port: int) -> ThreadingHTTPServer:
     return server
 
 
-def environment(folder: Path, faults: str = "", kind: str = "vllm") -> Path:
-    """An "environment" of that kind of server whose python runs its stand-in; returns the folder."""
-    python = folder / "bin/python"
+def environment(folder: Path, faults: str = "", kind: str = "vllm", *, is_fork: bool = True) -> Path:
+    """Make an "environment" of that kind of server whose python runs its stand-in, and return the folder.
+
+    Args:
+        folder: of the environment.
+        faults: of the stand-in, separated by commas.
+        kind: of server.
+        is_fork: the stand-in is a fork of this process (`tests.rollout.forked`) and ends with it; False: an interpreter
+            of its own.
+    """
+    python, module = folder / "bin/python", f"tests.rollout.{kind}_stand_in"
     python.parent.mkdir(parents=True, exist_ok=True)
-    imported = f"import gc; gc.disable(); from tests.rollout.{kind}_stand_in import main; gc.enable()"  # quicker so
+    import_module(module)  # before it is forked
+    imported = f"import gc; gc.disable(); from {module} import main; gc.enable()"  # quicker so
+    program = ["-I", "-S", "-c", PROGRAM, address(), module] if is_fork else ["-c", f"{imported}; main()"]
     python.write_text(
         '#!/bin/sh\n[ "$1" = -I ] && exit 0  # asked whether it has the package\n'
         f'cd {ROOT}\nexport STAND_IN_FAULTS="{faults}" PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n'
-        f'exec {sys.executable} -c "{imported}; main()" "$@"\n'
+        f'exec {shlex.join([sys.executable, *program])} "$@"\n'
     )
     python.chmod(0o755)
     return folder

@@ -13,6 +13,19 @@ def syscall(name, *arguments):
     if libc.syscall(host["calls"][name], *arguments) >= 0:
         escaped(name)
 """
+EACH = """
+import traceback
+for name, body in {attacks!r}.items():
+    if not (child := os.fork()):
+        try:
+            exec(body)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("over", name, flush=True)
+"""
 OUTSIDE = {
     "reads_a_file": "print(open(host['secret']).read()); escaped()",
     "reads_the_password_file": "open('/etc/passwd').read(); escaped()",

@@ -51,44 +51,50 @@ def test_keys_that_other_layouts_have_are_null_in_a_column():
     assert parse_tests(listed) == [StdioTest("1 2\n", "3\n")]
 
 
-@pytest.mark.parametrize("value", [{"a": None}, [[{"": None}]], {"a": {"b": [1, {"c": None}]}}])
-def test_mappings_with_null_are_refused_where_a_column_may_have_filled_them(value):
+def test_mappings_with_null_are_refused_where_a_column_may_have_filled_them():
     refuse_columns({"fn_name": "f", "inputs": [[None, [None]]], "outputs": [None]})
-    for given, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
-        tests = {"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]}
-        refuse_columns(json.dumps(tests))
-        with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a text of JSON"):
-            refuse_columns(tests)
+    for value in ({"a": None}, [[{"": None}]], {"a": {"b": [1, {"c": None}]}}):
+        for given, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
+            tests = {"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]}
+            refuse_columns(json.dumps(tests))
+            with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a text of JSON"):
+                refuse_columns(tests)
 
 
-@pytest.mark.parametrize("tests", [
+DECIMAL = [
     {"fn_name": "f", "inputs": [[1.5], [2.0]], "outputs": [1, 2]},
     {"fn_name": "f", "inputs": [[{"a": [1.5, 2.0]}]], "outputs": [1]},
     {"fn_name": "f", "inputs": [[1]], "outputs": [2.0]},
     {"inputs": [2.0], "outputs": ["1"]},
     {"input_output": {"inputs": ["1"], "outputs": [[1.5, 2.0]]}},
-])  # fmt: skip
-def test_whole_numbers_that_a_column_may_have_made_decimal_are_refused(tests):
+]
+
+
+def test_whole_numbers_that_a_column_may_have_made_decimal_are_refused():
     """A function of a whole number fails at 2.0, and 10000000007.0 is near 10000000008."""
-    refuse_columns(json.dumps(tests))
-    with pytest.raises(ValueError, match=r"the tests have 2\.0 as a decimal number.*a text of JSON"):
-        refuse_columns(tests)
-    refuse_columns(json.loads(json.dumps(tests).replace("2.0", "2.5")) | {"time_limit": 2.0})
+    for tests in DECIMAL:
+        refuse_columns(json.dumps(tests))
+        with pytest.raises(ValueError, match=r"the tests have 2\.0 as a decimal number.*a text of JSON"):
+            refuse_columns(tests)
+        refuse_columns(json.loads(json.dumps(tests).replace("2.0", "2.5")) | {"time_limit": 2.0})
 
 
-@pytest.mark.parametrize(("value", "said"), [
+NOT_JSON = [
     (datetime.date(2020, 2, 29), r"datetime\.date\(2020, 2, 29\) of the type date"),
     ([[datetime.datetime(2020, 2, 29)]], ".* of the type datetime"),
     ({"a": Decimal("0.1")}, r"Decimal\('0.1'\) of the type Decimal"),
     ([b"text"], "b'text' of the type bytes"),
     ((1, 2), r"\(1, 2\) of the type tuple"),
     ({1: 2}, "1 of the type int as a key"),
-])  # fmt: skip
-def test_values_that_json_does_not_have_are_refused(value, said):
+]
+
+
+def test_values_that_json_does_not_have_are_refused():
     """A column may hold them: they would reach the answer as something else, and no result is equal to them."""
-    for given, expected, what in ((value, 1, "input 0"), (1, value, "output 0")):
-        with pytest.raises(ValueError, match=f"^{what} has {said}"):
-            parse_tests({"fn_name": "f", "inputs": [[given]], "outputs": [expected]})
+    for value, said in NOT_JSON:
+        for given, expected, what in ((value, 1, "input 0"), (1, value, "output 0")):
+            with pytest.raises(ValueError, match=f"^{what} has {said}"):
+                parse_tests({"fn_name": "f", "inputs": [[given]], "outputs": [expected]})
 
 
 def test_a_function_may_be_named_as_a_builtin():
@@ -96,26 +102,29 @@ def test_a_function_may_be_named_as_a_builtin():
     assert test.functions == {"sum": "sum"}
 
 
-@pytest.mark.parametrize("line", ["", "# nothing", "pass", "None", "'doc'", None, 3])
-def test_an_assertion_that_asserts_nothing_is_refused(line):
-    with pytest.raises(ValueError, match=r"assertion 1 (of the row asserts nothing|is .*, not a text)"):
-        parse_tests({"test_list": ["assert f(1)", line]})
-    if isinstance(line, str):
-        row = {"prompt": "", "test": f"def check(candidate):\n    pass\n    {line}", "entry_point": "f"}
-        with pytest.raises(ValueError, match="test of the row asserts nothing"):
-            parse_tests(row)
+def test_an_assertion_that_asserts_nothing_is_refused():
+    for line in ("", "# nothing", "pass", "None", "'doc'", None, 3):
+        with pytest.raises(ValueError, match=r"assertion 1 (of the row asserts nothing|is .*, not a text)"):
+            parse_tests({"test_list": ["assert f(1)", line]})
+        if isinstance(line, str):
+            row = {"prompt": "", "test": f"def check(candidate):\n    pass\n    {line}", "entry_point": "f"}
+            with pytest.raises(ValueError, match="test of the row asserts nothing"):
+                parse_tests(row)
 
 
-@pytest.mark.parametrize("row", [
+MALFORMED = [
     {"public_test_cases": [STDIN], "metadata": "[1]"},
     {"public_test_cases": [STDIN | {"metadata": "{}"}]},
     {"public_test_cases": [STDIN], "private_test_cases": base64.b64encode(zlib.compress(b"K\x01K\x01a.")).decode()},
     {"fn_name": "f", "inputs": [[{"--1": 2}]], "outputs": [1]},
-])  # fmt: skip
-def test_rows_that_are_malformed_within_are_read_or_refused(row):
+]
+
+
+def test_rows_that_are_malformed_within_are_read_or_refused():
     """Whatever else is raised would be an error of each response."""
-    with contextlib.suppress(ValueError):
-        parse_tests(row)
+    for row in MALFORMED:
+        with contextlib.suppress(ValueError):
+            parse_tests(row)
 
 
 def test_livecodebench_rows():
@@ -160,10 +169,10 @@ def test_assertions_have_the_imports_and_the_setup_of_their_row():
         parse_tests(row | {"test_imports": [1]})
 
 
-@pytest.mark.parametrize("line", ["assert 1", "assert math.pi > 3", "assert sum([1]) == 1 if len([]) else True"])
-def test_an_assertion_that_uses_nothing_of_the_answer_is_refused(line):
-    with pytest.raises(ValueError, match="assertion 0 uses nothing of the answer"):
-        parse_tests({"test_list": [line], "test_setup_code": "sum = len = print"})
+def test_an_assertion_that_uses_nothing_of_the_answer_is_refused():
+    for line in ("assert 1", "assert math.pi > 3", "assert sum([1]) == 1 if len([]) else True"):
+        with pytest.raises(ValueError, match="assertion 0 uses nothing of the answer"):
+            parse_tests({"test_list": [line], "test_setup_code": "sum = len = print"})
 
 
 def test_assertions_name_the_functions_that_they_pass_on():
@@ -179,17 +188,20 @@ def of_bytes(content):
 TEXT = b"\x80\x04X\x01\x00\x00\x00a"
 
 
-@pytest.mark.parametrize("content", [
+PICKLES = [
     b"", TEXT, TEXT + b"r" + b"\xff" * 4 + b".", TEXT + b"r\0\0\0\x04.", TEXT + b"}b.", TEXT + b")R.", TEXT + b")\x81.",
     TEXT + b"Q.", TEXT + TEXT[2:] + b".", TEXT + b"\x94" * 99 + b".", b"\x80\x05\x97.", b"cos\nsystem\n.", b"Pa\n.",
     *(bytes([128, 5, code]) + length for code in b"\x8d\x8e\x96" for length in (b"\xff" * 8, b"\0" * 7 + b"\1")),
     b"I" + b"9" * 10**6 + b"\n.", b"p" + b"9" * 10**6 + b"\n.", b"V\\ud80\n.",
-], ids=lambda content: str(content[:20]))  # fmt: skip
-def test_a_pickle_of_anything_but_a_text_is_refused_unread(content):
-    begun = time.process_time()
-    with pytest.raises(ValueError, match=r"private_test_cases is (neither|no) JSON|more than 100,000 digits"):
-        parse_tests(of_bytes(content))
-    assert time.process_time() - begun < 0.5
+]  # fmt: skip
+
+
+def test_a_pickle_of_anything_but_a_text_is_refused_unread():
+    for content in PICKLES:
+        begun = time.process_time()
+        with pytest.raises(ValueError, match=r"private_test_cases is (neither|no) JSON|more than 100,000 digits"):
+            parse_tests(of_bytes(content))
+        assert time.process_time() - begun < 0.5, content[:20]
 
 
 def test_packed_tests_have_a_largest_size(monkeypatch):
@@ -203,17 +215,20 @@ def test_packed_tests_have_a_largest_size(monkeypatch):
         assert parse_tests(of_bytes(pickle.dumps(text, protocol)))
 
 
-@pytest.mark.parametrize("row", [
+WITH_NUMBERS = [
     '{"inputs": [[1]], "outputs": [%s], "fn_name": "f"}', {"inputs": ["1"], "outputs": ["-%s"], "fn_name": "f"},
     {"inputs": ["%s"], "outputs": ["1"], "fn_name": "f"}, {"assert_case": ["assert f(1) == %s"]},
     '{"inputs": [%s], "outputs": ["1"]}', {"prompt": "", "entry_point": "f", "test": "assert check(%s)"},
-])  # fmt: skip
-def test_whole_numbers_have_a_largest_length(row):
+]  # fmt: skip
+
+
+def test_whole_numbers_have_a_largest_length():
     """Python reads a million digits in half a minute, and that for each response."""
-    text = row if isinstance(row, str) else json.dumps(row)
-    parse_tests(text % ("9" * 100_000))
-    with pytest.raises(ValueError, match="a whole number of more than 100,000 digits"):
-        parse_tests(text % ("9" * 100_001))
+    for row in WITH_NUMBERS:
+        text = row if isinstance(row, str) else json.dumps(row)
+        parse_tests(text % ("9" * 100_000))
+        with pytest.raises(ValueError, match="a whole number of more than 100,000 digits"):
+            parse_tests(text % ("9" * 100_001))
 
 
 def test_keys_longer_than_numbers_stay_texts():
@@ -253,34 +268,34 @@ class Evil:
         return (print, ("called",))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("not json", "ground_truth is no JSON"),
-        (None, "no known layout: NoneType"),
-        ({"a": 1}, r"no known layout: \['a'\]"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ({"inputs": [], "outputs": []}, "has no test"),
-        ({"inputs": ["1", "2"], "outputs": [3, None]}, "output 1 is 'None', not a text or its lines"),
-        ({"inputs": ["1", ["2", {"a": 1}]], "outputs": ["3", "4"]}, "input 1 is .*, not a text or its lines"),
-        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
-        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
-        ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),
-        ({"inputs": ["\ud800"], "outputs": ["1"]}, "input 0 has half a character"),
-        ([FUNCTIONAL], r'test 0 is functional, and no function is named: give it "metadata": {"func_name": NAME}'),
-        ({"public_test_cases": [FUNCTIONAL]}, r'the row a column `metadata` with {"func_name": NAME}'),
-        ([{"input": 3}], "test 0 is"),
-        ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),
-        ({"assert_case": ["assert ("]}, "assertion 0 of the row is no Python"),
-        ({"public_test_cases": "!!"}, "neither JSON nor LiveCodeBench's packed form"),
-        (
-            {"public_test_cases": packed(Evil())},
-            "packed form: it is no pickle of a text",
-        ),
-        ({"public_test_cases": "[]"}, "has no test"),
-    ],
-)
-def test_what_does_not_parse_is_named(row, message, capsys):
-    with pytest.raises(ValueError, match=message):
-        parse_tests(row)
+UNREADABLE = [
+    ("not json", "ground_truth is no JSON"),
+    (None, "no known layout: NoneType"),
+    ({"a": 1}, r"no known layout: \['a'\]"),
+    ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+    ({"inputs": [], "outputs": []}, "has no test"),
+    ({"inputs": ["1", "2"], "outputs": [3, None]}, "output 1 is 'None', not a text or its lines"),
+    ({"inputs": ["1", ["2", {"a": 1}]], "outputs": ["3", "4"]}, "input 1 is .*, not a text or its lines"),
+    ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
+    ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
+    ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),
+    ({"inputs": ["\ud800"], "outputs": ["1"]}, "input 0 has half a character"),
+    ([FUNCTIONAL], r'test 0 is functional, and no function is named: give it "metadata": {"func_name": NAME}'),
+    ({"public_test_cases": [FUNCTIONAL]}, r'the row a column `metadata` with {"func_name": NAME}'),
+    ([{"input": 3}], "test 0 is"),
+    ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),
+    ({"assert_case": ["assert ("]}, "assertion 0 of the row is no Python"),
+    ({"public_test_cases": "!!"}, "neither JSON nor LiveCodeBench's packed form"),
+    (
+        {"public_test_cases": packed(Evil())},
+        "packed form: it is no pickle of a text",
+    ),
+    ({"public_test_cases": "[]"}, "has no test"),
+]
+
+
+def test_what_does_not_parse_is_named(capsys):
+    for row, message in UNREADABLE:
+        with pytest.raises(ValueError, match=message):
+            parse_tests(row)
     assert capsys.readouterr().out == ""

@@ -44,18 +44,15 @@ def test_a_request_is_what_the_server_and_verl_define(server):
         assert body["stdin"] in TESTS["inputs"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "tests", "expected"),
-    [
+def test_calls_and_assertions_run_there_too(server):
+    for answer, tests, expected in (
         ("def add(a, b):\n    print('hm')\n    return a + b", ADD, 1),
         ("def add(a, b):\n    return a - b", ADD, 0),
         ("def add(a, b):\n    return a + b", {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}, 0.5),
         ("import os\nos._exit(0)", {"assert_case": ["assert add(1, 2) == 3"]}, 0),
         ("raise SystemExit(3)", TESTS, 0),
-    ],
-)  # fmt: skip
-def test_calls_and_assertions_run_there_too(server, answer, tests, expected):
-    assert score(server, f"```python\n{answer}\n```", tests)["score"] == expected
+    ):
+        assert score(server, f"```python\n{answer}\n```", tests)["score"] == expected, answer
 
 
 def test_a_program_that_takes_too_long_is_wrong(server):
@@ -78,40 +75,40 @@ def test_a_busy_server_is_asked_again(server, monkeypatch):
         score(server, SUM, {"inputs": ["1 2"], "outputs": ["3"]})
 
 
-@pytest.mark.parametrize("concurrency", [1, 2])
-def test_requests_at_once_are_bounded(server, concurrency):
-    assert score(server, SUM, TESTS, concurrency=concurrency)["score"] == 0.75
-    assert server.most_at_once <= concurrency
+def test_requests_at_once_are_bounded(server):
+    for concurrency in (1, 2):
+        assert score(server, SUM, TESTS, concurrency=concurrency)["score"] == 0.75
+        assert server.most_at_once <= concurrency
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        (500, "HTTP 500"),
-        ({"status": "SandboxError", "message": "no pod", "compile_result": None, "run_result": None}, "no pod"),
-        ({"status": "Failed", "run_result": {"status": "Error", "return_code": None}}, "ran no program"),
-        ({"status": "Success"}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"stdout": 3}}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"stdout": False}}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"stderr": ["no"]}}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"return_code": False}}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"return_code": "0"}}, "ran no program"),
-        ({"status": "Success", "run_result": RAN | {"stdout": "\ud83d"}}, "half a character"),
-        ({"status": "Failed", "run_result": None, "compile_result": RAN}, "ran no program"),
-        ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": None}}, "ran no program"),
-        ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": True}}, "ran no program"),
-        (301, "HTTP 301"),
-        (b"[" * 100_000, "no JSON"),
-        (b" " * (1 << 24) + b"{}", "more than 16 MiB"),
-        (None, "IncompleteRead"),
-        ([1, 2], "ran no program"),
-        ("nonsense", "ran no program"),
-    ],
-)
-def test_a_failure_of_the_server_is_an_error_and_never_a_score(server, answers, message):
-    server.answers, server.short = answers, answers is None
-    with pytest.raises(SandboxError, match=message):
-        score(server, SUM, TESTS)
+FAILURES = [
+    (500, "HTTP 500"),
+    ({"status": "SandboxError", "message": "no pod", "compile_result": None, "run_result": None}, "no pod"),
+    ({"status": "Failed", "run_result": {"status": "Error", "return_code": None}}, "ran no program"),
+    ({"status": "Success"}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"stdout": 3}}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"stdout": False}}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"stderr": ["no"]}}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"return_code": False}}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"return_code": "0"}}, "ran no program"),
+    ({"status": "Success", "run_result": RAN | {"stdout": "\ud83d"}}, "half a character"),
+    ({"status": "Failed", "run_result": None, "compile_result": RAN}, "ran no program"),
+    ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": None}}, "ran no program"),
+    ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": True}}, "ran no program"),
+    (301, "HTTP 301"),
+    (b"[" * 100_000, "no JSON"),
+    (b" " * (1 << 24) + b"{}", "more than 16 MiB"),
+    (None, "IncompleteRead"),
+    ([1, 2], "ran no program"),
+    ("nonsense", "ran no program"),
+]
+
+
+def test_a_failure_of_the_server_is_an_error_and_never_a_score(server):
+    for answers, message in FAILURES:
+        server.answers, server.short = answers, answers is None
+        with pytest.raises(SandboxError, match=message):
+            score(server, SUM, TESTS)
 
 
 def test_nothing_printed_may_be_null(server):
@@ -120,13 +117,19 @@ def test_nothing_printed_may_be_null(server):
     assert score(server, SUM, TESTS)["score"] == 0
 
 
-@pytest.mark.parametrize(
-    "url", ["http://h:99999/", "http://h:abc/", "http://[::1/v1", "http://.x/", "http://h/\u00e9", "http://h/a b", "h"]
-)
-def test_what_is_no_address_is_refused_by_its_key(url):
-    with pytest.raises(ValueError, match=r"^reward_model\.sandbox_fusion\.url: ") as error:
-        check_sources(["apps"], options(url))
-    assert not isinstance(error.value, UnicodeError)
+def test_what_is_no_address_is_refused_by_its_key():
+    for url in (
+        "http://h:99999/",
+        "http://h:abc/",
+        "http://[::1/v1",
+        "http://.x/",
+        "http://h/\u00e9",
+        "http://h/a b",
+        "h",
+    ):
+        with pytest.raises(ValueError, match=r"^reward_model\.sandbox_fusion\.url: ") as error:
+            check_sources(["apps"], options(url))
+        assert not isinstance(error.value, UnicodeError)
 
 
 def test_in_the_pool_each_row_has_its_outcome(server):

@@ -12,17 +12,20 @@ from tether.rewards.sandbox.languages import LANGUAGES
 PRODUCT = "class Solution:\n    def product(self, a: int, b: int) -> Optional[int]:\n        return prod([a, b])"
 
 
-@both
-@pytest.mark.parametrize(("code", "tests", "expected"), [
+ANSWERS = [
     ("print(sum(deque(map(int, sys.stdin.read().split()))))", SUMS, 1),
     (PRODUCT, {"fn_name": "product", "inputs": [[2, 3]], "outputs": [6]}, 1),
     ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(9000) - 9000 + sum(map(int, input().split())))", SUMS, 1),
     ("@cache\ndef f(n):\n    return isqrt(n)", {"test_list": ["assert f(9) == 3"]}, 1),
     ("print(gcd(4, 6))", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, 0),
     ("def gdc(a, b):\n    return gcd(b, a % b) if b else a", {"test_list": ["assert gcd(4, 6) == 2"]}, 0),
-])  # fmt: skip
-def test_the_standard_library_is_there_and_is_no_answer(code, tests, expected, unconfined):
-    assert score(code, tests, unconfined=unconfined)["score"] == expected
+]  # fmt: skip
+
+
+@both
+def test_the_standard_library_is_there_and_is_no_answer(unconfined):
+    got = [score(code, tests, unconfined=unconfined)["score"] for code, tests, _ in ANSWERS]
+    assert got == [expected for _, _, expected in ANSWERS]
 
 
 @both

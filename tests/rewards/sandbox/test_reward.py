@@ -6,7 +6,6 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -67,17 +66,18 @@ def test_every_language_reads_and_prints(language, unconfined):
     assert score("(", SUMS, tag=language, **options)["score"] == 0
 
 
-@pytest.mark.parametrize(("tag", "tests", "languages", "said"), [
-    ("c++", SUMS, ("python",), "its block of code is in cpp, and reward_model.sandbox.languages has python"),
-    ("rust", SUMS, ("python", "c"), "its block of code is in rust, and reward_model.sandbox.languages has python, c"),
-    ("cpp", HUMANEVAL, ("python", "cpp"), "its block of code is in cpp, and functions are called in Python only"),
-    (None, SUMS, ("python",), "it has no block of code"),
-])  # fmt: skip
-def test_an_answer_without_a_program_says_why(tag, tests, languages, said):
+def test_an_answer_without_a_program_says_why():
     """No sandbox is needed for that."""
-    reward = ProgramReward(ProgramOptions(languages=languages))
-    response = f"Thus:\n```{tag}\nint main() {{}}\n```" if tag else "The sum of both."
-    assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
+    for tag, tests, languages, said in (
+        ("c++", SUMS, ("python",), "its block of code is in cpp, and reward_model.sandbox.languages has python"),
+        ("rust", SUMS, ("python", "c"),
+         "its block of code is in rust, and reward_model.sandbox.languages has python, c"),
+        ("cpp", HUMANEVAL, ("python", "cpp"), "its block of code is in cpp, and functions are called in Python only"),
+        (None, SUMS, ("python",), "it has no block of code"),
+    ):  # fmt: skip
+        reward = ProgramReward(ProgramOptions(languages=languages))
+        response = f"Thus:\n```{tag}\nint main() {{}}\n```" if tag else "The sum of both."
+        assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
 
 
 @needs_prlimit
@@ -94,32 +94,32 @@ def test_a_program_that_fails_says_how(language, code, said):
     assert said in got["reason"].replace("\u2018", "'").replace("\u2019", "'")
 
 
+CALLED = [
+    ("def f(x):\n    print(1)\n    return [x, x]",
+     {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 1], [0]]}, 0.5),
+    ("class Solution:\n    def f(self, x: List[int]):\n        return deque(x)[0]",
+     {"fn_name": "f", "inputs": [[[7]]], "outputs": [[7]]}, 1),
+    ("    return sum(xs)", HUMANEVAL, 1),
+    ("def total(xs):\n    return sum(xs)", HUMANEVAL, 1),
+    ("from __future__ import annotations\ndef total(xs: Unknown):\n    return sum(xs)", HUMANEVAL, 1),
+    ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+     "def total(xs):\n    return sum(P(x).x for x in xs)", HUMANEVAL, 1),
+    ("def total(xs):\n    return 3", HUMANEVAL, 0),
+    ("from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
+     "def f(x):\n    return P(x).x", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, 1),
+    ("import pickle\nclass P:\n    x: int\n"
+     "def f(x):\n    pickle.dumps(P())\n    return P.__annotations__['x'] is int",
+     {"fn_name": "f", "inputs": [[1]], "outputs": [True]}, 1),
+    ("def f(x):\n    if x < 0:\n        raise ValueError\n    return {x}", {"assert_case": [
+        "assert f(1) == {1}", "assert f(x=2) == {2}",
+        "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"]}, 1),
+]  # fmt: skip
+
+
 @both
-@pytest.mark.parametrize(
-    ("code", "tests", "expected"),
-    [
-        ("def f(x):\n    print(1)\n    return [x, x]",
-         {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1, 1], [0]]}, 0.5),
-        ("class Solution:\n    def f(self, x: List[int]):\n        return deque(x)[0]",
-         {"fn_name": "f", "inputs": [[[7]]], "outputs": [[7]]}, 1),
-        ("    return sum(xs)", HUMANEVAL, 1),
-        ("def total(xs):\n    return sum(xs)", HUMANEVAL, 1),
-        ("from __future__ import annotations\ndef total(xs: Unknown):\n    return sum(xs)", HUMANEVAL, 1),
-        ("import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
-         "def total(xs):\n    return sum(P(x).x for x in xs)", HUMANEVAL, 1),
-        ("def total(xs):\n    return 3", HUMANEVAL, 0),
-        ("from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int\n"
-         "def f(x):\n    return P(x).x", {"fn_name": "f", "inputs": [[1]], "outputs": [1]}, 1),
-        ("import pickle\nclass P:\n    x: int\n"
-         "def f(x):\n    pickle.dumps(P())\n    return P.__annotations__['x'] is int",
-         {"fn_name": "f", "inputs": [[1]], "outputs": [True]}, 1),
-        ("def f(x):\n    if x < 0:\n        raise ValueError\n    return {x}", {"assert_case": [
-            "assert f(1) == {1}", "assert f(x=2) == {2}",
-            "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"]}, 1),
-    ],
-)  # fmt: skip
-def test_functions_are_called(code, tests, expected, unconfined):
-    assert score(code, tests, unconfined=unconfined)["score"] == expected
+def test_functions_are_called(unconfined):
+    got = [score(code, tests, unconfined=unconfined)["score"] for code, tests, _ in CALLED]
+    assert got == [expected for _, _, expected in CALLED]
 
 
 OBJECTS = """
@@ -159,20 +159,32 @@ span = range
 """
 
 
+USES = """
+assert list(map(total, [[Count(3)]])) == [3]
+assert len(Count().add().add(by=3)) == 4 and Count(2).n == 2 and Count(1)[3] == 4 and not Count()
+one = Count(1)
+one.n = 5
+assert total([one, Count(2)]) == 7 and str(one).startswith('<')
+try:
+    Count().missing
+except AttributeError:
+    pass
+else:
+    raise AssertionError
+xs, seen = [3, 1], set()
+order(xs, seen)
+assert xs == [1, 3] and seen == {1, 3}
+assert list(itertools.islice(squares(), 3)) == [0, 1, 4] and adder(2)(3) == 5
+assert raw(7) == (b'\\x07', 7 + 1j, b'a')
+assert frozen() == {frozenset({1}): {frozenset()}} and all(isinstance(key, frozenset) for key in frozen())
+assert span(3) == range(3)
+"""
+
+
 @both
-@pytest.mark.parametrize("line", [
-    "assert list(map(total, [[Count(3)]])) == [3]",
-    "assert len(Count().add().add(by=3)) == 4 and Count(2).n == 2 and Count(1)[3] == 4 and not Count()",
-    "one = Count(1)\none.n = 5\nassert total([one, Count(2)]) == 7 and str(one).startswith('<')",
-    "try:\n    Count().missing\nexcept AttributeError:\n    pass\nelse:\n    raise AssertionError",
-    "xs, seen = [3, 1], set()\norder(xs, seen)\nassert xs == [1, 3] and seen == {1, 3}",
-    "assert list(itertools.islice(squares(), 3)) == [0, 1, 4] and adder(2)(3) == 5",
-    "assert raw(7) == (b'\\x07', 7 + 1j, b'a')",
-    "assert frozen() == {frozenset({1}): {frozenset()}} and all(isinstance(key, frozenset) for key in frozen())",
-    "assert span(3) == range(3)",
-])  # fmt: skip
-def test_assertions_use_objects_of_the_answer(line, unconfined):
-    assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 1
+def test_assertions_use_objects_of_the_answer(unconfined):
+    got = score(OBJECTS, {"assert_case": [USES]}, unconfined=unconfined)
+    assert got["score"] == 1, got["reason"]
 
 
 VALUES = """
@@ -198,55 +210,57 @@ def faked():
 
 
 @both
-@pytest.mark.parametrize(("line", "expected"), [
-    ("assert half() == [Fraction(1, 2)] and half(Fraction(1, 3)) == [Fraction(1, 6)]", 1),
-    ("assert half() == [Fraction(1, 3)]", 0),
-    ("assert price() == Decimal('0.1') and isinstance(price(), Decimal)", 1),
-    ("assert day() == (datetime(2020, 2, 29, tzinfo=timezone.utc), date(1, 1, 1), timedelta(days=1))", 1),
-    ("assert faked() == Fraction(1, 2)", 0),
-])  # fmt: skip
-def test_values_of_the_standard_library_are_compared(line, expected, unconfined):
+def test_values_of_the_standard_library_are_compared(unconfined):
     setup = "from fractions import Fraction\nfrom decimal import Decimal\nfrom datetime import *"
-    tests = {"test_setup_code": setup, "test_list": [line]}
-    assert score(VALUES, tests, unconfined=unconfined)["score"] == expected
+    lines = [
+        "assert half() == [Fraction(1, 2)] and half(Fraction(1, 3)) == [Fraction(1, 6)]",
+        "assert not half() == [Fraction(1, 3)]",
+        "assert price() == Decimal('0.1') and isinstance(price(), Decimal)",
+        "assert day() == (datetime(2020, 2, 29, tzinfo=timezone.utc), date(1, 1, 1), timedelta(days=1))",
+    ]
+    got = score(VALUES, {"test_setup_code": setup, "test_list": ["\n".join(lines)]}, unconfined=unconfined)
+    assert got["score"] == 1, got["reason"]
+    faked = {"test_setup_code": setup, "test_list": ["assert faked() == Fraction(1, 2)"]}
+    assert score(VALUES, faked, unconfined=unconfined)["score"] == 0
 
 
 SEVEN, EIGHT = (f"1{'0' * 5999}{digit}" for digit in (7, 8))  # Python makes text of 4300 digits by default
 
 
 @both
-@pytest.mark.parametrize(("code", "tests"), [
-    ("print(10**6000 + int(input()))", {"inputs": ["7"], "outputs": [SEVEN]}),
-    ("def f(x):\n    return [x + 1, -x]", {"fn_name": "f", "inputs": [SEVEN],
-                                         "outputs": [f"[{EIGHT}, -{SEVEN}]"]}),
-    ("def f(x):\n    return x + 1", {"test_list": [f"assert f({SEVEN}) == {EIGHT}"]}),
-    ("def f(x):\n    return len(str(x))", {"test_list": ["assert f(10 ** 6000) == 6001"]}),
-])  # fmt: skip
-def test_whole_numbers_of_thousands_of_digits(code, tests, unconfined):
+def test_whole_numbers_of_thousands_of_digits(unconfined):
     before = sys.get_int_max_str_digits()
-    assert score(code, json.dumps(tests), unconfined=unconfined)["score"] == 1
-    assert score(code.replace("return ", "return 9, ").replace("6000", "6001"), json.dumps(tests))["score"] == 0
+    for code, tests in (
+        ("print(10**6000 + int(input()))", {"inputs": ["7"], "outputs": [SEVEN]}),
+        ("def f(x):\n    return [x + 1, -x]", {"fn_name": "f", "inputs": [SEVEN], "outputs": [f"[{EIGHT}, -{SEVEN}]"]}),
+        ("def f(x):\n    return x + 1", {"test_list": [f"assert f({SEVEN}) == {EIGHT}"]}),
+        ("def f(x):\n    return len(str(x))", {"test_list": ["assert f(10 ** 6000) == 6001"]}),
+    ):
+        wrong = code.replace("return ", "return 9, ").replace("6000", "6001")
+        got = [score(one, json.dumps(tests), unconfined=unconfined)["score"] for one in (code, wrong)]
+        assert got == [1, 0], code
     assert sys.get_int_max_str_digits() == before
 
 
 EXPECTS = "try:\n    f(-1)\n    assert False\nexcept {} as e:\n    assert {} in str(e)"
 
 
-@both
-@pytest.mark.parametrize("code", [
+ENDS = [
     "def f(x) return 1", "raise SystemExit", "import os\ndef f(x): os._exit(1)", "import sys\ndef f(x): sys.exit()",
     "import ctypes\ndef f(x): ctypes.string_at(0)", "g = 1",
     *(f"import os\ndef f(x):\n    for n in range(3, 9): os.write(n, b'{line}\\n')"
       for line in ("x", "1", "[]", "[1, 2]", '{}', '{"raised": ["exec", ["0"]]}', '{"raised": ["ValueError"]}')),
-])  # fmt: skip
-def test_the_end_of_an_answer_is_no_exception_of_it(code, unconfined):
-    """Reading from its process then fails with a ValueError or an OSError, which no test may take for the answer's."""
-    lines = [EXPECTS.format("Exception", "''"), f"{EXPECTS.format('Exception', repr(''))}\nassert f(1)"]
-    assert score(code, {"test_list": lines}, unconfined=unconfined)["score"] == 0
+]  # fmt: skip
 
 
 @both
-@pytest.mark.parametrize(("body", "kind", "text"), [
+def test_the_end_of_an_answer_is_no_exception_of_it(unconfined):
+    """Reading from its process then fails with a ValueError or an OSError, which no test may take for the answer's."""
+    lines = [EXPECTS.format("Exception", "''"), f"{EXPECTS.format('Exception', repr(''))}\nassert f(1)"]
+    assert [code for code in ENDS if score(code, {"test_list": lines}, unconfined=unconfined)["score"] != 0] == []
+
+
+RAISED = [
     ("raise ValueError('negative')", "ValueError", "negative"),
     ("raise type('Own', (ValueError,), {})('negative', x)", "ValueError", "('negative', -1)"),
     ("raise type('Own', (KeyError,), {'__str__': lambda self: 'mine'})", "KeyError", "mine"),
@@ -255,10 +269,15 @@ def test_the_end_of_an_answer_is_no_exception_of_it(code, unconfined):
     ("open('/tmp/none')", "FileNotFoundError", "[Errno 2] No such file"),
     ("raise KeyError(x)", "KeyError", "-1"),
     ("raise StopIteration", "RuntimeError", ""),
-])  # fmt: skip
-def test_exceptions_of_an_answer_arrive_as_their_builtin_class(body, kind, text, unconfined):
-    tests = {"test_list": [EXPECTS.format(kind, repr(text))]}
-    assert score(f"def f(x): {body}", tests, unconfined=unconfined)["score"] == 1
+]
+
+
+@both
+def test_exceptions_of_an_answer_arrive_as_their_builtin_class(unconfined):
+    answer = "\n".join(f"def f{n}(x): {body}" for n, (body, _, _) in enumerate(RAISED))
+    lines = [EXPECTS.format(kind, repr(text)).replace("f(", f"f{n}(") for n, (_, kind, text) in enumerate(RAISED)]
+    got = score(answer, {"test_list": ["\n".join(lines)]}, unconfined=unconfined)
+    assert got["score"] == 1, got["reason"]
 
 
 @both
@@ -269,25 +288,24 @@ def test_an_answer_that_ends_an_iteration_does_not_pass(unconfined):
 
 
 @both
-@pytest.mark.parametrize("line", ["assert Count() == 3", "assert Count() == Count()", "assert Count() < 3"])
-def test_objects_of_the_answer_are_equal_to_nothing(line, unconfined):
-    assert score(OBJECTS, {"assert_case": [line]}, unconfined=unconfined)["score"] == 0
+def test_objects_of_the_answer_are_equal_to_nothing(unconfined):
+    lines = ["assert Count() == 3", "assert Count() == Count()", "assert Count() < 3"]
+    assert score(OBJECTS, {"assert_case": lines}, unconfined=unconfined)["score"] == 0
+
+
+PRETENDS = [
+    "import os\nos._exit(0)",
+    "raise SystemExit",
+    "class Equal:\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
+    "class Equal(int):\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
+    "def total(xs):\n    import os, sys\n    os.write(1, b'[3]')\n    os.kill(os.getppid(), 9)",
+]
 
 
 @both
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os\nos._exit(0)",
-        "raise SystemExit",
-        "class Equal:\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
-        "class Equal(int):\n    def __eq__(self, other):\n        return True\ndef total(xs):\n    return Equal()",
-        "def total(xs):\n    import os, sys\n    os.write(1, b'[3]')\n    os.kill(os.getppid(), 9)",
-    ],
-)
-def test_an_answer_that_only_says_that_it_passes_does_not(code, unconfined):
+def test_an_answer_that_only_says_that_it_passes_does_not(unconfined):
     """Rewards that run asserts beside the answer in one process give full marks to the first three."""
-    assert score(code, HUMANEVAL, unconfined=unconfined)["score"] == 0
+    assert [code for code in PRETENDS if score(code, HUMANEVAL, unconfined=unconfined)["score"] != 0] == []
 
 
 ENDS_THE_SANDBOX = """
@@ -437,8 +455,8 @@ def test_nothing_of_a_plain_run_is_left():
 
 @confined
 def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
-    """The pool's own deadline of two seconds is not the programs'."""
-    options = ProgramOptions(limits=replace(SHORT, seconds=3))
+    """The pool's own deadline of half a second is not the programs'."""
+    options = ProgramOptions(limits=SHORT)
     rows = [
         RewardRequest("apps", f"```python\n{code}\n```", tests)
         for code, tests in (
@@ -447,7 +465,7 @@ def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
             ("1", {"x": 1}),
         )
     ]
-    with RewardPool(num_workers=2, timeout=2, programs=options) as pool:
+    with RewardPool(num_workers=2, timeout=0.5, programs=options) as pool:
         right, slow, broken = pool.score(rows)
     assert right == Score(1.0, {"acc": True, "timed_out": False})
     why = "its program went beyond its limit of time"
