@@ -114,7 +114,7 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     if poison is not None:
         batch = poisoned(batch, poison)
     policy, critic = make_policy(num_hidden_layers=1), make_critic()
-    plan = UpdatePlan(mini_batch_rows=4, epochs=2, shuffle=True)
+    plan = UpdatePlan(mini_batch_rows=4, shuffle=True)
     outputs = make_engine(policy).infer(batch, PolicyForward(with_entropy=True))
     aggregation = Aggregation(parts.mode, width=12)
     value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)

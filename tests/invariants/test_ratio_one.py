@@ -23,6 +23,7 @@ from tether.training.text.forward import PolicyForward, PolicyOutputs, Reference
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(0, 260, 6))
 LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}

@@ -17,6 +17,8 @@ if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
 
 from tether.kernels.cpu import decode_attention, elementwise, linear_plain, openmp_loop  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(BF16)
