@@ -13,11 +13,12 @@ from tests.made_once import made_once
 from tether.kernels.dispatch import REFERENCE, kernels_for
 
 
-def _compile(modules: Iterable[ModuleType]) -> None:
+def compile_kernels(modules: Iterable[ModuleType]) -> None:
+    """Compile the kernels of these modules, which leaves them in numba's cache on the disk."""
     from tether.kernels.cpu.openmp_loop import Kernel
 
     for kernel in (value for module in modules for value in vars(module).values() if isinstance(value, Kernel)):
-        assert kernel.address  # compiles it, and leaves it in numba's cache on the disk
+        assert kernel.address
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,7 @@ def compiled_attention(tmp_path_factory: pytest.TempPathFactory) -> None:
     from tether.kernels.cpu import avx512_instructions, packed_attention
 
     if avx512_instructions.has_avx512_bf16():
-        made_once("compiled_attention", lambda _: _compile([packed_attention]), tmp_path_factory)
+        made_once("compiled_attention", lambda _: compile_kernels([packed_attention]), tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +43,4 @@ def compiled_kernels(compiled_attention: None, tmp_path_factory: pytest.TempPath
     modules = [causal_attention, decode_attention, elementwise, linear_plain, vocabulary]
     if bfloat16.linear_kernels is not None:
         modules.append(bfloat16.linear_kernels)
-    made_once("compiled_kernels", lambda _: _compile(modules), tmp_path_factory)
+    made_once("compiled_kernels", lambda _: compile_kernels(modules), tmp_path_factory)

@@ -212,6 +212,7 @@ def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytes
     close(out, torch.nn.functional.silu(gate.double()) * up.double())
 
 
+@pytest.mark.slow
 def test_numba_is_not_loaded_before_it_is_needed() -> None:
     code = (
         "import sys, torch; from tether.models.layers.fused_modules import RMSNorm; "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.compiled import compile_kernels
 from tests.kernels.test_elementwise import close, drawn
 from tests.pairwise import in_turn_parameters, pairwise_parameters
 from tether.kernels.cpu import (
@@ -22,7 +23,6 @@ from tether.kernels.cpu import (
 )
 from tether.kernels.dispatch import kernels_for
 
-pytestmark = pytest.mark.usefixtures("compiled_kernels")
 BF16 = torch.bfloat16
 HERE = {linear_amx: amx_instructions.has_amx(), linear_avx512: avx512_instructions.has_avx512_bf16()}
 both = pytest.mark.parametrize(
@@ -36,6 +36,12 @@ both = pytest.mark.parametrize(
         ),
     ],
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """These alone: where the instructions are replaced, no other kernel is needed."""
+    compile_kernels([decode_attention, *(module for module in HERE if HERE[module])])
 
 
 def test_amx_comes_first() -> None:
