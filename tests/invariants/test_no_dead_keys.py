@@ -276,7 +276,7 @@ def fields_of_this_change() -> set[str]:
 
 ROUNDS = 12
 ROUND = int(git("rev-parse", "HEAD")[:8] or "0", 16) % ROUNDS
-"""Each commit looks at another twelfth of the keys; the slow tests look at all of them."""
+"""Which twelfth of the keys is changed without `-m slow`, by the commit: the same one when a run is repeated."""
 CHANGED = fields_of_this_change()
 
 
