@@ -2,6 +2,9 @@
 
 What a user can see of a key: the plan (`tests.invariants.plan`: all that a built run holds, and what was asked of the
 loaders), a metric of a training step, what `tether train` prints and writes, an error, or a note of "no effect".
+
+With the slow tests every key is changed. Without them every key must be read, and those are changed that nothing reads,
+that the branch touches, or that are in the twelfth of the commit.
 """
 
 import importlib
