@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from tests.cpu_budget import pytest_configure  # noqa: F401
+from tests.kernels.compiled import compiled_attention, compiled_kernels  # noqa: F401
 from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
 
 # The same examples in every run, so that a change is judged by what it changes; others are looked for on purpose.

@@ -22,8 +22,25 @@ def pairwise(cases: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         yield best
 
 
+def in_turn(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return as many cases as the longest option has values; each value of each option is in one of them at least.
+
+    Shorter options begin again one value later each time, so that values meet different ones.
+    """
+    cases = range(max(map(len, options)))
+    return [tuple(values[(i + i // len(values)) % len(values)] for values in options) for i in cases]
+
+
+def in_turn_parameters(*options: Sequence[Any]) -> list[Any]:
+    """Return the product of the options for `pytest.mark.parametrize`; all but the cases `in_turn` are slow."""
+    return _slow_but_for(set(in_turn(*options)), options)
+
+
 def pairwise_parameters(*options: Sequence[Any]) -> list[Any]:
     """Return the product of the options for `pytest.mark.parametrize`; what a pairwise cover leaves out is slow."""
-    cases = list(itertools.product(*options))
-    cover = set(pairwise(cases))
-    return [pytest.param(*case, marks=() if case in cover else pytest.mark.slow) for case in cases]
+    return _slow_but_for(set(pairwise(list(itertools.product(*options)))), options)
+
+
+def _slow_but_for(quick: set[tuple[Any, ...]], options: Sequence[Sequence[Any]]) -> list[Any]:
+    cases = itertools.product(*options)
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]

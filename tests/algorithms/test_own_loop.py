@@ -1,6 +1,7 @@
 """Common mistakes in a loop of one's own: live tensors, empty batches, NaN, and half precision."""
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -61,61 +62,64 @@ def live(call: Call) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_targets_have_no_gradient(name: str) -> None:
-    assert not any(tensor.requires_grad for tensor in tensors_of(CALLS[name](**live(CALLS[name]))))
+def test_targets_have_no_gradient() -> None:
+    live_targets = [
+        name for name in TARGETS if any(x.requires_grad for x in tensors_of(CALLS[name](**live(CALLS[name]))))
+    ]
+    assert live_targets == []
 
 
-@pytest.mark.parametrize("name", LEARNS)
-def test_a_loss_has_the_gradient_of_what_learns_only(name: str) -> None:
+def test_a_loss_has_the_gradient_of_what_learns_only() -> None:
     """With live values, GAE would train the critic through the policy's loss."""
-    given = live(CALLS[name])
-    tensors_of(CALLS[name](**given))[0].sum().backward()
-    assert [key for key, tensor in given.items() if tensor.grad is not None] == [LEARNS[name]]
+    learning = {}
+    for name in LEARNS:
+        given = live(CALLS[name])
+        tensors_of(CALLS[name](**given))[0].sum().backward()
+        learning[name] = ", ".join(key for key, tensor in given.items() if tensor.grad is not None)
+    assert learning == LEARNS
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_verls_order_of_the_log_probs_is_refused(name: str) -> None:
+def test_verls_order_of_the_log_probs_is_refused() -> None:
     new = CASE.log_probs.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"old_log_probs has a gradient, and log_probs has none. The order is"):
-        POLICY_LOSSES[name](CASE.old_log_probs, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
+    for loss in POLICY_LOSSES.values():
+        with pytest.raises(ValueError, match=r"old_log_probs has a gradient, and log_probs has none. The order is"):
+            loss(CASE.old_log_probs, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_same_live_tensor_twice_is_the_first_update(name: str) -> None:
+def test_the_same_live_tensor_twice_is_the_first_update() -> None:
     """The ratio is 1 and its gradient A, where a live old_log_probs would have cancelled it."""
     new = CASE.log_probs.clone().requires_grad_()
-    twice = POLICY_LOSSES[name](new, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
-    once = POLICY_LOSSES[name](new, new.detach(), CASE.advantages, CASE.mask, **CASE.loss_inputs)
-    (expected,) = torch.autograd.grad(once.loss.sum(), new)
-    (found,) = torch.autograd.grad(twice.loss.sum(), new)
-    assert torch.equal(found, expected)
-    assert found.any()
+    for name, loss in POLICY_LOSSES.items():
+        twice = loss(new, new, CASE.advantages, CASE.mask, **CASE.loss_inputs)
+        once = loss(new, new.detach(), CASE.advantages, CASE.mask, **CASE.loss_inputs)
+        (expected,) = torch.autograd.grad(once.loss.sum(), new)
+        (found,) = torch.autograd.grad(twice.loss.sum(), new)
+        assert torch.equal(found, expected), name
+        assert found.any(), name
 
 
 @pytest.mark.parametrize("empty", ["no row", "no position", "no row and no position"])
-@pytest.mark.parametrize("name", CALLS)
-def test_an_empty_batch_gives_an_empty_result(name: str, empty: str) -> None:
+def test_an_empty_batch_gives_an_empty_result(empty: str) -> None:
     """Means and sums of nothing are 0, its smallest inf, its largest -inf; nothing raises and nothing is NaN."""
-    call, changed = CALLS[name], {}
-    for key, tensor in call.tensors.items():
-        rows = 0 if empty != "no position" else None
-        columns = 0 if empty != "no row" else None
-        dims = call.shapes[key]
-        index = tuple(slice({"B": rows, "T": columns, "#T": columns}.get(dim)) for dim in dims)
-        changed[key] = tensor[index]
-    if all(changed[key] is tensor or changed[key].numel() for key, tensor in call.tensors.items()):
-        return  # rows have no positions
-    result = call(**changed)
-    for tensor in tensors_of(result):
-        assert tensor.numel() == 0 or tensor.ndim <= 1
-        assert not tensor.isnan().any()
-        assert not tensor.any()
-    numbers = result if isinstance(result, dict) else result.metrics if isinstance(result, TokenLoss) else {}
-    for key, number in numbers.items():
-        extreme = key.endswith(("_max", "_min", "_diff_max", "_deviation"))
-        assert not math.isnan(float(number)), key
-        assert math.isfinite(float(number)) or extreme, key
+    rows, columns = (None if empty == "no position" else 0), (None if empty == "no row" else 0)
+    sizes = {"B": rows, "T": columns, "#T": columns}
+    for name, call in CALLS.items():
+        changed = {
+            key: tensor[tuple(slice(sizes.get(dim)) for dim in call.shapes[key])]
+            for key, tensor in call.tensors.items()
+        }
+        if all(tensor.numel() for tensor in changed.values()):
+            continue  # rows have no positions
+        result = call(**changed)
+        for tensor in tensors_of(result):
+            assert tensor.numel() == 0 or tensor.ndim <= 1, name
+            assert not tensor.isnan().any(), name
+            assert not tensor.any(), name
+        numbers = result if isinstance(result, dict) else result.metrics if isinstance(result, TokenLoss) else {}
+        for key, number in numbers.items():
+            extreme = key.endswith(("_max", "_min", "_diff_max", "_deviation"))
+            assert not math.isnan(float(number)), (name, key)
+            assert math.isfinite(float(number)) or extreme, (name, key)
 
 
 def test_the_loss_of_nothing_has_a_gradient_of_zero() -> None:
@@ -133,28 +137,32 @@ def test_there_is_no_row_to_draw() -> None:
         pf_ppo_indices(scores, nothing, reweight_method="pow", generator=torch.Generator())
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-def test_a_reward_that_is_no_number_is_not_hidden(name: str, bad: float) -> None:
-    call = CALLS[name]
+def test_a_reward_that_is_no_number_is_not_hidden() -> None:
     row, at = CASE.mask.nonzero()[-1].tolist()
-    key = "reward_components" if name == "gdpo" else "token_level_rewards"
-    changed = call.tensors[key].clone()
-    changed[row, -1 if name == "gdpo" else at] = bad
-    assert not call(**{key: changed}).advantages[row, at].isfinite()
-    if "norm_adv_by_std_in_grpo" in inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters:
-        assert not call(**{key: changed}, norm_adv_by_std_in_grpo=False).advantages[row, at].isfinite()
+    hidden = []
+    for name, bad in itertools.product(ADVANTAGE_ESTIMATORS, (math.nan, math.inf)):
+        call = CALLS[name]
+        key = "reward_components" if name == "gdpo" else "token_level_rewards"
+        changed = call.tensors[key].clone()
+        changed[row, -1 if name == "gdpo" else at] = bad
+        by_std = "norm_adv_by_std_in_grpo" in inspect.signature(ADVANTAGE_ESTIMATORS[name]).parameters
+        for options in ({}, {"norm_adv_by_std_in_grpo": False}) if by_std else ({},):
+            if call(**{key: changed}, **options).advantages[row, at].isfinite():
+                hidden.append((name, bad, options))
+    assert hidden == []
 
 
-@pytest.mark.parametrize("key", ["log_probs", "advantages"])
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_an_input_that_is_no_number_is_not_hidden(name: str, key: str) -> None:
-    call = CALLS[f"{name} loss"]
+def test_an_input_that_is_no_number_is_not_hidden() -> None:
     row, at = CASE.mask.nonzero()[0].tolist()
-    changed = call.tensors[key].clone()
-    changed[row, at] = math.nan
-    given = {"selected": torch.zeros_like(CASE.mask)} if "selected" in call.tensors else {}
-    assert call(**{key: changed}, **given).loss[row, at].isnan()
+    hidden = []
+    for name, key in itertools.product(POLICY_LOSSES, ("log_probs", "advantages")):
+        call = CALLS[f"{name} loss"]
+        changed = call.tensors[key].clone()
+        changed[row, at] = math.nan
+        given = {"selected": torch.zeros_like(CASE.mask)} if "selected" in call.tensors else {}
+        if not call(**{key: changed}, **given).loss[row, at].isnan():
+            hidden.append((name, key))
+    assert hidden == []
 
 
 def test_nan_in_a_critic_is_not_hidden() -> None:
@@ -179,14 +187,13 @@ def test_a_ratio_that_is_no_number_is_vetoed_and_shows_in_the_weights() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", range(6))
-def test_an_episode_keeps_its_nan_to_itself(bad: float, at: int) -> None:
+def test_an_episode_keeps_its_nan_to_itself(bad: float) -> None:
     """Episodes of steps 0-1, 2-4 and 5: what is wrong in one changes no bit of the others, in any of the inputs."""
     ends = torch.tensor([[0, 1, 0, 0, 1, 1]])
     episode = torch.tensor([0, 0, 1, 1, 1, 2])
     numbers = torch.randn(3, 1, 6, generator=torch.Generator().manual_seed(0))
     clean = episodic_gae(*numbers, ends, torch.ones(1, 6), gamma=0.9, lam=0.8)
-    for which in range(3):
+    for which, at in itertools.product(range(3), range(6)):
         spoilt = numbers.clone()
         spoilt[which, 0, at] = bad
         found = episodic_gae(*spoilt, ends, torch.ones(1, 6), gamma=0.9, lam=0.8)
@@ -210,15 +217,14 @@ def test_statistics_that_stay_are_not_spoilt_by_one_score() -> None:
     assert running.mean == 1
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_half_precision_is_computed_in_float32(name: str) -> None:
+def test_half_precision_is_computed_in_float32() -> None:
     """The same as with the rounded numbers in float32, to the bit, and of that type."""
-    call = CALLS[name]
-    half = {key: x.bfloat16() for key, x in call.tensors.items() if x.is_floating_point()}
-    generator = {"generator": torch.Generator().manual_seed(0)} if "generator" in call.keywords else {}
-    expected = tensors_of(call(**{key: x.float() for key, x in half.items()}, **generator))
-    if generator:
-        generator["generator"].manual_seed(0)
-    for wanted, found in zip(expected, tensors_of(call(**half, **generator)), strict=True):
-        assert found.dtype == wanted.dtype
-        assert torch.equal(found, wanted)
+    for name, call in CALLS.items():
+        half = {key: x.bfloat16() for key, x in call.tensors.items() if x.is_floating_point()}
+        generator = {"generator": torch.Generator().manual_seed(0)} if "generator" in call.keywords else {}
+        expected = tensors_of(call(**{key: x.float() for key, x in half.items()}, **generator))
+        if generator:
+            generator["generator"].manual_seed(0)
+        for wanted, found in zip(expected, tensors_of(call(**half, **generator)), strict=True):
+            assert found.dtype == wanted.dtype, name
+            assert torch.equal(found, wanted), name

@@ -6,6 +6,7 @@ import torch
 from tests.conformance.entries import CONTROL_ENGINES
 from tests.models.flow import test_policy as flows
 from tests.models.flow.fake import FakeBackbone
+from tests.pairwise import in_turn_parameters, pairwise_parameters
 from tests.training import test_control_network as networks
 from tests.training.flat_learner import OPTIONS
 from tests.training.test_control import CHUNKED, LEVELS, SPECS, chunked_samples, make_policy, make_samples
@@ -43,9 +44,7 @@ def assert_same(left, right):
         torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", networks.SPECS)
-@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize(("engine", "kind", "name"), in_turn_parameters(OTHERS, list(networks.SPECS), LOSSES))
 def test_every_loss_of_networks_and_memories(engine, kind, name):
     loss = ControlLoss(name, selection=SELECTION.get(name, {}), **COEFFICIENTS)
     samples = networks.random_samples(networks.make(kind))
@@ -53,9 +52,9 @@ def test_every_loss_of_networks_and_memories(engine, kind, name):
     assert_same(expected, gradients(engine, networks.make(kind), samples, loss, micro_batch=8))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", [flows.KINDS[0], flows.KINDS[-1]])
-@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize(
+    ("engine", "kind", "name"), in_turn_parameters(OTHERS, [flows.KINDS[0], flows.KINDS[-1]], LOSSES)
+)
 def test_every_loss_of_flows(engine, kind, name, monkeypatch):
     monkeypatch.setattr(backbone, "make_backbone", FakeBackbone)
     loss = ControlLoss(name, logprob_level="chunk_level", selection=SELECTION.get(name, {}), **COEFFICIENTS)
@@ -64,9 +63,7 @@ def test_every_loss_of_flows(engine, kind, name, monkeypatch):
     assert_same(expected, gradients(engine, flows.make(*kind), samples, loss, micro_batch=5))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize(("engine", "kind", "name"), in_turn_parameters(OTHERS, list(SPECS), LOSSES))
 def test_every_loss_of_single_actions(engine, kind, name):
     loss = ControlLoss(name, selection=SELECTION.get(name, {}), **COEFFICIENTS)
     samples = make_samples(make_policy(SPECS[kind]))
@@ -74,11 +71,12 @@ def test_every_loss_of_single_actions(engine, kind, name):
     assert_same(expected, gradients(engine, make_policy(SPECS[kind]), samples, loss, micro_batch=5))
 
 
-@pytest.mark.parametrize("critic_only", [False, True])
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "masked_mean_ratio"])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", CHUNKED)
-@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize(
+    ("engine", "kind", "level", "aggregation", "critic_only"),
+    pairwise_parameters(
+        OTHERS, list(CHUNKED), list(LEVELS), ("token-mean", "seq-mean-token-mean", "masked_mean_ratio"), (False, True)
+    ),
+)
 def test_chunks(engine, kind, level, aggregation, critic_only):
     loss = ControlLoss(
         aggregation=aggregation, logprob_level=level, entropy_level=level, critic_only=critic_only, **COEFFICIENTS

@@ -22,17 +22,35 @@ from tether.trainer.parts.critic_warmup import CriticWarmup
 
 TOTAL = 6
 UNTIL = "trainer.critic_warmup_until_explained_variance"
+SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1")
 slow = pytest.mark.slow
 
 
+@pytest.fixture(scope="module", params=["text", "control"])
+def loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loop:
+    return Text(write_inputs(tmp_path_factory.mktemp("inputs"))) if request.param == "text" else Control()
+
+
+Numbers = list[tuple[float, float, float]]
+
+
+def draw(numbers: Numbers) -> Callable[[Any], None]:
+    """Draws from the global generators, as a user's code may after each step."""
+
+    def each_step(run: Any) -> None:
+        numbers.append((random.random(), float(np.random.random()), float(torch.rand(()))))
+
+    return each_step
+
+
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(params=["text", "control"])
-def loop(request: pytest.FixtureRequest, inputs: Path) -> Loop:
-    return Text(inputs) if request.param == "text" else Control()
+def whole(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
+    """The folder of a run that is never stopped, and what was drawn after each of its steps."""
+    folder, numbers = tmp_path_factory.mktemp("whole"), Numbers()
+    loop.train(loop.overrides(folder), each_step=draw(numbers))
+    assert loop.tests(folder) == [2, 4, 6]
+    assert len(set(numbers)) == TOTAL
+    return folder, numbers
 
 
 def warnings_of(said: list[str]) -> Callable[[Any], None]:
@@ -44,91 +62,65 @@ def warnings_of(said: list[str]) -> Callable[[Any], None]:
     return before
 
 
-@pytest.mark.parametrize("stop", [pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
-def test_a_signal_changes_nothing(loop: Loop, stop: int, tmp_path: Path) -> None:
-    """After step 3 no checkpoint is due; after steps 2 and 4 one is, and a validation."""
-    loop.train(loop.overrides(tmp_path / "whole"))
-    loop.train(loop.overrides(tmp_path / "parts"), until=stop)
-    assert max(results(tmp_path / "parts")) == stop
-    forget(stop)
-    resumed = loop.train(loop.overrides(tmp_path / "parts"))
-    assert resumed.resumed_from == tmp_path / "parts" / f"global_step_{stop}"
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
-
-
-def test_several_signals_and_sparse_logs_change_nothing(loop: Loop, tmp_path: Path) -> None:
-    more = [] if isinstance(loop, Text) else ["trainer.log_freq=4"]
-    loop.train(loop.overrides(tmp_path / "whole", *more))
-    for stop in (1, 2, 5):
-        loop.train(loop.overrides(tmp_path / "parts", *more), until=stop)
-        forget(stop)
-    loop.train(loop.overrides(tmp_path / "parts", *more))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
-
-
-def test_a_validation_that_was_due_is_made_up_for(loop: Loop, tmp_path: Path) -> None:
-    loop.train(loop.overrides(tmp_path), until=2)
-    assert loop.tests(tmp_path) == []
-    loop.train(loop.overrides(tmp_path))
+def test_signals_change_nothing(loop: Loop, whole: tuple[Path, Numbers], tmp_path: Path) -> None:
+    """After step 2 a checkpoint and a validation are due, after the others none is."""
+    folder, expected = whole
+    numbers, resumed_from = Numbers(), []
+    for stop in (1, 2, 5, None):
+        run = loop.train(loop.overrides(tmp_path), until=stop, each_step=draw(numbers))
+        resumed_from.append(run.resumed_from)
+        assert max(results(tmp_path)) == stop or stop is None
+        if stop == 2:
+            assert loop.tests(tmp_path) == [], "it is made up for by the next process"
+        forget(seed=len(numbers))
+    assert resumed_from == [None, *(tmp_path / f"global_step_{stop}" for stop in (1, 2, 5))]
+    assert_same_run(folder, tmp_path, TOTAL)
+    assert numbers == expected
     assert loop.tests(tmp_path) == [2, 4, 6]
 
 
-def test_a_forgotten_validation_would_show(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_validation_and_lost_generators_would_show(
+    loop: Loop, whole: tuple[Path, Numbers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control."""
     state = loop_module.Trainer.state
     monkeypatch.setattr(loop_module.Trainer, "state", lambda self: state(self) | {"validation_due": False})
-    loop.train(loop.overrides(tmp_path), until=2)
-    loop.train(loop.overrides(tmp_path))
-    assert loop.tests(tmp_path) == [4, 6]
-
-
-def draws(loop: Loop, folder: Path) -> list[tuple[float, float, float]]:
-    """Draws of a user's code from the global generators after each step of a run that is stopped once."""
-    found: list[tuple[float, float, float]] = []
-
-    def draw(run: Any) -> None:
-        found.append((random.random(), float(np.random.random()), float(torch.rand(()))))
-
-    whole = loop.train(loop.overrides(folder / "whole"), each_step=draw)
-    straight, found[:] = [*found], []
-    assert whole.trainer.step_number == TOTAL
-    loop.train(loop.overrides(folder / "parts"), until=3, each_step=draw)
-    forget(3)
-    loop.train(loop.overrides(folder / "parts"), each_step=draw)
-    assert len(straight) == len(found) == TOTAL
-    return [*straight, *found]
-
-
-def test_global_generators_are_restored(loop: Loop, tmp_path: Path) -> None:
-    drawn = draws(loop, tmp_path)
-    assert drawn[:TOTAL] == drawn[TOTAL:]
-    assert len(set(drawn)) == TOTAL
-
-
-def test_generators_that_are_not_restored_would_show(
-    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(checkpoint_module, "set_rng_state", lambda state: None)
-    drawn = draws(loop, tmp_path)
-    assert drawn[:3] == drawn[TOTAL : TOTAL + 3]
-    assert drawn[3:TOTAL] != drawn[TOTAL + 3 :]
+    numbers, four_steps = Numbers(), loop.overrides(tmp_path, "trainer.total_training_steps=4")
+    loop.train(four_steps, until=2, each_step=draw(numbers))
+    forget(seed=2)
+    loop.train(four_steps, each_step=draw(numbers))
+    assert loop.tests(tmp_path) == [4]
+    assert numbers[:2] == whole[1][:2]
+    assert numbers[2:] != whole[1][2:4]
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_the_first_validation_can_be_turned_off(loop: Loop, before: bool, tmp_path: Path) -> None:
-    loop.train(loop.overrides(tmp_path, f"trainer.val_before_train={before}"), until=1)
-    assert loop.tests(tmp_path) == [0] * before
+def test_sparse_logs_change_nothing(tmp_path: Path) -> None:
+    """What was not logged yet is in the checkpoint."""
+    control, sparse = Control(), "trainer.log_freq=4"
+    control.train(control.overrides(tmp_path / "whole", sparse))
+    for stop in (1, 5, None):
+        control.train(control.overrides(tmp_path / "parts", sparse), until=stop)
+        forget(seed=0)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
+
+
+def test_the_first_validation_comes_before_training(loop: Loop, tmp_path: Path) -> None:
+    """Where it is turned off there is none: `whole` has tested that."""
+    loop.train(loop.overrides(tmp_path, "trainer.val_before_train=True"), until=1)
+    assert loop.tests(tmp_path) == [0]
 
 
 def test_a_warm_up_that_never_ends_is_said(loop: Loop, tmp_path: Path) -> None:
     said: list[str] = []
-    loop.train(loop.overrides(tmp_path, f"{UNTIL}=0.999"), before=warnings_of(said))
+    loop.train(loop.overrides(tmp_path, *SHORT, f"{UNTIL}=0.999"), before=warnings_of(said))
     (message,) = [message for message in said if "did not learn" in message]
     assert f"{UNTIL}=0.999" in message
 
 
 def test_a_warm_up_that_ends_is_not_said(loop: Loop, tmp_path: Path) -> None:
     said: list[str] = []
-    loop.train(loop.overrides(tmp_path, f"{UNTIL}=-1e9"), before=warnings_of(said))
+    loop.train(loop.overrides(tmp_path, *SHORT, f"{UNTIL}=-1e9"), before=warnings_of(said))
     assert not [message for message in said if "did not learn" in message]
 
 
@@ -151,8 +143,8 @@ def test_nothing_known_of_the_critic_ends_no_warm_up(
         episodes = ["env.train.auto_reset=False", "env.train.group_size=2", "algorithm.rewards_upper_bound=2e9"]
         loop = WithMore(nothing + episodes)
     said: list[str] = []
-    loop.train(loop.overrides(tmp_path, f"{UNTIL}=-0.5"), before=warnings_of(said))
-    assert asked == [-np.inf] * TOTAL
+    loop.train(loop.overrides(tmp_path, *SHORT, f"{UNTIL}=-0.5"), before=warnings_of(said))
+    assert asked == [-np.inf] * 2
     assert [message for message in said if "did not learn" in message]
 
 
@@ -200,12 +192,14 @@ STOPPED = [
     ("generators of its own", "here"), ("counts", "chunks"), ("counts", "here"), ("random the first time", "processes"),
     ("gives its state", "processes"), ("running statistics", "processes"),
 ]  # fmt: skip
-QUICK = ("np.random", "gives its state", "forgets at reset", "counts")
-"""A global generator, a state that is given, pickled or lost: the other wrappers are tested with the slow tests."""
+QUICK = [
+    ("np.random", "processes"), ("forgets at reset", "processes"), ("counts", "here"), ("gives its state", "processes"),
+]  # fmt: skip
+"""A global generator, and a state that is pickled, given or lost; what else differs is for the slow tests."""
 
 
 def slow_but_for_quick(cases: list[tuple[str, str]]) -> list[Any]:
-    return [pytest.param(*case, marks=() if case[0] in QUICK else slow) for case in cases]
+    return [pytest.param(*case, marks=() if case in QUICK else slow) for case in cases]
 
 
 @pytest.mark.parametrize(("name", "how"), slow_but_for_quick(KILLED))
@@ -230,7 +224,7 @@ def test_environments_with_state_are_stopped_and_resume(name: str, how: str, tmp
 
 OWN_CODE = [
     pytest.param(["env.train.total_num_envs=8"], id="vector code"),
-    pytest.param(["env.train.id=Pendulum-v1"], id="a Box"),
+    pytest.param(["env.train.id=Pendulum-v1"], id="a Box", marks=slow),
     pytest.param(["env.train.id=InvertedDoublePendulum-v5"], id="MuJoCo"),
 ]
 

@@ -3,6 +3,7 @@
 Here with models and engines; `test_masked_tensors` has every combination of the mathematics.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pairwise import in_turn, pairwise_parameters
 from tests.training.batches import (
     ROWS,
     gradients,
@@ -88,7 +90,7 @@ def accumulate(batch: TrainBatch, role: str, packed: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a training step, by their names."""
+    """The parts of a training step, by their names, and what stands at its masked positions."""
 
     estimator: str
     loss: str
@@ -96,16 +98,14 @@ class Parts:
     mode: str
     huber_delta: float | None
 
+    poison: float
+
     def __str__(self) -> str:
-        return "-".join(map(str, (self.estimator, self.loss, self.kl_kind, self.mode)))
+        return "-".join(map(str, (self.estimator, self.loss, self.kl_kind, self.mode, self.poison)))
 
 
-def each_in_turn() -> list[Parts]:
-    """As many steps as the longest registry is long; the shorter ones begin again."""
-    modes = (*AGGREGATIONS, "masked_mean_ratio")
-    registries = (list(ADVANTAGE_ESTIMATORS), list(POLICY_LOSSES), list(KL_ESTIMATORS), modes, (None, 0.3))
-    rounds = range(max(map(len, registries)))
-    return [Parts(*(registry[i % len(registry)] for registry in registries)) for i in rounds]
+MODES = (*AGGREGATIONS, "masked_mean_ratio")
+STEPS = in_turn(list(ADVANTAGE_ESTIMATORS), list(POLICY_LOSSES), list(KL_ESTIMATORS), MODES, (None, 0.3), POISONS[:2])
 
 
 def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -114,7 +114,7 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     if poison is not None:
         batch = poisoned(batch, poison)
     policy, critic = make_policy(num_hidden_layers=1), make_critic()
-    plan = UpdatePlan(mini_batch_rows=4, epochs=2, shuffle=True)
+    plan = UpdatePlan(mini_batch_rows=4, shuffle=True)
     outputs = make_engine(policy).infer(batch, PolicyForward(with_entropy=True))
     aggregation = Aggregation(parts.mode, width=12)
     value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)
@@ -149,18 +149,17 @@ def test_every_field_is_poisoned() -> None:
     assert (dirty.prompt_ids == -7).any()
 
 
-@pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(("role", "packed", "poison"), pairwise_parameters(("actor", "critic"), (True, False), POISONS))
 def test_gradients_keep_every_bit(role: str, packed: bool, poison: float) -> None:
     """Here the row without a score goes through the model too."""
     batch = make_batch(make_policy(), make_critic())
     assert same_bits(accumulate(batch, role, packed), accumulate(poisoned(batch, poison), role, packed))
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("change", ["widened", "permuted", "with a dead row"])
+@pytest.mark.parametrize(
+    ("role", "packed", "change"),
+    pairwise_parameters(("actor", "critic"), (True, False), ("widened", "permuted", "with a dead row")),
+)
 def test_gradients_do_not_depend_on_padding_order_and_dead_rows(role: str, packed: bool, change: str) -> None:
     batch = make_batch(make_policy(), make_critic())
     changed = {
@@ -173,16 +172,15 @@ def test_gradients_do_not_depend_on_padding_order_and_dead_rows(role: str, packe
         assert (found[name] - gradient).norm() < SAME_SUMS * gradient.norm(), name
 
 
-@pytest.mark.parametrize("parts", each_in_turn(), ids=str)
+@pytest.mark.parametrize("parts", itertools.starmap(Parts, STEPS), ids=str)
 def test_a_training_step_keeps_every_bit(parts: Parts) -> None:
     batch = make_batch(make_policy(num_hidden_layers=1), make_critic())
     expected_weights, expected_metrics = train_step(batch.clone(), parts, None)
     assert all(math.isfinite(value) for value in expected_metrics.values())
     assert not same_bits(expected_weights, {f"policy.{k}": v for k, v in weights(make_policy()).items()})
-    for poison in POISONS[:2]:
-        found_weights, found_metrics = train_step(poisoned(batch, poison), parts, poison)
-        assert same_bits(found_weights, expected_weights)
-        assert found_metrics == expected_metrics
+    found_weights, found_metrics = train_step(poisoned(batch, parts.poison), parts, parts.poison)
+    assert same_bits(found_weights, expected_weights)
+    assert found_metrics == expected_metrics
 
 
 def multiplied_by_the_mask(outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:

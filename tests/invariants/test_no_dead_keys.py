@@ -2,6 +2,9 @@
 
 What a user can see of a key: the plan (`tests.invariants.plan`: all that a built run holds, and what was asked of the
 loaders), a metric of a training step, what `tether train` prints and writes, an error, or a note of "no effect".
+
+With the slow tests every key is changed. Without them every key must be read, and those are changed that nothing reads,
+that the branch touches, or that are in the twelfth of the commit.
 """
 
 import importlib
@@ -9,7 +12,8 @@ import importlib.util
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import cache
@@ -20,8 +24,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.installed import HAS_MEGATRON, WITHOUT_MEGATRON
+from tests.installed import HAS_MEGATRON, is_installed
 from tests.invariants import situations
+from tests.invariants.config_reads import ConfigReads
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
 from tests.models.flow.fake import FakeBackbone
@@ -75,6 +80,11 @@ def switched_on(path: str, situation: Situation) -> list[str]:
     return [*switched_on(switch.key, situation), f"{switch.key}={value}"]
 
 
+def in_context(path: str, situation: Situation) -> tuple[str, ...]:
+    """A command line on which a key acts."""
+    return (*situation.base, *switched_on(path, situation), *situation.context.get(path, []))
+
+
 @cache
 def load(*overrides: str) -> LoadedConfig:
     return load_config(None, overrides)
@@ -90,7 +100,7 @@ def effect(path: str, situation: Situation, observe: Callable[[LoadedConfig], ob
 
     Where some values are taken silently and without effect, and no value has one, it is None.
     """
-    context = (*situation.base, *switched_on(path, situation), *situation.context.get(path, []))
+    context = in_context(path, situation)
     before, before_seen = load(*context), sight(observe, context)
     silent, said = False, None
     for value in candidates(keys()[path], values_of(before.config)[path], situation):
@@ -237,15 +247,46 @@ def bench() -> Iterator[Bench]:
         bench.close()
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    for kind in ("vllm", "sglang"):
-        monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(folder / kind, kind=kind)))
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_folder_of_its_own(folder: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for kind in ("vllm", "sglang"):
+            patch.setenv(f"TETHER_{kind.upper()}", str(environment(folder / kind, kind=kind)))
+        yield
 
 
-def is_dead(path: str, situation: Situation, bench: Bench) -> bool:
-    return not any(effect(path, situation, look) for look in (bench.plan, bench.step, command))
+# --- which keys are looked at in the default selection ------------------------------------------------------------
+
+
+def git(*arguments: str) -> str:
+    """Return what git says of this checkout; nothing where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def fields_of_this_change() -> set[str]:
+    """Return the fields of the schema whose line differs from the branch that this one left, or was not committed."""
+    base = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or "HEAD"
+    changes = git("diff", "--unified=0", base, "--", ":/tether/config/schema")
+    return set(re.findall(r"^[-+] +(\w+): ", changes, re.MULTILINE))
+
+
+ROUNDS = 12
+ROUND = int(git("rev-parse", "HEAD")[:8] or "0", 16) % ROUNDS
+"""Which twelfth of the keys is changed without `-m slow`, by the commit: the same one when a run is repeated."""
+CHANGED = fields_of_this_change()
+
+
+def cases(paths: Iterable[str]) -> list[Any]:
+    """Return the keys as parameters: slow but for those of this change and a twelfth of the others."""
+    now = [path for i, path in enumerate(live_keys()) if i % ROUNDS == ROUND or path.rpartition(".")[2] in CHANGED]
+    return [pytest.param(path, marks=() if path in now else pytest.mark.slow) for path in paths]
 
 
 def is_read_by_text_runs(path: str) -> bool:
@@ -254,30 +295,86 @@ def is_read_by_text_runs(path: str) -> bool:
     return path != control_defaults.SWITCH
 
 
-@pytest.mark.parametrize("path", filter(is_read_by_text_runs, live_keys()))
-def test_a_live_key_has_an_effect(path: str, situation: Situation, bench: Bench) -> None:
-    if ".megatron." in path and not HAS_MEGATRON:
-        pytest.skip(WITHOUT_MEGATRON)
-    assert not is_dead(path, situation, bench), f"{path}: a dead key: nothing that a user can see depends on it"
+OF_TEXT = [path for path in live_keys() if is_read_by_text_runs(path)]
+EMBODIED = [path for path in live_keys() if keys()[path].in_embodied]
 
 
-def embodied_cases() -> list[Any]:
-    """Keys of both kinds of runs are slow: their effect on text runs is in the default selection."""
-    paths = [path for path in live_keys() if keys()[path].in_embodied]
-    return [pytest.param(path, marks=pytest.mark.slow if is_read_by_text_runs(path) else ()) for path in paths]
+# --- the promise --------------------------------------------------------------------------------------------------
+
+
+def unread(paths: Iterable[str], situation: Situation, bench: Bench) -> list[str]:
+    """Return the keys that nothing reads, of a run that takes steps or of one that is built in their context."""
+    with pytest.MonkeyPatch.context() as patch:
+        reads = ConfigReads(patch)
+        command(reads.of(load(*situation.base)))
+        built = set()
+        for path in paths:
+            if path not in reads.keys and (context := in_context(path, situation)) not in built:
+                bench.plan(reads.of(load(*context)))
+                built.add(context)
+    return [path for path in paths if path not in reads.keys]
+
+
+def is_dead(path: str, situation: Situation, bench: Bench) -> bool:
+    return not any(effect(path, situation, look) for look in (bench.plan, bench.step, command))
+
+
+def dead(request: pytest.FixtureRequest) -> str:
+    again = f"python -m pytest -n 0 -m '' '{request.node.nodeid}'"
+    return f"a dead key: nothing that a user can see depends on it. Only this one again: {again}"
+
+
+@pytest.fixture(scope="module")
+def unread_by_text_runs(situation: Situation, bench: Bench) -> list[str]:
+    return unread([path for path in OF_TEXT if not missing_packages(path)], situation, bench)
+
+
+def test_every_live_key_is_read_or_has_an_effect(
+    unread_by_text_runs: list[str], situation: Situation, bench: Bench
+) -> None:
+    """The quick look at all keys. One that is read and then dropped is found by the tests below."""
+    assert len(unread_by_text_runs) < 0.1 * len(OF_TEXT)
+    assert [path for path in unread_by_text_runs if is_dead(path, situation, bench)] == []
 
 
 @needs_envs
-@pytest.mark.parametrize("path", embodied_cases())
-def test_a_live_key_has_an_effect_on_embodied_runs(path: str, control: Situation, bench: Bench) -> None:
-    if path.endswith(".num_workers"):
-        pytest.importorskip("envpool")
-    if ".lora_" in path or path.endswith(".target_modules"):
-        pytest.importorskip("peft")
-    if ".video_cfg." in path:
-        pytest.importorskip("imageio_ffmpeg")
-        pytest.importorskip("pygame")
-    assert not is_dead(path, control, bench), f"{path}: a dead key: nothing that a user can see depends on it"
+def test_every_live_key_is_read_or_has_an_effect_on_embodied_runs(control: Situation, bench: Bench) -> None:
+    paths = [path for path in EMBODIED if not missing_packages(path)]
+    assert [path for path in unread(paths, control, bench) if is_dead(path, control, bench)] == []
+
+
+def missing_packages(path: str) -> list[str]:
+    """The packages that a key needs to act and that are not there."""
+    needs = {
+        "megatron-core": ".megatron." in path,
+        "envpool": path in ("env.train.num_workers", "env.eval.num_workers"),
+        "peft": ".lora_" in path or path.endswith(".target_modules"),
+        "imageio-ffmpeg": ".video_cfg." in path,
+        "pygame": ".video_cfg." in path,
+    }
+    return [package for package, is_needed in needs.items() if is_needed and not is_installed(package)]
+
+
+def skip_without_packages(path: str) -> None:
+    if missing := missing_packages(path):
+        pytest.skip(f"needs {', '.join(missing)}")
+
+
+@pytest.mark.parametrize("path", cases(OF_TEXT))
+def test_a_live_key_has_an_effect(
+    path: str, situation: Situation, bench: Bench, request: pytest.FixtureRequest
+) -> None:
+    skip_without_packages(path)
+    assert not is_dead(path, situation, bench), dead(request)
+
+
+@needs_envs
+@pytest.mark.parametrize("path", cases(EMBODIED))
+def test_a_live_key_has_an_effect_on_embodied_runs(
+    path: str, control: Situation, bench: Bench, request: pytest.FixtureRequest
+) -> None:
+    skip_without_packages(path)
+    assert not is_dead(path, control, bench), dead(request)
 
 
 def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> None:
@@ -324,14 +421,16 @@ def test_a_key_that_nothing_reads_would_show(situation: Situation, bench: Bench,
     sight.cache_clear()
     for _, (builder, always) in deaf.items():
         monkeypatch.setattr(learners, builder, lambda *_, always=always, **__: always)
+    # The other key is read, for a check, and acts on nothing: only its effect shows that.
+    assert unread(deaf, situation, bench) == ["actor_rollout_ref.actor.optim.weight_decay"]
     assert [effect(path, situation, look) for path in deaf for look in (bench.plan, bench.step)] == [None] * 4
     sight.cache_clear()
 
 
-@pytest.mark.parametrize("path", [path for path, key in keys().items() if key.alias_of])
-def test_a_second_name_is_the_key_itself(path: str, situation: Situation) -> None:
-    key = keys()[path].alias_of
-    assert key is not None
-    value = candidates(keys()[key], values_of(load(*situation.base).config)[key], situation)[0]
-    named, itself = (load(*situation.base, f"~{key}", f"{name}={value}").tree() for name in (path, key))
-    assert named == itself != load(*situation.base).tree()
+def test_a_second_name_is_the_key_itself(situation: Situation) -> None:
+    base = load(*situation.base)
+    for path in keys():
+        if (key := keys()[path].alias_of) is not None:
+            value = candidates(keys()[key], values_of(base.config)[key], situation)[0]
+            named, itself = (load(*situation.base, f"~{key}", f"{name}={value}").tree() for name in (path, key))
+            assert named == itself != base.tree(), path

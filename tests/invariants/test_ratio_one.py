@@ -3,13 +3,13 @@
 With top-k or top-p that needs the sampler's cut of the vocabulary, which the trainer replays.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.pairwise import pairwise_parameters
 from tests.training.batches import make_policy
 from tether.batch import TrainBatch, filled
 from tether.metrics.data import mismatch_metrics
@@ -23,6 +23,7 @@ from tether.training.text.forward import PolicyForward, PolicyOutputs, Reference
 from tether.training.text.losses import PolicyLoss
 from tether.training.text.micro_batches import MicroBatching
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]
 EOS = frozenset(range(0, 260, 6))
 LOG_PROB_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 0.1}
@@ -35,10 +36,6 @@ SETTINGS = {  # dtype of the weights, and to compute in
     "float32": (torch.float32, None),
     "bfloat16": (torch.float32, torch.bfloat16),
 }
-SAMPLINGS = [
-    pytest.param(SamplingParams(12, 3, temperature, top_k, top_p), id=f"{temperature}-{top_k}-{top_p}")
-    for temperature, top_k, top_p in itertools.product((0.7, 1.0), (0, 20), (1.0, 0.8))
-]
 FULL = SamplingParams(max_new_tokens=12, n=3)
 
 
@@ -72,11 +69,15 @@ def largest_difference(batch: TrainBatch) -> float:
     return float((batch.rollout_log_probs - filled(batch.old_log_probs))[batch.response_mask].abs().max())
 
 
-@pytest.mark.parametrize("packed_first", [True, False], ids=["packed then padded", "padded then packed"])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_the_first_update_starts_at_ratio_one(setting: str, sampling: SamplingParams, packed_first: bool) -> None:
-    dtype, compute_dtype = SETTINGS[setting]
+@pytest.mark.parametrize(
+    ("setting", "temperature", "top_k", "top_p", "packed_first"),
+    pairwise_parameters(list(SETTINGS), (0.7, 1.0), (0, 20), (1.0, 0.8), (True, False)),
+)
+def test_the_first_update_starts_at_ratio_one(
+    setting: str, temperature: float, top_k: int, top_p: float, packed_first: bool
+) -> None:
+    """Packed first, then padded; or the other way round."""
+    (dtype, compute_dtype), sampling = SETTINGS[setting], SamplingParams(12, 3, temperature, top_k, top_p)
     policy = make_policy(dtype=dtype)
     learner = make_learner(policy, sampling.temperature, compute_dtype, packed_first=packed_first)
     batch = sample(policy, sampling)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.pairwise import pairwise_parameters
 from tether.kernels.attention_spec import AttentionSpec
 from tether.kernels.cuda.maker import Cuda
 from tether.kernels.dispatch import REFERENCE, maker
@@ -90,9 +91,10 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("prefixes", [None, (None, 0, 0, None, 3)])
+@pytest.mark.parametrize(
+    ("prefixes", "window", "softcap"),
+    pairwise_parameters((None, (None, 0, 0, None, 3)), (None, 1, 3), (None, 2.0)),
+)
 def test_packed_attention(
     installed: Cuda,
     monkeypatch: pytest.MonkeyPatch,

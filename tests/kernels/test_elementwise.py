@@ -17,6 +17,8 @@ if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
 
 from tether.kernels.cpu import decode_attention, elementwise, linear_plain, openmp_loop  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(BF16)
@@ -210,6 +212,7 @@ def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytes
     close(out, torch.nn.functional.silu(gate.double()) * up.double())
 
 
+@pytest.mark.slow
 def test_numba_is_not_loaded_before_it_is_needed() -> None:
     code = (
         "import sys, torch; from tether.models.layers.fused_modules import RMSNorm; "

@@ -1,5 +1,6 @@
 """Kernels by AMX and by AVX-512 against the formulas in float64, and against the kernels that need neither."""
 
+import ctypes
 import math
 import os
 import subprocess
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.compiled import compile_kernels
 from tests.kernels.test_elementwise import close, drawn
+from tests.pairwise import in_turn_parameters, pairwise_parameters
 from tether.kernels.cpu import (
     amx_instructions,
     avx512_instructions,
@@ -35,15 +38,21 @@ both = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """These alone: where the instructions are replaced, no other kernel is needed."""
+    compile_kernels([decode_attention, *(module for module in HERE if HERE[module])])
+
+
 def test_amx_comes_first() -> None:
     expected = next((module for module in (linear_amx, linear_avx512) if HERE[module]), None)
     assert kernels_for(torch.zeros(1, dtype=BF16)).linear_kernels is expected
 
 
 @both
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 300])
-@pytest.mark.parametrize(("outputs", "width"), [(1, 32), (50, 96), (65, 64)])
-def test_products(module, rows: int, outputs: int, width: int) -> None:
+@pytest.mark.parametrize(("rows", "sizes"), in_turn_parameters((1, 16, 17, 33, 300), ((1, 32), (50, 96), (65, 64))))
+def test_products(module, rows: int, sizes: tuple[int, int]) -> None:
+    outputs, width = sizes
     x, weight = drawn(rows, width), drawn(outputs, width, seed=1)
     bias, other = drawn(outputs, seed=2), drawn(rows, outputs, seed=3)
     plain = x.double() @ weight.double().T
@@ -97,10 +106,12 @@ def attended(
 
 
 @both
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("window", [0, 1, 40])
-@pytest.mark.parametrize(("groups", "size"), [(1, 64), (3, 64), (2, 128), (16, 64)])
-def test_attention_of_a_new_token(module, softcap: float, window: int, groups: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("softcap", "window", "heads_and_size"),
+    pairwise_parameters((0.0, 2.0), (0, 1, 40), ((1, 64), (3, 64), (2, 128), (16, 64))),
+)
+def test_attention_of_a_new_token(module, softcap: float, window: int, heads_and_size: tuple[int, int]) -> None:
+    groups, size = heads_and_size
     position = torch.tensor([0, 3, 31, 32, 62, 95])
     assert module.can_attend(groups, size, size)
     keys, values = drawn(6, 2, 96, size, seed=1), drawn(6, 2, 96, size, seed=2)
@@ -150,13 +161,13 @@ def test_the_number_of_threads_changes_no_bit(module) -> None:
 @both
 def test_memory_that_is_given_back_is_not_used(module) -> None:
     """glibc fills memory with a pattern when it is given back."""
-    code = (
-        f"import torch; from tests.kernels.test_linear import *; from {module.__name__} import __name__ as name; "
-        "module = sys.modules[name]; torch.set_num_threads(2); "
-        "test_products(module, 33, 65, 64); test_attention_of_a_new_token(module, 0.0, 0, 3, 64)"
-    )
-    environment = {**os.environ, "MALLOC_PERTURB_": "165"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    glibc, perturb = ctypes.CDLL(None), -6  # M_PERTURB of malloc.h
+    assert glibc.mallopt(perturb, 165)
+    try:
+        test_products(module, 33, (65, 64))
+        test_attention_of_a_new_token(module, 0.0, 0, (3, 64))
+    finally:
+        glibc.mallopt(perturb, 0)
 
 
 def run_in_software(*arguments: str) -> None:
@@ -169,10 +180,11 @@ def run_in_software(*arguments: str) -> None:
     assert "SKIPPED" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(all(HERE.values()), reason="AMX and AVX512_BF16 themselves are here")
 def test_amx_and_avx512_in_software() -> None:
     here = " and not avx512" if HERE[linear_avx512] else ""  # whose instructions have run the same tests
-    run_in_software("-k", f"not memory and not software{here}", __file__)
+    run_in_software("-k", f"not software{here}", __file__)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_elementwise import drawn
+from tests.pairwise import pairwise_parameters
 from tether.kernels.attention_spec import AttentionSpec
 from tether.kernels.causal_attention import masked_attention, visible_keys
 from tether.kernels.dispatch import REFERENCE, kernels_for
@@ -18,7 +19,10 @@ if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
 from tether.kernels.cpu import avx512_instructions, packed_attention  # noqa: E402
 
 has_avx512 = avx512_instructions.has_avx512_bf16()
-pytestmark = pytest.mark.skipif(not has_avx512, reason="no AVX512_BF16 here")
+pytestmark = [
+    pytest.mark.skipif(not has_avx512, reason="no AVX512_BF16 here"),
+    pytest.mark.usefixtures("compiled_attention"),
+]
 
 LAYOUTS = {
     "one": ((40,), None),
@@ -53,10 +57,10 @@ def results(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, out: Tensor
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad)]
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 2, 20, 64])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "heads", "window", "softcap"),
+    pairwise_parameters(list(LAYOUTS), list(HEADS), (None, 2, 20, 64), (None, 2.0)),
+)
 def test_values_and_gradients(layout: str, heads: str, window: int | None, softcap: float | None) -> None:
     lengths, prefixes = LAYOUTS[layout]
     spec = AttentionSpec(0, 0.3, window, softcap)

@@ -12,6 +12,8 @@ if kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE:
 
 from tether.kernels.cpu import elementwise, linear_plain, openmp_loop, recording  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
+
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)

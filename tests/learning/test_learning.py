@@ -1,4 +1,4 @@
-"""Algorithms learn a small task through the whole trainer; broken ones do not. All of them: `benchmarks.algorithms`."""
+"""GRPO and GAE learn a small task through the whole trainer. All that should: ``python -m benchmarks.algorithms``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.config import load_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "learning.md"
+FEW = 12  # of the 40 steps of the table
 CASES = {(case.group, case.name): case for case in all_cases()}
 
 
@@ -28,27 +29,21 @@ def test_the_page_says_how_many_questions_a_score_is_of() -> None:
     assert all(questions(task) in text for task in (SPELL, LEDGER))
 
 
-@pytest.mark.parametrize(
-    "key",
-    [("advantages", "gae"), ("advantages", "grpo"), pytest.param(("policy loss", "gspo"), marks=pytest.mark.slow)],
-    ids="-".join,
-)
-def test_it_learns(key: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    learned = learn(CASES[key], tmp_path)
+@pytest.mark.parametrize("name", ["grpo", "grpo, flipped"])
+def test_a_few_steps_learn_unless_they_are_broken(name: str, tmp_path: Path) -> None:
+    """Flipped advantages are the negative control."""
+    group = "control" if "flipped" in name else "advantages"
+    learned = learn(replace(CASES[group, name], steps=FEW), tmp_path)
+    assert learned.start < 0.2
+    assert learned.end < 0.1 if group == "control" else learned.end > 2 * learned.start
+
+
+@pytest.mark.slow
+def test_it_learns_with_a_critic(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    learned = learn(CASES["advantages", "gae"], tmp_path)
     assert learned.start < BROKEN / 2
     assert learned.end >= LEARNED
     assert caplog.text == ""  # no alarm of a run that learns
-
-
-@pytest.mark.parametrize("name", ["grpo, flipped", pytest.param("grpo, shuffled", marks=pytest.mark.slow)])
-def test_a_broken_run_does_not(name: str, tmp_path: Path) -> None:
-    assert learn(CASES["control", name], tmp_path).end <= BROKEN
-
-
-def test_the_same_seed_learns_the_same(tmp_path: Path) -> None:
-    short = replace(CASES["advantages", "grpo"], steps=4)
-    first, second = (learn(short, tmp_path / name) for name in ("first", "second"))
-    assert (first.start, first.end, first.curve) == (second.start, second.end, second.curve)
 
 
 def test_the_table_has_everything() -> None:
@@ -57,9 +52,10 @@ def test_the_table_has_everything() -> None:
     assert len(CASES) == len(all_cases())
 
 
-@pytest.mark.parametrize("case", [case for case in CASES.values() if not case.by_hand], ids=lambda case: case.name)
-def test_every_configuration_is_accepted(case: Case, tmp_path: Path) -> None:
-    load_config(None, [*overrides(case.task, case.steps, 1, tmp_path), *case.settings])
+def test_every_configuration_is_accepted(tmp_path: Path) -> None:
+    for case in CASES.values():
+        if not case.by_hand:
+            load_config(None, [*overrides(case.task, case.steps, 1, tmp_path), *case.settings])
 
 
 def test_verdicts() -> None:
@@ -80,6 +76,7 @@ def test_all_answers_are_counted() -> None:
     assert len(answers(4)) == 1 + 8 + 64 + 512 + 8**4
 
 
+@pytest.mark.slow
 def test_the_optimum_is_between_the_reference_and_the_best() -> None:
     heavy, light = best_score(SPELL, 1, beta=100.0), best_score(SPELL, 1, beta=0.01)
     assert heavy == pytest.approx(0.12, abs=0.05)
