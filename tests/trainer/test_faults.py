@@ -87,7 +87,8 @@ Start = Callable[[list[str]], Any]
 def kind(request: pytest.FixtureRequest, base: list[str], tmp_path: Path) -> tuple[Start, list[str]]:
     """The builder of a run of this kind, and its settings; its folder is tmp_path/run."""
     if request.param == "text":
-        return lambda more: build_run(load_config(None, [*base, *GRPO, *more])), [f"{MODEL}.path=/nowhere"]
+        small = [*base, *GRPO, "actor_rollout_ref.rollout.n=2", f"{ACTOR}.ppo_epochs=1"]
+        return lambda more: build_run(load_config(None, [*small, *more])), [f"{MODEL}.path=/nowhere"]
     settings = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}"]
     return lambda more: build_control_run(load_config(None, [*settings, *more])), ["env.train.id=Nothing-v0"]
 
@@ -222,7 +223,7 @@ def test_a_failing_reward_costs_no_step(base: list[str], tmp_path: Path, caplog:
     (tmp_path / "reward.py").write_text(FLAKY.format(flag=str(flag)))
     settings = [
         *base, *GAE, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=2",
-        "trainer.save_freq=2", "trainer.test_freq=1", f"{ACTOR}.ppo_mini_batch_size=4",
+        "trainer.save_freq=2", "trainer.test_freq=1", "actor_rollout_ref.rollout.n=1",
     ]  # fmt: skip
     whole = train([*settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
     for source, failing_step in (("tiny/sums", 2), ("tiny/other", 1)):
