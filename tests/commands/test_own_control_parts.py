@@ -10,8 +10,8 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 
 import tether  # noqa: E402
-from tests.invariants.test_both_loops import warnings_of  # noqa: E402
-from tests.trainer.loops import Control, assert_same_run, contents  # noqa: E402
+from tests.trainer.control_run import assert_resume_is_exact  # noqa: E402
+from tests.trainer.loops import Control, contents  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
 from tether.assembly.named_inputs import missing_inputs  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
@@ -184,26 +184,22 @@ def test_named_in_the_configuration_they_learn(file: Path, tmp_path: Path) -> No
     assert weights["network.body.weight"].shape == (6, 2)
 
 
-def test_a_signal_changes_nothing(file: Path, tmp_path: Path) -> None:
+def test_resuming_is_exact(file: Path, tmp_path: Path) -> None:
     named = [f"env.train.id={file}:Corridor", f"policy.model_type={file}:Network", "env.train.init_params.length=5"]
-    loop = Control()
-    loop.train(loop.overrides(tmp_path / "whole", *named))
-    loop.train(loop.overrides(tmp_path / "parts", *named), until=3)
-    loop.train(loop.overrides(tmp_path / "parts", *named))
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    assert_resume_is_exact(tmp_path, Control().overrides(tmp_path, *named, *short), total=2)
 
 
 @pytest.mark.parametrize("more", [[], ["env.train.vectorization=subprocess", "env.train.num_workers=2"]], ids=str)
-def test_the_state_of_wrappers_of_a_file_is_saved(more: list[str], tmp_path: Path) -> None:
+def test_the_state_of_wrappers_of_a_file_is_saved(
+    more: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A process imports the file once, whatever names it, so that what it defines is one class, and can be pickled."""
     (file := tmp_path / "wrapper.py").write_text(COUNTS)
-    loop, said = Control(), list[str]()
     more = [f"env.train.wrappers=[{file}:Counts]", f"env.eval.wrappers=[{file}:Counts]", *more]
-    loop.train(loop.overrides(tmp_path / "whole", *more), before=warnings_of(said))
-    loop.train(loop.overrides(tmp_path / "parts", *more), until=3)
-    loop.train(loop.overrides(tmp_path / "parts", *more))
-    assert not said
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6)
+    short = ["trainer.total_training_steps=2", "env.eval.num_episodes=1"]
+    assert_resume_is_exact(tmp_path, Control().overrides(tmp_path, *more, *short), total=2)
+    assert "not all of the environments can be saved" not in caplog.text
     processes = (tmp_path / "imports").read_text().split()
     assert len(processes) == len(set(processes)) > 0
 

@@ -34,18 +34,18 @@ def parts(**more: Any) -> dict[str, Any]:
 def test_objects_train_as_the_same_things_in_files(tmp_path: Path) -> None:
     """Weights, metrics and optimizer bit for bit; the objects stay as they were."""
     inputs = write_inputs(tmp_path)
-    from_files = [*base_overrides(inputs, tmp_path / "files"), *GAE, "trainer.save_freq=3", "trainer.preflight=False"]
-    tether.train(overrides=from_files)
+    short = ["trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.preflight=False"]
+    tether.train(overrides=[*base_overrides(inputs, tmp_path / "files"), *GAE, *short])
     model = LlamaForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    given = [*settings(tmp_path / "objects", *GAE, "trainer.save_freq=3", "trainer.preflight=False")]
-    given.append("data.max_prompt_length=64")
-    run = tether.train(overrides=given, **parts(model=model, val_dataset=rows("tiny/sums", 5)))
+    run = tether.train(
+        overrides=settings(tmp_path / "objects", *GAE, *short), **parts(model=model, val_dataset=rows("tiny/sums", 5))
+    )
     files, objects = (measured(tmp_path / name) for name in ("files", "objects"))
     for step in files:
         trained = {key: value for key, value in files[step].items() if not key.startswith("val")}
         assert same(trained, {key: value for key, value in objects[step].items() if not key.startswith("val")}), step
-    one, other = (contents(tmp_path / name / "global_step_3") for name in ("files", "objects"))
+    one, other = (contents(tmp_path / name / "global_step_2") for name in ("files", "objects"))
     assert same(one["actor/model.safetensors"], other["actor/model.safetensors"])
     assert same(one["critic/model.safetensors"], other["critic/model.safetensors"])
     assert same(before, dict(model.state_dict()))
@@ -72,18 +72,22 @@ class Doubling(LlamaForCausalLM):
 
 
 def test_a_class_of_ones_own_trains_and_resumes(tmp_path: Path) -> None:
-    """With a reference; stopped after two steps and resumed it ends as the uninterrupted run."""
+    """With a reference; resumed after a step it ends as the uninterrupted run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         pad_token_id=0, bos_token_id=1, eos_token_id=3,
     )  # fmt: skip
     own = parts(model=Doubling(config))
-    whole, split = (settings(tmp_path / name, *GRPO, "trainer.save_freq=2") for name in ("whole", "split"))
+    short = ["trainer.total_training_steps=2", "trainer.preflight=False"]
+    whole = settings(tmp_path / "whole", *GRPO, *short, "trainer.save_freq=1")
     run = tether.train(overrides=whole, **own)
-    tether.train(overrides=[*split, "trainer.total_training_steps=2"], **own)
-    tether.train(overrides=split, **own)
-    one, other = (contents(tmp_path / name / "global_step_3") for name in ("whole", "split"))
+    path = f"trainer.resume_from_path={tmp_path / 'whole/global_step_1'}"
+    resumed = settings(
+        tmp_path / "resumed", *GRPO, *short, "trainer.resume_mode=resume_path", path, "trainer.save_freq=2"
+    )
+    tether.train(overrides=resumed, **own)
+    one, other = (contents(tmp_path / name / "global_step_2") for name in ("whole", "resumed"))
     assert same(one["actor/model.safetensors"], other["actor/model.safetensors"])
     assert read_metrics(run.folder)[1]["training/rollout_probs_diff_max"] < 1e-4  # sampler and trainer agree
     trained = Doubling.from_pretrained(run.checkpoint / "actor", dtype=torch.float32)
@@ -92,7 +96,7 @@ def test_a_class_of_ones_own_trains_and_resumes(tmp_path: Path) -> None:
         tether.load(run.folder)
     own["model"] = Doubling(config)
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path: not what .* was trained with"):
-        tether.train(overrides=split, **own)
+        tether.train(overrides=whole, **own)
     del own["model"], own["tokenizer"]
     with pytest.raises(ValueError, match=r"object:tokenizer: .*Give it again, as tokenizer=\.\.\."):
         tether.train(run.checkpoint / "run.yaml", **own)

@@ -154,6 +154,7 @@ def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult
     """A template that hides the question: all prompts are one, and only where the run had this template."""
     hiding = "{{ '<|im_start|>' }}"
     given = {**SHORT, "data.chat_template": hiding, "trainer.default_local_dir": tmp_path / "run"}
+    given |= {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
     config = load_config(None, Text(inputs).overrides(tmp_path)).tree()
     policy = tether.load(tether.train(config, given).folder)
     first, second = policy.generate(["1+1?", "a longer question"], temperature=0.0, max_new_tokens=8)

@@ -85,7 +85,9 @@ def test_an_environment_that_raises_is_named(countdown):
         env.step(wrong)
 
 
-@pytest.mark.parametrize("where", ["step", "reset", "step, keeping the interpreter"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("step", marks=pytest.mark.slow), "reset", "step, keeping the interpreter"]
+)
 def test_an_environment_that_hangs_is_replaced(countdown, where, tmp_path):
     """Two workers that hang cost one deadline."""
     once = tmp_path / "hung"
@@ -138,7 +140,10 @@ env.close()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+SLOW_INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, SLOW_INTERRUPT])
 def test_nothing_is_left_of_a_trainer_that_ends_while_environments_hang(number):
     """Four guards, four workers, and what the environments started."""
     pipe = subprocess.PIPE
@@ -217,7 +222,7 @@ def test_an_environment_that_hangs_while_it_is_made_is_an_error(vectorization):
         make_vector_env(options)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, SLOW_INTERRUPT])
 def test_a_signal_ends_an_environment_that_hangs_in_this_process(number):
     code = TRAINER.replace('vectorization="subprocess", num_workers=4, ', "")
     pipe = subprocess.PIPE
@@ -240,7 +245,7 @@ from tests.envs import toys
 from tether.envs.make import EnvOptions, make_vector_env
 toys.register()
 for how in ("sync", "subprocess"):
-    options = EnvOptions("tether/Sleeps-v0", 1, vectorization=how, timeout=3, init_params={"seconds": 1.0})
+    options = EnvOptions("tether/Sleeps-v0", 1, vectorization=how, timeout=2, init_params={"seconds": 0.5})
     env = make_vector_env(options)
     env.reset(0)
     print("steps", flush=True)
@@ -254,7 +259,7 @@ for how in ("sync", "subprocess"):
             family = [psutil.Process(trainer.pid), *psutil.Process(trainer.pid).children(recursive=True)]
             for process in family:
                 process.suspend()
-            time.sleep(5)
+            time.sleep(3)
             for process in reversed(family):
                 process.resume()
         assert trainer.wait(20) == 0

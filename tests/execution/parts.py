@@ -1,5 +1,6 @@
 """The parts that test_ray_group.py has built on each rank."""
 
+import importlib.util
 import os
 import time
 import zlib
@@ -7,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tether.execution import StoredWeights
+from tether.execution import Group, StoredWeights
+
+NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
 LARGE = 12 << 20
 """Numbers in a tensor: a part of the weights has two of them."""
@@ -27,6 +30,8 @@ class Part:
         return os.getpid()
 
     def node(self) -> str:
+        import ray
+
         return str(ray.get_runtime_context().get_node_id())
 
     def threads(self) -> tuple[int, str]:
@@ -91,6 +96,13 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[in
         (name, tuple(tensor.shape), zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy()))
         for name, tensor in tensors
     ]
+
+
+def ray_group(*arguments: Any, **options: Any) -> Group:
+    """Start ranks by Ray, which takes a second to import: only where a test needs it."""
+    from tether.execution.ray_group import RayGroup
+
+    return RayGroup(*arguments, **options)
 
 
 def make() -> dict[str, Any]:

@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("ray")
-
-from tests.execution.parts import make
+from tests.execution.parts import NEEDS_RAY, make, ray_group
 from tests.execution.processes import marked
 from tests.processes import runs
 from tether.commands.status import show_status
 from tether.execution import Group
-from tether.execution.ray_group import RayGroup
 from tether.runtime.ranks import Deadlines, Pool
 
+pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = """
 import os, signal, sys
@@ -44,9 +42,9 @@ MARK = "TETHER_TEST_DRIVER"
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[RayGroup]:
+def group(tmp_path: Path) -> Iterator[Group]:
     before, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
-    group = RayGroup([Pool(1, 2)], "cpu", 4, tmp_path)
+    group = ray_group([Pool(1, 2)], "cpu", 4, tmp_path)
     group.build(make)
     yield group
     group.close()
@@ -54,7 +52,7 @@ def group(tmp_path: Path) -> Iterator[RayGroup]:
     assert os.environ.get("PYTHONBREAKPOINT") == debugger
 
 
-def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
+def test_ranks_work_together_until_one_of_them_dies(group: Group) -> None:
     found = group.call("part", "summed", [(torch.tensor([1.0, 2.0]),), (torch.tensor([10.0, 20.0]),)])
     assert [value.tolist() for value in found] == [[11.0, 22.0]] * 2
     assert group.call("part", "threads", [(), ()]) == [(2, "2")] * 2
@@ -71,22 +69,22 @@ def test_ranks_work_together_until_one_of_them_dies(group: RayGroup) -> None:
         group.call("part", "pid", [(), None])
 
 
-@pytest.fixture
-def apart(tmp_path: Path) -> Iterator[tuple[Group, Group]]:
-    """Two groups, of one rank and of two."""
-    group = RayGroup([Pool(1, 1), Pool(1, 2, "rollout")], "cpu", 3, tmp_path, together=[range(1), range(1, 3)])
+@pytest.mark.slow
+def test_weights_go_between_two_groups_until_a_rank_dies(tmp_path: Path) -> None:
+    """Groups of one rank and of two."""
+    group = ray_group([Pool(1, 1), Pool(1, 2, "rollout")], "cpu", 3, tmp_path, together=[range(1), range(1, 3)])
     try:
         one, two = group.some(range(1)), group.some(range(1, 3))
         one.build(make)
         two.build(make)
-        yield one, two
+        check_that_each_knows_its_own(one, two)
+        check_weights_of_other_shapes_than_before(one, two)
+        check_a_rank_that_dies_while_it_stores_the_next_weights(one, two)
     finally:
         group.close()
 
 
-@pytest.mark.slow
-def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: tuple[Group, Group]) -> None:
-    one, two = apart
+def check_that_each_knows_its_own(one: Group, two: Group) -> None:
     assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
     assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
     (weights,) = one.share_weights("part")
@@ -100,11 +98,8 @@ def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: t
         two.call("part", "refuse", [None, ("data",)])
 
 
-@pytest.mark.slow
-def test_weights_of_other_shapes_than_before_arrive_with_their_bits_and_leave_no_file(
-    apart: tuple[Group, Group],
-) -> None:
-    one, two = apart
+def check_weights_of_other_shapes_than_before(one: Group, two: Group) -> None:
+    """They arrive with their bits and leave no file."""
     for rows in ([1, 2, 3, 4, 6], [8], [2, 12, 1]):
         one.call("part", "have", [(rows,)])
         (expected,) = one.call("part", "described", [()])
@@ -115,11 +110,8 @@ def test_weights_of_other_shapes_than_before_arrive_with_their_bits_and_leave_no
     assert [*one.call("part", "named_memory", [()]), *two.call("part", "named_memory", [()] * 2)] == [[]] * 3
 
 
-@pytest.mark.slow
-def test_the_next_weights_are_stored_while_some_are_read_and_a_rank_that_dies_meanwhile_is_named(
-    apart: tuple[Group, Group],
-) -> None:
-    one, two = apart
+def check_a_rank_that_dies_while_it_stores_the_next_weights(one: Group, two: Group) -> None:
+    """The next part is stored while the one before is read; the rank is named."""
     one.call("part", "have", [([1] * 12,)])
     (pid,) = one.call("part", "pid", [()])
     parts = one.share_weights("part")
@@ -134,13 +126,13 @@ def test_the_next_weights_are_stored_while_some_are_read_and_a_rank_that_dies_me
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rank_names_it(group: RayGroup) -> None:
+def test_an_error_of_a_rank_names_it(group: Group) -> None:
     with pytest.raises(ValueError, match=r"^rank 1: data\.train_files: not this one$"):
         group.call("part", "refuse", [None, ("data.train_files: not this one",)])
 
 
 @pytest.mark.slow
-def test_a_bug_in_a_rank_comes_with_its_traceback(group: RayGroup) -> None:
+def test_a_bug_in_a_rank_comes_with_its_traceback(group: Group) -> None:
     says = r"(?s)^rank 1: ZeroDivisionError: .*parts\.py\", line \d+, in divide.*value / 0"
     with pytest.raises(ValueError, match=says):
         group.call("part", "divide", [None, (1.0,)])
@@ -151,7 +143,7 @@ def test_a_rank_that_is_stopped_is_found_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    group = RayGroup([Pool(1, 2)], "cpu", 2, tmp_path / "ranks", deadlines=Deadlines(silence=20))
+    group = ray_group([Pool(1, 2)], "cpu", 2, tmp_path / "ranks", deadlines=Deadlines(silence=20))
     try:
         group.build(make)
         _, stopped = group.call("part", "pid", [(), ()])

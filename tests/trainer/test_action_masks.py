@@ -28,10 +28,13 @@ def _toys():
 CUT = ["env.train.init_params.cut=True"]  # an episode that is cut tells no more of its masks than one that ends
 
 
-@pytest.mark.parametrize("more", [[], ["policy.lstm_dim=8"], ["policy.share_critic=True"], CUT], ids=str)
+SLOW = [pytest.param(more, marks=pytest.mark.slow) for more in ([], ["policy.share_critic=True"])]
+
+
+@pytest.mark.parametrize("more", [["policy.lstm_dim=8", *CUT], *SLOW], ids=str)
 def test_choices_are_learned_among_those_that_are_allowed(more, tmp_path):
     # What is worth most depends on the mask alone, and any other choice ends the run with an error.
-    assert learned(tmp_path, "Allowed", 20, *MASKS, *more) == 4
+    assert learned(tmp_path, "Allowed", 10, *MASKS, *more) == 4
 
 
 def test_choices_that_are_not_allowed_are_an_error(tmp_path):
@@ -118,23 +121,25 @@ class Rps(gymnasium.Env):
 UNSET = "env.train.action_masks=null"
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
+BAD = [
+    ([UNSET], r"action_masks: tether/Allowed-v0 tells which .*\(info\[.action_mask.\]\)\. Set true"),
+    (["policy.num_action_chunks=2"], r"num_action_chunks=2: .*Allowed-v0 tells which .* in the next step only"),
+    (["env.train.init_params.tells=False"], r"action_masks=true: the info of a reset .* holds no .*, but nothing"),
+    (["env.train.init_params.tells=once"], r"action_masks=true: the info of a step .* holds no .*, but nothing"),
+    (["env.train.id=Pendulum-v1"], r"action_masks=true: the actions of .*Pendulum.* are numbers"),
+    (
+        ["env.train.id=CartPole-v1", "env.train.vectorization=vector"],
+        r"env\.train\.vectorization: CartPole-v1 cannot do what env\.train asks for",
+    ),
+    (["env.train.id=tether/Rps-v0", UNSET], r"Rps-v0: .* have 2 entries of action_mask, and .* 3 alternatives"),
+]
+
+
 @pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ([UNSET], r"action_masks: tether/Allowed-v0 tells which .*\(info\[.action_mask.\]\)\. Set true"),
-        (["policy.num_action_chunks=2"], r"num_action_chunks=2: .*Allowed-v0 tells which .* in the next step only"),
-        (["env.train.init_params.tells=False"], r"action_masks=true: the info of a reset .* holds no .*, but nothing"),
-        (["env.train.init_params.tells=once"], r"action_masks=true: the info of a step .* holds no .*, but nothing"),
-        (["env.train.id=Pendulum-v1"], r"action_masks=true: the actions of .*Pendulum.* are numbers"),
-        (
-            ["env.train.id=CartPole-v1", "env.train.vectorization=vector"],
-            r"env\.train\.vectorization: CartPole-v1 cannot do what env\.train asks for",
-        ),
-        (["env.train.id=tether/Rps-v0", UNSET], r"Rps-v0: .* have 2 entries of action_mask, and .* 3 alternatives"),
-    ],
+    ("vectorization", "more", "message"),
+    [*(("sync", *bad) for bad in BAD), *(("subprocess", *bad) for bad in (BAD[0], BAD[3]))],
 )
-def test_bad_input(more, message, vectorization, tmp_path):
+def test_bad_input(vectorization, more, message, tmp_path):
     if "tether/Rps-v0" not in gymnasium.registry:
         gymnasium.register("tether/Rps-v0", entry_point=Rps)
     options = [

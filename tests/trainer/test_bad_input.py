@@ -171,12 +171,8 @@ def test_unusable_input(name: str, base: list[str], inputs: Path, tmp_path: Path
 
 
 REWARDS = {
-    "return 'yes'": "returned str 'yes'; return a number",
-    "return float('nan')": "returned nan, which is no score",
-    "raise KeyError('answer')": "raised KeyError: 'answer'",
     "return {'points': 1}": 'a dict without "score"',
     "while True: pass": "gave no answer within the deadline of 0.2 s, so it was killed",
-    "import os; os._exit(3)": "ended with exit code 3",
 }
 
 
@@ -237,7 +233,10 @@ def test_moved_files_are_the_same_run(saved, inputs: Path, tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("file", ["actor/model.safetensors", "critic/config.json", "training/trainer.pt", "run.yaml"])
+SLOW_FILES = [pytest.param(file, marks=pytest.mark.slow) for file in ("critic/config.json", "run.yaml")]
+
+
+@pytest.mark.parametrize("file", ["actor/model.safetensors", "training/trainer.pt", *SLOW_FILES])
 def test_one_flipped_byte(file: str, saved, tmp_path: Path):
     overrides, directory = saved
     shutil.copytree(directory, tmp_path / "run")

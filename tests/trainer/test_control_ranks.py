@@ -76,7 +76,10 @@ def close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(left[name], right[name], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("task", [CARTPOLE, PENDULUM], ids=["cartpole", "groups of pendulums"])
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(CARTPOLE, id="cartpole"), pytest.param(PENDULUM, id="groups of pendulums", marks=pytest.mark.slow)],
+)
 @pytest.mark.usefixtures("_forked")
 def test_two_devices_train_as_one_and_resume_each_others_checkpoints(
     task: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture

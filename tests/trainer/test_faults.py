@@ -43,7 +43,7 @@ OVERFLOWS = {
 }
 
 
-MARKS = {"adapters": NO_PEFT, "bfloat16": pytest.mark.slow}
+MARKS = dict.fromkeys(("learning rate", "bfloat16", "full KL"), pytest.mark.slow) | {"adapters": NO_PEFT}
 
 
 @pytest.mark.parametrize("cause", [pytest.param(name, marks=MARKS.get(name, ())) for name in OVERFLOWS])
@@ -87,7 +87,8 @@ Start = Callable[[list[str]], Any]
 def kind(request: pytest.FixtureRequest, base: list[str], tmp_path: Path) -> tuple[Start, list[str]]:
     """The builder of a run of this kind, and its settings; its folder is tmp_path/run."""
     if request.param == "text":
-        return lambda more: build_run(load_config(None, [*base, *GRPO, *more])), [f"{MODEL}.path=/nowhere"]
+        small = [*base, *GRPO, "actor_rollout_ref.rollout.n=2", f"{ACTOR}.ppo_epochs=1"]
+        return lambda more: build_run(load_config(None, [*small, *more])), [f"{MODEL}.path=/nowhere"]
     settings = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}"]
     return lambda more: build_control_run(load_config(None, [*settings, *more])), ["env.train.id=Nothing-v0"]
 
@@ -111,7 +112,6 @@ class TooLarge(gymnasium.RewardWrapper):
 
 CONTROL_OVERFLOWS = {
     "learning rate": [f"{ACTOR}.optim.lr=1e30"],
-    "reward": [],
     "a memory": ["policy.lstm_dim=4", f"{ACTOR}.ppo_epochs=1"],
     "a CNN": ["env.train.id=tether/Spot-v0", "policy.model_type=cnn_policy", "policy.hidden_dim=8"],
 }
@@ -139,10 +139,10 @@ def test_two_runs_in_one_folder(kind: tuple[Start, list[str]], tmp_path: Path) -
     run = start([])
     with pytest.raises(RunFolderBusy, match=f"^trainer.default_local_dir={tmp_path}/run: .* process {os.getpid()} on "):
         start(unusable)
-    finish(run)
+    run.close()
     with pytest.raises(ValueError, match=r"nowhere|^env\.train\.id"):
         start(unusable)
-    finish(start([]))  # a start that failed leaves no lock
+    start([]).close()  # a start that failed leaves no lock
 
 
 def test_a_folder_that_is_a_file_is_found_first(kind: tuple[Start, list[str]], tmp_path: Path) -> None:
@@ -152,7 +152,17 @@ def test_a_folder_that_is_a_file_is_found_first(kind: tuple[Start, list[str]], t
         start(unusable)
 
 
-@pytest.mark.parametrize("how", ["disable", "resume_path"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("control", "disable"), ("text", "resume_path"),
+        pytest.param("text", "disable", marks=SLOW), pytest.param("control", "resume_path", marks=SLOW),
+    ],
+    indirect=["kind"],
+)  # fmt: skip
 def test_the_checkpoints_of_an_earlier_run_stay(
     how: str, kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,49 +217,49 @@ def fit_and_fail(run: Any, failure: type[Exception], message: str) -> None:
         run.close()
 
 
-@pytest.mark.parametrize("source", ["tiny/sums", "tiny/other"])
-def test_a_failing_reward_costs_no_step(
-    source: str, base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of a training prompt in the third step, or of a validation prompt after the second, and no checkpoint was due."""
+def test_a_failing_reward_costs_no_step(base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a training prompt in the second step, or of a validation prompt after the first, and no checkpoint was due."""
     flag = tmp_path / "flag"
     (tmp_path / "reward.py").write_text(FLAKY.format(flag=str(flag)))
     settings = [
-        *GAE,
-        f"custom_reward_function.path={tmp_path / 'reward.py'}",
-        "trainer.save_freq=3",
-        "trainer.test_freq=2",
-    ]
-    whole = train([*base, *settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
-    run = build_run(load_config(None, [*base, *settings]))
-    original = run.trainer.step
+        *base, *GAE, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=2",
+        "trainer.save_freq=2", "trainer.test_freq=1", "actor_rollout_ref.rollout.n=1",
+    ]  # fmt: skip
+    whole = train([*settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
+    for source, failing_step in (("tiny/sums", 2), ("tiny/other", 1)):
+        folder = tmp_path / source.replace("/", "_")
+        parts = [*settings, f"trainer.default_local_dir={folder}"]
+        run = build_run(load_config(None, parts))
 
-    def step(prompts: Any) -> dict[str, float]:
-        if run.trainer.step_number == (2 if source == "tiny/sums" else 1):
-            flag.write_text(source)
-        return original(prompts)
+        def step(
+            prompts: Any, run: Any = run, original: Any = run.trainer.step, at: int = failing_step, source: str = source
+        ) -> dict[str, float]:
+            if run.trainer.step_number == at - 1:
+                flag.write_text(source)
+            return original(prompts)
 
-    run.trainer.step = step
-    fit_and_fail(run, RewardFailure, "the judge is not there")
-    assert f"stopping (RewardFailure); {tmp_path / 'run' / 'global_step_2'} is saved" in caplog.text
-    flag.unlink()
-    parts = train([*base, *settings])
-    assert same(measured(whole), measured(parts))
-    assert read_samples(whole) == read_samples(parts)
-    assert_same_end(whole / "global_step_3", parts / "global_step_3")
+        run.trainer.step = step
+        fit_and_fail(run, RewardFailure, "the judge is not there")
+        assert f"stopping (RewardFailure); {folder / 'global_step_1'} is saved" in caplog.text
+        flag.unlink()
+        train(parts)
+        assert same(measured(whole), measured(folder))
+        assert read_samples(whole) == read_samples(folder)
+        assert_same_end(whole / "global_step_2", folder / "global_step_2")
 
 
 def test_a_failing_log_costs_no_step_and_no_metrics(
     kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, _ = kind
-    finish(start([f"trainer.default_local_dir={tmp_path / 'whole'}", "trainer.save_freq=3"]))
-    run = start(["trainer.save_freq=3"])
-    run.trainer.loggers = Loggers({"first": FailingLogger(2), **run.trainer.loggers._loggers})
+    short = ["trainer.save_freq=2", "trainer.total_training_steps=2"]
+    finish(start([f"trainer.default_local_dir={tmp_path / 'whole'}", *short]))
+    run = start(short)
+    run.trainer.loggers = Loggers({"first": FailingLogger(1), **run.trainer.loggers._loggers})
     fit_and_fail(run, LogFailed, "cannot be reached")
-    assert f"stopping (LogFailed); {tmp_path / 'run' / 'global_step_2'} is saved" in caplog.text
-    assert list(measured(tmp_path / "run")) == [1]
-    finish(start(["trainer.save_freq=3"]))
+    assert f"stopping (LogFailed); {tmp_path / 'run' / 'global_step_1'} is saved" in caplog.text
+    assert list(measured(tmp_path / "run")) == []
+    finish(start(short))
     assert same(measured(tmp_path / "whole"), measured(tmp_path / "run"))
 
 
@@ -328,8 +338,13 @@ class Stuck(gymnasium.Wrapper):
         return super().step(action)
 
 
-@pytest.mark.parametrize("moment", ["a step", "a validation"])
-@pytest.mark.parametrize("vectorization", ["sync", "subprocess"])
+@pytest.mark.parametrize(
+    ("vectorization", "moment"),
+    [
+        ("sync", "a step"), ("subprocess", "a validation"),
+        pytest.param("sync", "a validation", marks=SLOW), pytest.param("subprocess", "a step", marks=SLOW),
+    ],
+)  # fmt: skip
 def test_a_signal_while_an_environment_hangs_costs_no_step(
     vectorization: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,9 +425,10 @@ def test_a_configuration_with_secrets_is_for_its_owner_alone(base: list[str], tm
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):\n    return 0.5\n"
     )
     (tmp_path / "reward.py").write_text(function)
-    settings = [*base, *GRPO, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.save_freq=3"]
+    settings = [*base, *GRPO, f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+    settings += ["trainer.total_training_steps=1", "trainer.save_freq=1"]
     folder = train([*settings, "custom_reward_function.reward_kwargs.api_key=sk-123"])
-    file = folder / "global_step_3" / "run.yaml"
+    file = folder / "global_step_1" / "run.yaml"
     assert "sk-123" in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     others = [path for path in folder.rglob("*") if path.is_file() and path != file]

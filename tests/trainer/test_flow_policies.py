@@ -11,14 +11,11 @@ import pytest
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("PIL")
 
-from safetensors.torch import load_file  # noqa: E402
 
 import tether  # noqa: E402
 from tests.models.flow.fake import FakeBackbone  # noqa: E402
-from tests.trainer.control_run import call, train  # noqa: E402
-from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tests.trainer.control_run import assert_ratios_are_one, assert_resume_is_exact, call, train  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
-from tether.checkpoints import load_state  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.data.lerobot import read_dataset  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
@@ -61,11 +58,6 @@ def overrides(folder, kind, cloned, *more):
     return [*KEYS, *RUN, f"policy.model_type={kind}", start, f"trainer.default_local_dir={folder}", *more]
 
 
-def contents(checkpoint):
-    states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
-    return states | {"weights": load_file(checkpoint / POLICY / "policy.safetensors")}
-
-
 METHODS = {
     "pi0": ["policy.noise_method=flow_sde"],
     "pi05": ["policy.noise_method=flow_noise", "policy.joint_logprob=True"],
@@ -73,25 +65,12 @@ METHODS = {
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_resuming_is_exact(kind, cloned, tmp_path):
-    whole = train(overrides(tmp_path / "whole", kind, cloned, *METHODS[kind]))
-    train(overrides(tmp_path / "parts", kind, cloned, *METHODS[kind]), until=1)
-    again = train(overrides(tmp_path / "parts", kind, cloned, *METHODS[kind]))
-    assert again.resumed_from == tmp_path / "parts" / "global_step_1"
-    assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
-    assert measured(whole.directory)[3]["eval/return"] == measured(again.directory)[3]["eval/return"]
-
-
-@pytest.mark.parametrize("kind", METHODS)
-def test_the_first_ratio_is_one(kind, cloned, tmp_path):
-    run = build_control_run(
-        load_config(None, overrides(tmp_path, kind, cloned, *METHODS[kind], f"{ACTOR}.ppo_mini_batch_size=16"))
+def test_resuming_is_exact_and_the_first_ratio_of_every_rollout_is_one(kind, cloned, tmp_path):
+    """Each step makes one update of its whole rollout."""
+    whole = assert_resume_is_exact(
+        tmp_path, overrides(tmp_path, kind, cloned, *METHODS[kind], f"{ACTOR}.ppo_mini_batch_size=16"), total=3
     )
-    run.trainer.rollouts.begin(0)
-    metrics = run.trainer.advance()
-    run.close()
-    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
-    assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-3)
+    assert_ratios_are_one(whole.directory, 1e-3)
 
 
 def test_the_scales_are_those_of_the_demonstrations(cloned, tmp_path):

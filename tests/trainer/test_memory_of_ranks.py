@@ -8,7 +8,6 @@ from tests.trainer.test_devices import overrides
 from tests.trainer.tiny_run import measured, same, weights, write_inputs
 from tether.commands.train import train
 from tether.config import load_config
-from tether.runtime.ranks import RankLost
 
 KEY = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 OTHERS = [
@@ -61,5 +60,3 @@ def test_micro_batches_are_halved_where_one_rank_has_no_memory(tmp_path: Path, c
     assert said.count(f"with {KEY}=1 and the same result; write that to make it permanent") == 1
     assert same(weights(fits / "global_step_2"), weights(halved / "global_step_2"))
     assert measured(fits) == measured(halved)
-    with pytest.raises(RankLost, match=rf"^rank 1: out of memory in a forward or backward pass with {KEY}=4"):
-        run(inputs, tmp_path / "none", f"{KEY}=4", "trainer.max_restarts=0")

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -34,14 +35,20 @@ SETTINGS = [*GRPO, *(f"{ROLLOUT}.{size}" for size in SIZES)]
 VLLM, SGLANG = ([*SETTINGS, f"{ROLLOUT}.name={kind}"] for kind in ("vllm", "sglang"))
 
 
-@pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Inputs of a run, whose model vLLM takes, too: its heads are 32 wide."""
+    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    set_eos(save_tiny(folder / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
+    return folder
+
+
+@pytest.fixture
+def inputs(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of them, in the folder of the test, and environments of both kinds of servers."""
     for kind in STAND_INS:
         monkeypatch.setenv(f"TETHER_{kind.upper()}", str(environment(tmp_path / kind, kind=kind)))
-    write_inputs(tmp_path)
-    set_eos(save_tiny(tmp_path / "model", "qwen2", hidden_size=128), [EOS_ID, *range(4, 90)])
-    return tmp_path
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 def check_steps(directory: Path, *steps: int) -> None:
@@ -70,18 +77,24 @@ def another_server(model: Path, kind: str = "vllm", faults: str = "", **options:
     server.server_close()
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+SLOW_SGLANG = pytest.param("sglang", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", ["vllm", SLOW_SGLANG])
 def test_a_resumed_run_is_the_uninterrupted_one(inputs: Path, kind: str) -> None:
     """Its server is another, and has other weights at first."""
-    whole, halves = inputs / "whole", inputs / "halves"
-    for folder, steps in ((whole, 2), (halves, 1), (halves, 2)):
-        options = ["trainer.save_freq=1", f"trainer.total_training_steps={steps}"]
+    whole, resumed = inputs / "whole", inputs / "resumed"
+    for folder in (whole, resumed):
+        options = ["trainer.save_freq=1", "trainer.total_training_steps=2"]
+        if folder == resumed:
+            path = f"trainer.resume_from_path={whole / 'global_step_1'}"
+            options += ["trainer.resume_mode=resume_path", path]
         with another_server(inputs / "model", kind) as url:
             train([*base_overrides(inputs, folder), *SETTINGS, *options, f"{ROLLOUT}.name={kind}", url])
     check_steps(whole, 1, 2)
-    check_steps(halves, 1, 2)
-    assert same(weights(whole / "global_step_2"), weights(halves / "global_step_2"))
-    assert without_transfers(whole) == without_transfers(halves)  # the other server gets the weights at its beginning
+    check_steps(resumed, 2)
+    assert same(weights(whole / "global_step_2"), weights(resumed / "global_step_2"))
+    assert without_transfers(whole)[2] == without_transfers(resumed)[2]  # this server gets the weights at its beginning
 
 
 @needs_megatron
@@ -108,7 +121,7 @@ AHEAD = {
 }
 
 
-@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("mode", ["one_step_off", pytest.param("fully_async", marks=pytest.mark.slow), "partial"])
 def test_the_server_samples_while_the_policy_learns(inputs: Path, mode: str) -> None:
     """Its log-probs are those of the weights that it had: step 1 agrees exactly, step 2 is one update behind."""
     ahead = [*AHEAD[mode], "trainer.total_training_steps=3", "trainer.test_freq=3",
@@ -143,7 +156,8 @@ def test_vllm_samples_while_the_policy_learns(inputs: Path, monkeypatch: pytest.
     assert metrics[4]["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("way", ["disk", *(pytest.param(w, marks=pytest.mark.slow) for w in ("tensor", "distributed"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
 def test_a_run_by_a_server_of_sglang_that_tether_starts(inputs: Path, way: str) -> None:
     options = ["trainer.test_freq=1", "trainer.total_training_steps=3", f"{ROLLOUT}.weight_transfer={way}"]
     check_steps(train([*base_overrides(inputs, inputs / "run"), *SGLANG, *options]), 1, 2, 3)
@@ -168,18 +182,19 @@ def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch, what: list
     check_steps(train([*base_overrides(inputs, inputs / "run"), *VLLM, *options]), 1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_adapters_reach_the_server(inputs: Path, *, merge: bool) -> None:
+@pytest.mark.parametrize(("kind", "merge"), [("vllm", False), ("sglang", True)])
+def test_adapters_reach_the_server(inputs: Path, kind: str, *, merge: bool) -> None:
     """As such after the first update, or added into all weights each time."""
-    merged = f"actor_rollout_ref.model.lora.merge={merge}"
-    with another_server(inputs / "model", rank=0 if merge else 8) as url:
-        run = train([*base_overrides(inputs, inputs / "run"), *VLLM, url, ADAPTERS, merged])
+    settings = [*SETTINGS, f"{ROLLOUT}.name={kind}", ADAPTERS, f"actor_rollout_ref.model.lora.merge={merge}"]
+    with another_server(inputs / "model", kind, **({} if merge else {"rank": 8})) as url:
+        run = train([*base_overrides(inputs, inputs / "run"), *settings, url])
     check_steps(run, 1, 2, 3)
     sizes = {step: found["transfer/weights_bytes"] for step, found in measured(run).items() if step}
     assert sizes[2] == sizes[3] > 0
     assert sizes[1] == 2 * sizes[2] if merge else sizes[1] > 5 * sizes[2]  # at its beginning and at its end
 
 
+@pytest.mark.slow
 def test_adapters_reach_a_server_that_tether_starts(inputs: Path) -> None:
     partial = ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.max_num_seqs=2"]
     metrics = measured(train([*base_overrides(inputs, inputs / "run"), *VLLM, ADAPTERS, *partial]))
@@ -188,6 +203,7 @@ def test_adapters_reach_a_server_that_tether_starts(inputs: Path) -> None:
     assert metrics[1]["transfer/weights_bytes"] > 5 * metrics[3]["transfer/weights_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_begins_with_the_files_of_the_policy(inputs: Path, kind: str) -> None:
     """Of a policy with adapters, vLLM is then sent these alone, from the beginning."""
@@ -285,10 +301,10 @@ def test_a_run_goes_on_after_kills(inputs: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("mode", ["off", "one_step_off"])
-def test_shards_are_put_together_for_the_server(inputs: Path, mode: str) -> None:
+def test_shards_are_put_together_for_the_server(inputs: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server samples while two devices learn, too: of the weights of one update before."""
+    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     options = ["trainer.n_gpus_per_node=2", f"trainer.async_mode={mode}"]
     with another_server(inputs / "model") as url:
         run = train([*base_overrides(inputs, inputs / "run"), *VLLM, url, *options])
@@ -321,11 +337,12 @@ def test_an_environment_without_the_server_is_named(inputs: Path, monkeypatch: p
         load_config(None, overrides, missing_inputs)
 
 
-@pytest.mark.parametrize("url", ["here", "127.0.0.1:8000", "https://host", "http://:80", "http://h:x", "http://h:1/v1"])
-def test_what_is_no_address_of_a_server_is_refused(inputs: Path, url: str) -> None:
-    overrides = [*base_overrides(inputs, inputs / "run"), *VLLM, f"{ROLLOUT}.server_urls=['{url}']"]
-    with pytest.raises(ConfigError, match=f"{ROLLOUT}.server_urls.*{url}: is no address of a server; give http://HOST"):
-        load_config(None, overrides, missing_inputs)
+def test_what_is_no_address_of_a_server_is_refused(inputs: Path) -> None:
+    for url in ("here", "127.0.0.1:8000", "https://host", "http://:80", "http://h:x", "http://h:1/v1"):
+        overrides = [*base_overrides(inputs, inputs / "run"), *VLLM, f"{ROLLOUT}.server_urls=['{url}']"]
+        words = f"{ROLLOUT}.server_urls.*{url}: is no address of a server; give http://HOST"
+        with pytest.raises(ConfigError, match=words):
+            load_config(None, overrides, missing_inputs)
     with pytest.raises(ValueError, match=f"{ROLLOUT}.server_urls={url}: is no address of a server"):
         build(load_config(None, overrides))
 

@@ -9,13 +9,9 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("PIL")
 
-from safetensors.torch import load_file  # noqa: E402
-
 from tests.envs import toys  # noqa: E402
-from tests.trainer.control_run import call, train  # noqa: E402
-from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tests.trainer.control_run import assert_ratios_are_one, assert_resume_is_exact, call  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
-from tether.checkpoints import load_state  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
 from tether.trainer.control.rollouts import POLICY  # noqa: E402
@@ -54,37 +50,19 @@ def overrides(folder, kind, cloned, *more):
     return [*KEYS, *RUN, f"policy.model_type={kind}", start, f"trainer.default_local_dir={folder}", *more]
 
 
-def contents(checkpoint):
-    states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
-    return states | {"weights": load_file(checkpoint / POLICY / "policy.safetensors")}
-
-
 LEVELS = {
     "openvla": [f"algorithm.{kind}_type=action_level" for kind in ("reward", "logprob", "entropy")],
     "openvla_oft": ["algorithm.reward_type=chunk_level", "algorithm.logprob_type=token_level"],
 }
 
 
-@pytest.mark.parametrize("kind", LEVELS)
-def test_resuming_is_exact(kind, cloned, tmp_path):
-    whole = train(overrides(tmp_path / "whole", kind, cloned, *LEVELS[kind]))
-    train(overrides(tmp_path / "parts", kind, cloned, *LEVELS[kind]), until=1)
-    again = train(overrides(tmp_path / "parts", kind, cloned, *LEVELS[kind]))
-    assert again.resumed_from == tmp_path / "parts" / "global_step_1"
-    assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
-    assert measured(whole.directory)[3]["eval/return"] == measured(again.directory)[3]["eval/return"]
-
-
-@pytest.mark.parametrize("kind", LEVELS)
-def test_the_first_ratio_is_one(kind, cloned, tmp_path):
-    run = build_control_run(
-        load_config(None, overrides(tmp_path, kind, cloned, *LEVELS[kind], f"{ACTOR}.ppo_mini_batch_size=16"))
+@pytest.mark.parametrize("kind", [pytest.param("openvla", marks=pytest.mark.slow), "openvla_oft"])
+def test_resuming_is_exact_and_the_first_ratio_of_every_rollout_is_one(kind, cloned, tmp_path):
+    """Each step makes one update of its whole rollout."""
+    whole = assert_resume_is_exact(
+        tmp_path, overrides(tmp_path, kind, cloned, *LEVELS[kind], f"{ACTOR}.ppo_mini_batch_size=16"), total=3
     )
-    run.trainer.rollouts.begin(0)
-    metrics = run.trainer.advance()
-    run.close()
-    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-4)
+    assert_ratios_are_one(whole.directory, 1e-4)
 
 
 def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
@@ -103,10 +81,8 @@ def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
 def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
     pytest.importorskip("peft")
     lora = [f"{MODEL}.lora_rank=2"]
-    whole = train(overrides(tmp_path / "whole", "openvla", cloned, *lora))
-    train(overrides(tmp_path / "parts", "openvla", cloned, *lora), until=1)
-    again = train(overrides(tmp_path / "parts", "openvla", cloned, *lora))
-    assert same(contents(whole.directory / "global_step_3"), contents(again.directory / "global_step_3"))
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, "openvla", cloned, *lora, *short), total=2)
     start = load_policy(next((cloned / "openvla").glob("global_step_*")) / POLICY).state_dict()
     now = whole.trainer.rollouts.policy.state_dict()
     assert torch.equal(now["model.encoder.to_tokens.weight"], start["model.encoder.to_tokens.weight"])

@@ -10,14 +10,11 @@ gymnasium = pytest.importorskip("gymnasium")
 pytest.importorskip("PIL")
 pytest.importorskip("peft")
 
-from safetensors.torch import load_file  # noqa: E402
 
 from tests.models.vla.published import write_folder  # noqa: E402
-from tests.trainer.control_run import call, train  # noqa: E402
-from tests.trainer.tiny_run import measured, same  # noqa: E402
+from tests.trainer.control_run import assert_resume_is_exact, call, train  # noqa: E402
 from tether.assembly import vla_policies  # noqa: E402
 from tether.assembly.control import build_control_run  # noqa: E402
-from tether.checkpoints import load_state  # noqa: E402
 from tether.commands.model import export  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.models.control.mlp_policy import load_policy  # noqa: E402
@@ -52,19 +49,9 @@ def overrides(out, kind, start, *more):
     return [*KEYS, *RUN, *kinds, *LEVELS[kind], *more]
 
 
-def contents(checkpoint):
-    states = {path.name: load_state(path) for path in (checkpoint / "training").iterdir()}
-    return states | {"weights": load_file(checkpoint / POLICY / "policy.safetensors")}
-
-
-@pytest.mark.parametrize("kind", LEVELS)
+@pytest.mark.parametrize("kind", [pytest.param("openvla", marks=pytest.mark.slow), "openvla_oft"])
 def test_resuming_is_exact_and_adapters_alone_are_trained(kind, folder, tmp_path):
-    whole = train(overrides(tmp_path / "whole", kind, folder, *START))
-    train(overrides(tmp_path / "parts", kind, folder, *START), until=1)
-    again = train(overrides(tmp_path / "parts", kind, folder, *START))
-    assert again.resumed_from == tmp_path / "parts" / "global_step_1"
-    assert same(contents(whole.directory / "global_step_2"), contents(again.directory / "global_step_2"))
-    assert measured(whole.directory)[2]["eval/return"] == measured(again.directory)[2]["eval/return"]
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, kind, folder, *START), total=2)
     policy = whole.trainer.rollouts.policy
     assert (policy.spec.low, policy.spec.high) == ((-0.5, -1.0), (0.5, 1.0))
     fresh = vla_policies.new_vla_policy(
