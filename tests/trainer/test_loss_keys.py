@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides
+from tests.trainer.tiny_run import FAST, GAE, GRPO, LIGHT, base_overrides
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.assembly.inputs import build_inputs
 from tether.assembly.learners import (
@@ -56,7 +56,7 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
 
 
 def config_of(inputs: Path, *overrides: str) -> RunConfig:
-    return load_config(None, [*base_overrides(inputs, Path("unused")), *overrides]).config
+    return load_config(None, [*base_overrides(inputs, Path("unused")), *FAST, *overrides]).config
 
 
 def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[TrainBatch, PolicyOutputs]:
@@ -183,7 +183,7 @@ def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, overrides: list[st
 def run(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
     """One run; its actor is put in place of each loss's in turn."""
     folder = tmp_path_factory.mktemp("losses")
-    built = build_run(load_config(None, [*base_overrides(inputs, folder), *GRPO]))
+    built = build_run(load_config(None, [*base_overrides(inputs, folder), *GRPO, *LIGHT]))
     yield built
     built.close()
 
@@ -200,7 +200,7 @@ TRAINED = {
 def test_every_loss_trains(run: Run, inputs: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     trainer = run.trainer
     if "lora" in name:  # adapters change the model
-        built = build_run(load_config(None, [*base_overrides(inputs, tmp_path), *GRPO, *TRAINED[name]]))
+        built = build_run(load_config(None, [*base_overrides(inputs, tmp_path), *GRPO, *LIGHT, *TRAINED[name]]))
         request.addfinalizer(built.close)
         trainer = built.trainer
     else:

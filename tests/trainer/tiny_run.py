@@ -17,13 +17,14 @@ from tether.metrics.loggers.jsonl import read_metrics
 
 NUM_PROMPTS = 10
 BATCH = 4  # three steps an epoch, the last of them short
-LIGHT = [
+FAST = [
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "critic.model.enable_gradient_checkpointing=False",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-    "custom_reward_function.path=object:reward",
 ]
-"""Half of the processor time: nothing is computed to save memory, and the reward is called in this process."""
+"""Nothing is computed to save memory."""
+LIGHT = [*FAST, "custom_reward_function.path=object:reward"]
+"""Half of the processor time: the reward is called in this process, too."""
 
 REWARD = '''
 """Likes letters. Says how many digits it saw, too."""
