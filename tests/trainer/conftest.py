@@ -26,8 +26,8 @@ def base(inputs: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _reward_of_this_process() -> Iterator[None]:
-    """What ``object:reward`` stands for, which `LIGHT` names: the function of reward.py."""
-    with holding({"reward": reward_function(REWARD)}):
+    """What ``object:letters`` stands for, which `LIGHT` names: the function of reward.py."""
+    with holding({"letters": reward_function(REWARD)}):
         yield
 
 

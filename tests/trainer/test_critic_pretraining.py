@@ -42,7 +42,7 @@ def stored(inputs: Path, tmp_path_factory) -> Iterator[Path]:
     for number, row in enumerate(prompts):
         row["reward_model"] = {"style": "rule", "ground_truth": str(number % 2)}
     write_jsonl(folder / "train.jsonl", prompts)
-    with holding({"reward": by_truth}):
+    with holding({"letters": by_truth}):
         train([*by_prompt(inputs, folder, folder / "run"), f"trainer.rollout_data_dir={folder / 'rollouts'}"])
         yield folder / "rollouts"
 

@@ -56,7 +56,7 @@ def test_the_policy_waits_for_the_critic(base: list[str]) -> None:
         "critic.ppo_epochs=4",
         "trainer.total_training_steps=6",
     ]
-    with holding({"reward": by_prompt}):
+    with holding({"letters": by_prompt}):
         metrics = stepped([*base, *GAE, *LIGHT, *settings], 6).metrics
     waiting = ["actor/pg_loss" not in found for found in metrics]
     first = waiting.index(False)

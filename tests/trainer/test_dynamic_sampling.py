@@ -133,7 +133,7 @@ def test_another_metric() -> None:
 TOTAL = 4
 
 
-def letters(data_source, solution_str, ground_truth, extra_info=None):
+def varied(data_source, solution_str, ground_truth, extra_info=None):
     any_letters = any(c.isalpha() for c in solution_str)
     return {"score": 3.0 * (int(ground_truth) >= 10) + any_letters, "acc": float(any_letters)}
 
@@ -142,7 +142,7 @@ SETTINGS = [
     *GRPO,
     *LIGHT,
     "actor_rollout_ref.rollout.n=2",
-    "custom_reward_function.path=object:letters",
+    "custom_reward_function.path=object:varied",
     "algorithm.filter_groups.enable=True",
     "algorithm.filter_groups.metric=acc",
     "data.gen_batch_size=3",
@@ -157,8 +157,8 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _letters() -> Iterator[None]:
-    with holding({"letters": letters}):
+def _varied() -> Iterator[None]:
+    with holding({"varied": varied}):
         yield
 
 

@@ -69,7 +69,7 @@ def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         f"trainer.rollout_data_dir={folder / 'samples'}",
     ]
     found: set[str] = set()
-    with holding({"reward": compute_score}):
+    with holding({"letters": compute_score}):
         for name, algorithm in RUNS.items():
             run = train([*base_overrides(inputs, folder / name), *LIGHT, *algorithm, *options])
             found |= {key for metrics in read_metrics(run).values() for key in metrics}

@@ -87,7 +87,7 @@ def test_the_sampler_is_still_compared_with_the_policy(inputs: Path, tmp_path: P
 
 
 def test_a_step_without_a_scored_response_compares_nothing(inputs: Path, tmp_path: Path) -> None:
-    with holding({"reward": lambda **_: None}):
+    with holding({"letters": lambda **_: None}):
         metrics = first_step([*base_overrides(inputs, tmp_path), *ONE_UPDATE])
     assert metrics["training/global_step"] == 1
     assert ALARM not in metrics

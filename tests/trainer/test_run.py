@@ -168,7 +168,7 @@ def test_the_adapter_alone_moves_and_its_absence_is_the_reference(finished: Fini
 
 
 def test_rows_without_a_score_teach_nothing(base: list[str], inputs: Path):
-    with holding({"reward": lambda **_: None}):
+    with holding({"letters": lambda **_: None}):
         found = stepped([*base, *GAE, *LIGHT], 2)
     first, second = found.metrics
     assert second["reward/abstain_rate"] == 1
