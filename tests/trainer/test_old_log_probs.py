@@ -53,6 +53,7 @@ def train_by(overrides: list[str], source: OldLogProbs | None = None, steps: int
             trainer.actor = replace(
                 actor, loss=replace(actor.loss, forward=replace(actor.loss.forward, with_entropy=True))
             )
+        trainer.rollouts.begin(0)
         return Stepped(trainer, [trainer.advance() for _ in range(steps)], [])
 
 
