@@ -71,13 +71,13 @@ class Text(Loop):
 
     tested = "val-core"
 
-    def __init__(self, inputs: Path) -> None:
-        self._inputs = inputs
+    def __init__(self, inputs: Path, *options: str) -> None:
+        self._inputs, self._options = inputs, options
 
     def overrides(self, folder: Path, *more: str) -> list[str]:
         """See `Loop.overrides`."""
         schedule = ["trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=2"]
-        return [*base_overrides(self._inputs, folder), *GAE, *schedule, *more]
+        return [*base_overrides(self._inputs, folder), *GAE, *schedule, *self._options, *more]
 
     def build(self, overrides: Sequence[str]) -> Any:
         """See `Loop.build`."""

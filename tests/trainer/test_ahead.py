@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights, write_inputs
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, train, weights
 from tether.assembly.run import build_run
 from tether.batch import WeightUpdate
 from tether.config import load_config
@@ -261,32 +262,27 @@ def test_the_end_does_not_wait_for_a_batch_that_nobody_needs():
     ahead.close()
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("ahead"))
-
-
 def test_a_run_learns_from_partial_responses(inputs: Path, tmp_path: Path):
     """Sampling of one row at a time outlasts the step before, so that weights change within a batch."""
-    options = [*GRPO, *MODES["fully_async"], "actor_rollout_ref.rollout.partial_rollout=True",
-               "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.total_training_steps=4",
+    options = [*GRPO, *LIGHT, *MODES["fully_async"], "actor_rollout_ref.rollout.partial_rollout=True",
+               "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.total_training_steps=3",
                "algorithm.rollout_correction.rollout_is=token",
                f"trainer.rollout_data_dir={tmp_path / 'rows'}"]  # fmt: skip
     metrics = measured(train([*base_overrides(inputs, tmp_path / "run"), *options]))
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3):
         rows = [json.loads(line) for line in (tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines()]
         mixed = [row for row in rows if len(set(row.get("token_versions", []))) > 1]
         assert len(mixed) / len(rows) == metrics[step].get("training/partial_rows", 0.0)
         assert all(row["policy_version"] == min(row.get("token_versions", [row["policy_version"]])) for row in rows)
-    assert all(metrics[step]["training/staleness"] <= 2 for step in (1, 2, 3, 4))
-    assert all(0 <= metrics[step].get("training/partial_rows", 0.0) <= 1 for step in (1, 2, 3, 4))
-    assert all(map(math.isfinite, metrics[4].values()))
-    assert metrics[4]["actor/grad_norm"] > 0
+    assert all(metrics[step]["training/staleness"] <= 2 for step in (1, 2, 3))
+    assert all(0 <= metrics[step].get("training/partial_rows", 0.0) <= 1 for step in (1, 2, 3))
+    assert all(map(math.isfinite, metrics[3].values()))
+    assert metrics[3]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_learns_from_stale_batches(mode: str, inputs: Path, tmp_path: Path):
-    options = [*GRPO, *MODES[mode], "trainer.test_freq=2", "algorithm.rollout_correction.rollout_is=token"]
+    options = [*GRPO, *LIGHT, *MODES[mode], "trainer.test_freq=2", "algorithm.rollout_correction.rollout_is=token"]
     metrics = measured(train([*base_overrides(inputs, tmp_path), *options]))
     assert [step for step in metrics if step] == [1, 2, 3]
     assert metrics[1]["training/staleness"] == 0
@@ -294,48 +290,33 @@ def test_a_run_learns_from_stale_batches(mode: str, inputs: Path, tmp_path: Path
     assert metrics[3]["training/rollout_mismatch_alarm"] == 0
     assert "val-core/tiny/sums/reward/mean@1" in metrics[2]
     assert all(map(math.isfinite, metrics[3].values()))
-
-
-def test_one_step_off_learns_from_what_the_older_weights_say(inputs: Path, tmp_path: Path):
-    """Step 3 learns from what the policy after step 1 says: another than after step 2, and not by rounding."""
-    run = train([*base_overrides(inputs, tmp_path), *GAE, *MODES["one_step_off"]])
-    metrics = measured(run)
-    assert metrics[1]["rollout_corr/k3_kl"] < 1e-6 < metrics[3]["rollout_corr/k3_kl"]
+    if mode == "one_step_off":  # step 3 learns from responses of the policy after step 1, and not by rounding
+        assert metrics[1]["rollout_corr/k3_kl"] < 1e-6 < metrics[3]["rollout_corr/k3_kl"]
 
 
 def test_the_batches_of_a_finished_checkpoint_are_learned_in_turns_again(inputs: Path, tmp_path: Path):
-    """A run that goes on without sampling ahead loses no prompt."""
-    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1"]
+    """A run that resumes without sampling ahead loses no prompt: step 3 is still of the first epoch."""
+    options = [*base_overrides(inputs, tmp_path), *GRPO, *LIGHT, "trainer.save_freq=1"]
     run = build_run(load_config(None, [*options, *MODES["one_step_off"]]))
     asked = iter([False, True])
     run.trainer.fit(lambda: next(asked))
     run.close()
-    straight = train([*base_overrides(inputs, tmp_path / "straight"), *GRPO])
     rest = train(options)
-    assert measured(rest)[3]["training/epoch"] == measured(straight)[3]["training/epoch"]
+    assert measured(rest)[3]["training/epoch"] == 0
     assert not same(weights(rest / "global_step_3"), weights(rest / "global_step_2"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "again"),
-    [
-        (["actor_rollout_ref.rollout.max_staleness=1"], True),
-        (["actor_rollout_ref.rollout.temperature=0.5"], True),
-        (["trainer.async_mode=one_step_off", "actor_rollout_ref.rollout.max_staleness=1"], True),
-        (["actor_rollout_ref.actor.optim.lr=1e-5"], False),
-        (["actor_rollout_ref.rollout.max_num_seqs=3", "data.val_batch_size=1", "reward_model.num_workers=1"], False),
-        (["custom_reward_function.path=reward.py"], True),  # the same path, of another text
-    ],
-)
-def test_batches_that_other_settings_drew_are_sampled_again(
-    changes: list[str], again: bool, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    """With a staleness of 1 instead of 2, step 2 would learn from a batch that is two updates old."""
-    reward = tmp_path / "reward.py"
-    reward.write_text((inputs / "reward.py").read_text())
-    options = [*base_overrides(inputs, tmp_path), *GRPO, "trainer.save_freq=1", *MODES["fully_async"],
-               f"custom_reward_function.path={reward}"]  # fmt: skip
-    run = build_run(load_config(None, options))
+def ahead_overrides(inputs: Path, reward: Path, folder: Path) -> list[str]:
+    options = [*LIGHT, *MODES["fully_async"], "trainer.save_freq=1", f"custom_reward_function.path={reward}"]
+    return [*base_overrides(inputs, folder), *GRPO, *options]
+
+
+@pytest.fixture(scope="module")
+def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that stopped after step 1, when two more batches were drawn with the first weights."""
+    folder = tmp_path_factory.mktemp("stopped")
+    shutil.copy(inputs / "reward.py", folder)
+    run = build_run(load_config(None, ahead_overrides(inputs, folder / "reward.py", folder)))
     ahead = run.trainer.rollouts
 
     def stop() -> bool:
@@ -345,17 +326,44 @@ def test_batches_that_other_settings_drew_are_sampled_again(
 
     run.trainer.fit(stop)
     run.close()
-    assert [drawn.version for drawn in waiting_in((tmp_path / "global_step_1" / FILE).read_bytes())] == [0, 0]
-    if "reward.py" in changes[0]:
-        reward.write_text(reward.read_text() + "\n# repaired\n")
-        changes = ["custom_reward_function.name=compute_score"]
-    resumed = build_run(load_config(None, [*options, *changes]))
-    assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
-    metrics = measured(resumed.trainer.fit() or tmp_path)
-    resumed.close()
-    assert metrics[3]["training/staleness"] <= (1 if again else 2)
-    assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
-    assert not again or changes[0].partition("=")[0].rpartition(".")[0] in caplog.text
+    assert [drawn.version for drawn in waiting_in((folder / "global_step_1" / FILE).read_bytes())] == [0, 0]
+    return folder
+
+
+REPAIRED = "custom_reward_function.name=compute_score"
+"""The same function of the same file, whose text is another."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [
+        (["actor_rollout_ref.rollout.max_staleness=1"], True),
+        (["actor_rollout_ref.rollout.temperature=0.5"], True),
+        (["trainer.async_mode=one_step_off", "actor_rollout_ref.rollout.max_staleness=1"], True),
+        (["actor_rollout_ref.actor.optim.lr=1e-5"], False),
+        (["actor_rollout_ref.rollout.max_num_seqs=3", "data.val_batch_size=1", "reward_model.num_workers=2"], False),
+        ([REPAIRED], True),
+    ],
+)
+def test_batches_that_other_settings_drew_are_sampled_again(
+    changes: list[str], again: bool, stopped: Path, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """With a staleness of 1 instead of 2, step 2 would learn from a batch that is two updates old."""
+    shutil.copytree(stopped / "global_step_1", tmp_path / "global_step_1")
+    reward = stopped / "reward.py"
+    text = reward.read_text()
+    reward.write_text(text + "\n# repaired\n" * (changes == [REPAIRED]))
+    resumed = build_run(load_config(None, [*ahead_overrides(inputs, reward, tmp_path), *changes]))
+    try:
+        assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
+        assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
+        assert not again or changes[0].partition("=")[0].rpartition(".")[0] in caplog.text
+        if "max_staleness" in changes[0] or not again:
+            resumed.trainer.fit()
+            assert measured(tmp_path)[3]["training/staleness"] <= (1 if again else 2)
+    finally:
+        reward.write_text(text)
+        resumed.close()
 
 
 def test_a_bound_beyond_the_steps_is_refused(inputs: Path, tmp_path: Path):

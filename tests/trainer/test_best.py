@@ -4,66 +4,60 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.loops import Control, Loop, Text, assert_same_run, contents, results, train_killed
+from tests.trainer.golden import STEPS, Golden
+from tests.trainer.loops import Control, Text, assert_same_run, contents, results, train_killed
 from tests.trainer.tiny_run import same
 from tether.commands.evaluate import evaluate
 from tether.commands.result import read_result, run_scores
 from tether.config import load_config
 from tether.metrics.loggers import score_of_test
 
-
-@pytest.fixture(params=["text", "control"])
-def loop(request: pytest.FixtureRequest, inputs: Path) -> Loop:
-    """Both kinds of runs."""
-    return Text(inputs) if request.param == "text" else Control()
-
-
-KEEPS = ["trainer.keep_best=True", "trainer.test_freq=1", "trainer.val_before_train=True"]
+KEEPS = "trainer.keep_best=True"
+IN_A_ROW = ["trainer.total_training_steps=6", "trainer.test_freq=1", "trainer.val_before_train=True"]
 
 
 def scores_of(folder: Path) -> dict[int, float]:
-    """Score of each test."""
+    """Return the score of each evaluation."""
     return run_scores(results(folder))[1]
 
 
-def test_the_checkpoint_of_the_best_test_is_kept(loop: Loop, tmp_path: Path) -> None:
-    run = loop.train(loop.overrides(tmp_path / "run", *KEEPS, "trainer.save_freq=6"))
+def test_the_checkpoint_of_the_best_test_is_kept(golden: Golden, tmp_path: Path) -> None:
+    """Keeping it changes nothing else of the run."""
+    assert not (golden.folder / "best").exists()
+    run = golden.train(tmp_path / "run", KEEPS)
+    assert_same_run(golden.folder, run.directory, STEPS)
     scores = scores_of(run.directory)
-    assert list(scores) == list(range(7))
+    assert list(scores) == list(range(STEPS + 1))
     best = max(scores, key=lambda step: scores[step])  # the first of equals
     kept = run.directory / "best" / f"global_step_{best}"
     assert list((run.directory / "best").glob("global_step_*")) == [kept]
-    result = read_result(run.directory, step=6, total_steps=6)
+    result = read_result(run.directory, step=STEPS, total_steps=STEPS)
     assert (result.best_checkpoint, result.best_step) == (kept, best)
 
-    # It is the state of that step: the run that goes on from it is the rest of this one.
-    path = [f"trainer.resume_from_path={kept}", "trainer.resume_mode=resume_path", "trainer.save_freq=6"]
-    again = loop.train(loop.overrides(tmp_path / "again", *KEEPS[1:], *path))
+    # It is the state of that step: the run that resumes from it is the rest of this one.
+    path = [f"trainer.resume_from_path={kept}", "trainer.resume_mode=resume_path", f"trainer.save_freq={STEPS}"]
+    again = golden.train(tmp_path / "again", *path)
     after = {step: metrics for step, metrics in results(run.directory).items() if step > best}
     assert after
     assert all(same(metrics, results(again.directory)[step]) for step, metrics in after.items())
 
 
-def test_without_being_asked_nothing_more_is_kept_and_no_step_differs(loop: Loop, tmp_path: Path) -> None:
-    plain = loop.train(loop.overrides(tmp_path / "plain", *KEEPS[1:]))
-    keeps = loop.train(loop.overrides(tmp_path / "keeps", *KEEPS))
-    assert not (plain.directory / "best").exists()
-    assert_same_run(plain.directory, keeps.directory, 6)
-
-
 @pytest.mark.slow
-def test_a_run_that_is_killed_keeps_the_same(loop: Loop, tmp_path: Path) -> None:
-    loop.train(loop.overrides(tmp_path / "whole", *KEEPS))
-    train_killed(loop, loop.overrides(tmp_path / "killed", *KEEPS), tmp_path / "killed", kills=4)
-    (whole,) = (tmp_path / "whole" / "best").glob("global_step_*")
-    killed = tmp_path / "killed" / "best" / whole.name
-    assert same(contents(whole), contents(killed))
+def test_a_run_that_is_killed_keeps_the_same(inputs: Path, tmp_path: Path) -> None:
+    for loop in (Text(inputs), Control()):
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        loop.train(loop.overrides(whole, KEEPS, *IN_A_ROW))
+        train_killed(loop, loop.overrides(killed, KEEPS, *IN_A_ROW), killed, kills=4)
+        (kept,) = (whole / "best").glob("global_step_*")
+        assert same(contents(kept), contents(killed / "best" / kept.name)), type(loop)
+        tmp_path /= "control"
 
 
-def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(loop: Loop, tmp_path: Path) -> None:
-    overrides = loop.overrides(tmp_path, *KEEPS, "trainer.total_training_steps=1", "trainer.resume_mode=disable")
-    loop.train(overrides)
-    loop.train(overrides)
+def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(tmp_path: Path) -> None:
+    loop = Control()
+    new = ["trainer.total_training_steps=1", "trainer.resume_mode=disable"]
+    for _ in range(2):
+        loop.train(loop.overrides(tmp_path, KEEPS, "trainer.test_freq=1", *new))
     assert len(list((tmp_path / "best" / "earlier_1").glob("global_step_*"))) == 1
     (kept,) = (tmp_path / "best").glob("global_step_*")
 
@@ -71,29 +65,27 @@ def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(loop: Loop,
     path = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_1'}"]
     loop.train(loop.overrides(tmp_path, *path, "trainer.total_training_steps=1"))
     assert read_result(tmp_path, step=1, total_steps=1).best_checkpoint == kept
-    loop.train(loop.overrides(tmp_path, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
+    loop.train(loop.overrides(tmp_path, *new))
     assert read_result(tmp_path, step=1, total_steps=1).best_checkpoint is None
     assert (tmp_path / "best" / "earlier_2" / kept.name).is_dir()
 
 
-def test_a_score_that_is_enough_ends_the_run(loop: Loop, tmp_path: Path) -> None:
-    whole = loop.train(loop.overrides(tmp_path / "whole", *KEEPS[1:]))
-    scores = scores_of(whole.directory)
-    enough = sorted(scores.values())[-1]
+def test_a_score_that_is_enough_ends_the_run(golden: Golden, tmp_path: Path) -> None:
+    scores = scores_of(golden.folder)
+    enough = max(scores.values())
     first = min(step for step, score in scores.items() if score >= enough)
-    asked = [*KEEPS[1:], f"trainer.stop_at_score={enough}"]
-    stopped = loop.train(loop.overrides(tmp_path / "stops", *asked))
+    stopped = golden.train(tmp_path, f"trainer.stop_at_score={enough}")
     assert (stopped.trainer.step_number, stopped.trainer.stopped_by) == (first, "trainer.stop_at_score")
     if first:
         assert (stopped.directory / f"global_step_{first}").is_dir()
-    again = loop.train(loop.overrides(tmp_path / "stops", *asked))  # it is still enough
+    again = golden.train(tmp_path, f"trainer.stop_at_score={enough}")  # it is still enough
     assert (again.trainer.step_number, again.trainer.stopped_by) == (first, "trainer.stop_at_score")
     assert list(results(again.directory)) == list(range(first + 1))
 
     # One that is not reached, and one that is raised: the run ends where it does without.
-    raised = loop.train(loop.overrides(tmp_path / "stops", *KEEPS[1:], f"trainer.stop_at_score={enough + 1}"))
-    assert (raised.trainer.step_number, raised.trainer.stopped_by) == (6, None)
-    assert_same_run(whole.directory, raised.directory, 6)
+    raised = golden.train(tmp_path, f"trainer.stop_at_score={enough + 1}")
+    assert (raised.trainer.step_number, raised.trainer.stopped_by) == (STEPS, None)
+    assert_same_run(golden.folder, raised.directory, STEPS)
 
 
 def test_the_score_of_a_test_is_the_mean_over_data_sources() -> None:

@@ -1,20 +1,18 @@
 """The critic's own schedule: warm-up by steps and by explained variance, its own epochs and mini-batches."""
 
 import math
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights
+from tests.trainer.steps import stepped
+from tests.trainer.tiny_run import GAE, LIGHT
+from tether.runtime.objects import holding
 from tether.trainer.parts.critic_warmup import CriticWarmup
 
-BY_PROMPT = '''
-"""Half of the prompts are worth 1, whatever is answered: easy to predict."""
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def by_prompt(data_source, solution_str, ground_truth, extra_info=None):
+    """Half of the prompts are worth 1, whatever is answered: easy to predict."""
     return float(int(ground_truth) >= 10)
-'''
 
 
 def test_steps_and_threshold() -> None:
@@ -49,37 +47,30 @@ def test_state() -> None:
     assert other.is_over(2, 0.0)
 
 
-def test_the_policy_waits_for_the_critic(inputs: Path, tmp_path: Path) -> None:
+def test_the_policy_waits_for_the_critic(base: list[str]) -> None:
     threshold = 0.2
-    reward = tmp_path / "by_prompt.py"
-    reward.write_text(BY_PROMPT)
-    base = [*base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.total_training_steps=6"]
     settings = [
-        f"custom_reward_function.path={reward}",
         f"trainer.critic_warmup_until_explained_variance={threshold}",
         "critic.optim.lr=3e-3",
         "critic.optim.lr_warmup_steps=-1",
         "critic.ppo_epochs=4",
+        "trainer.total_training_steps=6",
     ]
-    metrics = measured(train([*base, *settings]))
-    waiting = [step for step in metrics if "actor/pg_loss" not in metrics[step]]
-    assert waiting == list(range(1, len(waiting) + 1))
-    assert 1 < len(waiting) < 6
-    assert all(metrics[step]["critic/vf_explained_var"] < threshold for step in waiting)
-    assert metrics[len(waiting) + 1]["critic/vf_explained_var"] >= threshold
+    with holding({"letters": by_prompt}):
+        metrics = stepped([*base, *GAE, *LIGHT, *settings], 6).metrics
+    waiting = ["actor/pg_loss" not in found for found in metrics]
+    first = waiting.index(False)
+    assert waiting == [True] * first + [False] * (6 - first)
+    assert 1 < first < 6
+    assert all(found["critic/vf_explained_var"] < threshold for found in metrics[:first])
+    assert metrics[first]["critic/vf_explained_var"] >= threshold
 
 
-def test_the_critic_has_its_own_rate_epochs_and_mini_batches(inputs: Path, tmp_path: Path) -> None:
+def test_the_critic_has_its_own_rate_epochs_and_mini_batches(base: list[str]) -> None:
     """4 prompts of 2 responses: the actor takes 2 optimizer steps a training step, the critic 4 x 3."""
-    base = [*base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.total_training_steps=1", "trainer.save_freq=1"]
     settings = ["critic.ppo_epochs=3", "critic.ppo_mini_batch_size=1", "critic.optim.lr_warmup_steps=0"]
-    folder = train([*base, *settings]) / "global_step_1"
-    assert measured(folder.parent)[1]["critic/lr"] == 1e-2
-
-    def steps(role: str) -> set[int]:
-        optimizer = torch.load(folder / "training" / f"{role}.pt", weights_only=True)
-        return {int(state["step"]) for state in optimizer["state"].values()}
-
-    assert steps("actor") == {2}
-    assert steps("critic") == {12}
-    assert weights(folder, "critic")
+    found = stepped([*base, *GAE, *LIGHT, *settings])
+    assert found.metrics[0]["critic/lr"] == 1e-2
+    for learner, steps in ((found.trainer.actor, 2), (found.trainer.critic, 12)):
+        state = learner.engine.optimizer.state_dict()["state"]
+        assert {int(of_weight["step"]) for of_weight in state.values()} == {steps}

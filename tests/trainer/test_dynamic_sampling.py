@@ -1,13 +1,15 @@
 """Dynamic sampling: which groups a step learns from, what it costs, and that a stopped run goes on exactly."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.trainer.test_resume import assert_same_end
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train
+from tests.trainer.resume import assert_same_end
+from tests.trainer.steps import first_step
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, train
 from tether.batch import Prompt, RolloutBatch
 from tether.data.sampler import PromptSampler
 from tether.metrics.keys import describe
@@ -15,6 +17,7 @@ from tether.rewards.outcome import Abstention, RewardOutcome, Score
 from tether.rewards.summary import RewardReport
 from tether.rollout.concat import join_rollouts
 from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.runtime.objects import holding
 from tether.trainer.parts.collector import ScoredResponses
 from tether.trainer.parts.dynamic_sampling import DynamicSampling, NothingToLearn
 
@@ -127,39 +130,42 @@ def test_another_metric() -> None:
 
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
-LETTERS = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    letters = any(c.isalpha() for c in solution_str)
-    return {"score": 3.0 * (int(ground_truth) >= 10) + letters, "acc": float(letters)}
-"""
 TOTAL = 4
 
 
-@pytest.fixture(scope="module")
-def settings(inputs: Path, tmp_path_factory) -> list[str]:
-    """Some groups differ; a critic, which the policy waits for, can tell the prompts with higher scores."""
-    reward = tmp_path_factory.mktemp("reward") / "letters.py"
-    reward.write_text(LETTERS)
-    return [
-        *GRPO,
-        "actor_rollout_ref.rollout.n=2",
-        f"custom_reward_function.path={reward}",
-        "algorithm.filter_groups.enable=True",
-        "algorithm.filter_groups.metric=acc",
-        "data.gen_batch_size=3",
-        "data.seed=4",
-        "critic.enable=True",
-        "critic.optim.lr=3e-3",
-        "critic.ppo_epochs=3",
-        "trainer.critic_warmup_until_explained_variance=0.05",
-        f"trainer.total_training_steps={TOTAL}",
-    ]
+def varied(data_source, solution_str, ground_truth, extra_info=None):
+    any_letters = any(c.isalpha() for c in solution_str)
+    return {"score": 3.0 * (int(ground_truth) >= 10) + any_letters, "acc": float(any_letters)}
+
+
+SETTINGS = [
+    *GRPO,
+    *LIGHT,
+    "actor_rollout_ref.rollout.n=2",
+    "custom_reward_function.path=object:varied",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=acc",
+    "data.gen_batch_size=3",
+    "data.seed=4",
+    "critic.enable=True",
+    "critic.optim.lr=3e-3",
+    "critic.ppo_epochs=3",
+    "trainer.critic_warmup_until_explained_variance=0.05",
+    f"trainer.total_training_steps={TOTAL}",
+]
+"""Some groups differ; a critic, which the policy waits for, can tell the prompts with higher scores."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _varied() -> Iterator[None]:
+    with holding({"varied": varied}):
+        yield
 
 
 @pytest.fixture(scope="module")
-def whole(settings: list[str], inputs: Path, tmp_path_factory) -> Path:
+def whole(inputs: Path, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    return train([*base_overrides(inputs, folder), *settings, "trainer.save_freq=1"])
+    return train([*base_overrides(inputs, folder), *SETTINGS, "trainer.save_freq=2"])
 
 
 def test_a_run_learns_from_full_batches_of_groups_that_differ(whole: Path) -> None:
@@ -175,22 +181,19 @@ def test_a_run_learns_from_full_batches_of_groups_that_differ(whole: Path) -> No
     assert 0 < len(waiting) < TOTAL
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_going_on_is_exact(step: int, whole: Path, settings: list[str], inputs: Path, tmp_path: Path) -> None:
-    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole / f'global_step_{step}'}"]
-    rest = train([*base_overrides(inputs, tmp_path), *settings, *resume, f"trainer.save_freq={TOTAL}"])
+def test_a_resumed_run_is_the_uninterrupted_one(whole: Path, base: list[str]) -> None:
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole / 'global_step_2'}"]
+    rest = train([*base, *SETTINGS, *resume, f"trainer.save_freq={TOTAL}"])
     assert_same_end(whole / f"global_step_{TOTAL}", rest / f"global_step_{TOTAL}")
-    assert same({n: found for n, found in measured(whole).items() if n > step}, measured(rest))
+    assert same({n: found for n, found in measured(whole).items() if n > 2}, measured(rest))
 
 
-def test_the_greedy_baseline_answers_the_prompts_that_were_kept(
-    settings: list[str], inputs: Path, tmp_path: Path
-) -> None:
+def test_the_greedy_baseline_answers_the_prompts_that_were_kept(base: list[str]) -> None:
     """3 prompts begin the step, and 4 others may end it."""
     cut = ["actor_rollout_ref.rollout.top_k=20", "actor_rollout_ref.rollout.top_p=0.9"]  # whose record is joined, too
     remax = ["algorithm.adv_estimator=remax", "critic.enable=False", "trainer.total_training_steps=1"]
     waits = ["trainer.critic_warmup_until_explained_variance=null"]
-    metrics = measured(train([*base_overrides(inputs, tmp_path), *settings, *remax, *waits, *cut]))
-    assert metrics[1]["train/num_gen_batches"] >= 2
-    assert metrics[1]["baseline/unscored_prompts"] == 0
-    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-5
+    metrics = first_step([*base, *SETTINGS, *remax, *waits, *cut])
+    assert metrics["train/num_gen_batches"] >= 2
+    assert metrics["baseline/unscored_prompts"] == 0
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5

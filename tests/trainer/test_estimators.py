@@ -1,7 +1,6 @@
 """Every advantage estimator in a tiny run: it gets what it asks for, and its advantages are the pure function's."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.tiny_run import base_overrides
+from tests.trainer.steps import Stepped, stepped
+from tests.trainer.tiny_run import LIGHT, base_overrides, reward_function
 from tether.algorithms import ADVANTAGE_ESTIMATORS, length_adaptive_lambda, needs
-from tether.assembly.run import build_run
-from tether.batch import TrainBatch
-from tether.config import load_config
 from tether.config.keys import keys
 from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.metrics.keys import describe
-from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.loop import Trainer
+from tether.runtime.objects import holding
 
 REWARD = '''
 """Likes letters; has no verdict on responses whose length leaves 2 when divided by 4."""
@@ -64,109 +60,66 @@ RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
 """Name of the estimator -> overrides, and the keywords that they mean."""
 
 
-@dataclass(frozen=True)
-class Recorded:
-    trainer: Trainer
-    batches: list[TrainBatch]
-    """Of each step, with advantages."""
-    metrics: dict[int, dict[str, float]]
-
-
-Runs = Callable[[str], Recorded]
-
-
-def run_recorded(overrides: list[str], steps: int = 2) -> Recorded:
-    """Train, and keep the batch of each step."""
-    run = build_run(load_config(None, [*overrides, f"trainer.total_training_steps={steps}"]))
-    batches: list[TrainBatch] = []
-    estimate = run.trainer.estimate_advantages
-
-    def recording(batch: TrainBatch) -> dict[str, float]:
-        metrics = estimate(batch)
-        batches.append(batch.clone())
-        return metrics
-
-    run.trainer.estimate_advantages = recording
-    try:
-        run.trainer.fit()
-    finally:
-        run.close()
-    return Recorded(run.trainer, batches, read_metrics(run.directory))
-
-
 def overrides_of(name: str, inputs: Path, folder: Path) -> list[str]:
-    reward = folder / "abstains.py"
-    reward.write_text(REWARD)
     return [
         *base_overrides(inputs, folder / "run"),
+        *LIGHT,
         f"algorithm.adv_estimator={name}",
         "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
-        f"custom_reward_function.path={reward}",
+        "custom_reward_function.path=object:abstains",
         *RUNS[name][0],
     ]
 
 
+Runs = Callable[[str], Stepped]
+
+
 @pytest.fixture(scope="module")
-def runs(inputs: Path, tmp_path_factory) -> Runs:
-    """Name of an estimator -> its run of two steps, done once."""
-    return cache(lambda name: run_recorded(overrides_of(name, inputs, tmp_path_factory.mktemp(name))))
-
-
-each_estimator = pytest.mark.parametrize("name", RUNS)
+def runs(inputs: Path, tmp_path_factory) -> Iterator[Runs]:
+    """Return a function from the name of an estimator to its first step, done once; of GAE to two steps."""
+    with holding({"abstains": reward_function(REWARD)}):
+        yield cache(
+            lambda name: stepped(overrides_of(name, inputs, tmp_path_factory.mktemp(name)), 2 if name == "gae" else 1)
+        )
 
 
 def test_every_estimator_that_a_key_names_has_a_run():
     assert set(RUNS) == set(ADVANTAGE_ESTIMATORS) == set(keys()["algorithm.adv_estimator"].choices)
 
 
-@each_estimator
-def test_advantages_are_those_of_the_pure_function(name: str, runs: Runs):
-    recorded = runs(name)
+WATCHED = {
+    "gae": {"critic/bootstrap_value_mean", "critic/vf_explained_var"},
+    "rloo": {"reward/overlong_penalty_mean", "reward/overlong_fraction"},
+    "reinforce_plus_plus": {"reward/running_mean", "reward/running_std"},
+    "remax": {"baseline/score_mean", "baseline/beaten_fraction", "baseline/response_tokens", "timing_s/gen_max"},
+    "gdpo": {"gdpo/score/zero_std_fraction", "gdpo/digits/zero_std_fraction", "gdpo/digits/score_std_mean"},
+    "optimal_token_baseline": {"actor/sum_pi_squared"},
+    "tir_optimal_token_baseline": {"actor/sum_pi_squared"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_with_each_estimator(name: str, runs: Runs):
+    """It gets what it asks for and nothing else, its keys reach it, and rows without a score are left out."""
+    found = runs(name)
     estimator, keywords = ADVANTAGE_ESTIMATORS[name], RUNS[name][1]
-    for batch in recorded.batches:
+    asked = needs(estimator) | ({"bootstrap_values"} if name == "gae" else set())
+    for batch in found.batches:
         given = {key: getattr(batch, key) for key in (*needs(estimator), "bootstrap_values")}
         expected = estimator(batch.token_level_rewards, batch.response_mask, **given, **keywords)
         assert torch.equal(batch.advantages, expected.advantages)
         assert torch.equal(batch.returns, expected.returns)
         assert batch.advantages.isfinite().all()
         assert batch.advantages.any()
-
-
-@each_estimator
-def test_nothing_is_computed_that_the_estimator_does_not_ask_for(name: str, runs: Runs):
-    recorded = runs(name)
-    asked = needs(ADVANTAGE_ESTIMATORS[name]) | ({"bootstrap_values"} if name == "gae" else set())
-    for field in ("values", "bootstrap_values", "sum_pi_squared", "reward_baselines", "reward_components"):
-        assert all((getattr(batch, field) is not None) == (field in asked) for batch in recorded.batches), field
-
-
-@each_estimator
-def test_rows_without_a_score_are_left_out(name: str, runs: Runs):
-    recorded = runs(name)
-    excluded = torch.cat([~batch.scored for batch in recorded.batches])
-    assert 0 < int(excluded.sum()) < len(excluded)
-    assert recorded.metrics[1]["reward/excluded_rows"] == int((~recorded.batches[0].scored).sum())
-    for batch in recorded.batches:
+        for field in ("values", "bootstrap_values", "sum_pi_squared", "reward_baselines", "reward_components"):
+            assert (getattr(batch, field) is not None) == (field in asked), field
+        assert 0 < int((~batch.scored).sum()) < len(batch)
         assert not batch.advantages[~batch.scored].any()
         assert not batch.response_mask[~batch.scored].any()
-
-
-@each_estimator
-def test_what_to_watch_is_logged_and_described(name: str, runs: Runs):
-    recorded = runs(name)
+    assert found.metrics[0]["reward/excluded_rows"] == int((~found.batches[0].scored).sum())
     watched = {"critic/advantages/nonzero_fraction", "critic/score/nonzero_fraction", "group/single_fraction"}
-    watched |= {
-        "gae": {"critic/bootstrap_value_mean", "critic/vf_explained_var"},
-        "rloo": {"reward/overlong_penalty_mean", "reward/overlong_fraction"},
-        "reinforce_plus_plus": {"reward/running_mean", "reward/running_std"},
-        "remax": {"baseline/score_mean", "baseline/beaten_fraction", "baseline/response_tokens", "timing_s/gen_max"},
-        "gdpo": {"gdpo/score/zero_std_fraction", "gdpo/digits/zero_std_fraction", "gdpo/digits/score_std_mean"},
-        "optimal_token_baseline": {"actor/sum_pi_squared"},
-        "tir_optimal_token_baseline": {"actor/sum_pi_squared"},
-    }.get(name, set())
-    for metrics in recorded.metrics.values():
-        assert watched <= metrics.keys()
+    for metrics in found.metrics:
+        assert watched | WATCHED.get(name, set()) <= metrics.keys()
         assert not {key for key in metrics if describe(key) is None}
         assert metrics["actor/grad_norm"] > 0
 
@@ -179,9 +132,7 @@ def test_truncated_responses_end_in_the_critics_value(runs: Runs):
 
 
 def test_the_baseline_of_remax_is_greedy(runs: Runs, inputs: Path):
-    recorded = runs("remax")
-    scope: dict[str, Any] = {}
-    exec(REWARD, scope)
+    recorded, reward = runs("remax"), reward_function(REWARD)
     model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
     tokenizer, batch = recorded.trainer.rollouts.tokenizer, recorded.batches[0]
     for row in range(0, len(batch), 2):
@@ -189,7 +140,7 @@ def test_the_baseline_of_remax_is_greedy(runs: Runs, inputs: Path):
         # transformers reads the tokens that end a response from the model's generation config
         whole = model.generate(prompt, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(prompt))
         response = tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True)
-        result = scope["compute_score"]("tiny/sums", response, None)
+        result = reward("tiny/sums", response, None)
         pair = slice(row, row + 2)
         if result is None:
             assert not batch.scored[pair].any()
@@ -208,8 +159,8 @@ def test_components_are_the_numbers_in_the_rewards_dict(runs: Runs):
         assert batch.reward_components[row].tolist() == expected
 
 
-def test_length_adaptive_lambda_is_the_actors_alone(inputs: Path, tmp_path: Path):
-    (batch,) = run_recorded([*overrides_of("gae", inputs, tmp_path), *ADAPTIVE, "algorithm.lam=1"], steps=1).batches
+def test_length_adaptive_lambda_is_the_actors_alone(runs: Runs, inputs: Path, tmp_path: Path):
+    (batch,) = stepped([*overrides_of("gae", inputs, tmp_path), *ADAPTIVE, "algorithm.lam=1"]).batches
     expected = ADVANTAGE_ESTIMATORS["gae"](
         batch.token_level_rewards,
         batch.response_mask,
@@ -226,11 +177,12 @@ def test_length_adaptive_lambda_is_the_actors_alone(inputs: Path, tmp_path: Path
     ("component", "seen"),
     [("format", "nothing of that name, only score, digits, why, big"), ("why", "'letters'"), ("big", "1e\\+39")],
 )
-def test_a_missing_component_is_one_clear_error(component: str, seen: str, inputs: Path, tmp_path: Path):
+def test_a_missing_component_is_one_clear_error(component: str, seen: str, runs: Runs, inputs: Path, tmp_path: Path):
+    overrides = [*overrides_of("gdpo", inputs, tmp_path), f"algorithm.gdpo_reward_keys=[score,{component}]"]
     with pytest.raises(
         ValueError, match=rf"^algorithm\.gdpo_reward_keys: for '{component}' the reward returned {seen}"
     ):
-        run_recorded([*overrides_of("gdpo", inputs, tmp_path), f"algorithm.gdpo_reward_keys=[score,{component}]"])
+        stepped(overrides)
 
 
 def test_the_config_knows_which_estimators_compare_responses():

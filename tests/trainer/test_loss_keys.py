@@ -2,13 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides
+from tests.trainer.tiny_run import FAST, GAE, GRPO, LIGHT, base_overrides
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.assembly.inputs import build_inputs
 from tether.assembly.learners import (
@@ -56,7 +55,7 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
 
 
 def config_of(inputs: Path, *overrides: str) -> RunConfig:
-    return load_config(None, [*base_overrides(inputs, Path("unused")), *overrides]).config
+    return load_config(None, [*base_overrides(inputs, Path("unused")), *FAST, *overrides]).config
 
 
 def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[TrainBatch, PolicyOutputs]:
@@ -68,9 +67,22 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "name", "option"),
-    [
+@pytest.fixture(scope="module")
+def run(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
+    """One run; its actor is put in place of each loss's in turn."""
+    folder = tmp_path_factory.mktemp("losses")
+    built = build_run(load_config(None, [*base_overrides(inputs, folder), *GRPO, *LIGHT]))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def policy(run: Run) -> PreTrainedModel:
+    return run.trainer.actor.engine.model
+
+
+def test_options_of_the_policy_loss(inputs: Path, policy: PreTrainedModel) -> None:
+    for override, name, option in (
         (f"{ACTOR}.clip_ratio_c=5", "decoupled", {"clip_ratio_c": 5.0}),
         (f"{ACTOR}.clip_ratio=0.1", "gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
         (f"{ACTOR}.clip_ratio_high=0.3", "cispo", {"clip_ratio_high": 0.3}),
@@ -78,32 +90,28 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
         (f"{ACTOR}.tau_neg=3", "sapo", {"tau_neg": 3.0}),
         (f"{ACTOR}.policy_loss.ppo_kl_coef=0.5", "kl_cov", {"ppo_kl_coef": 0.5}),
         (f"{ACTOR}.policy_loss.behave_weight_threshold=2", "decoupled", {"behave_weight_threshold": 2.0}),
-    ],
-)
-def test_options_of_the_policy_loss(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
-    loss = actor_of(config_of(inputs, f"{MODE}={name}", override)).loss.function
-    aggregation = by_width("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
-    assert loss == PolicyLoss(name, DEFAULTS | option, aggregation)
+    ):
+        loss = actor_of(config_of(inputs, f"{MODE}={name}", override), policy).loss.function
+        aggregation = by_width("seq-mean-token-mean" if name in ("gspo", "sapo") else "token-mean")
+        assert loss == PolicyLoss(name, DEFAULTS | option, aggregation), override
 
 
-@pytest.mark.parametrize(
-    ("override", "name", "option"),
-    [
+def test_options_of_the_selection(inputs: Path, policy: PreTrainedModel) -> None:
+    for override, name, option in (
         ("clip_cov_ratio=0.1", "clip_cov", {"clip_cov_ratio": 0.1}),
         ("clip_cov_lb=2", "clip_cov", {"clip_cov_lb": 2.0}),
         ("clip_cov_ub=9", "clip_cov", {"clip_cov_ub": 9.0}),
         ("kl_cov_ratio=0.1", "kl_cov", {"kl_cov_ratio": 0.1}),
-    ],
-)
-def test_options_of_the_selection(inputs: Path, override: str, name: str, option: dict[str, Any]) -> None:
-    actor = actor_of(config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}"))
-    assert actor.loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option)
+    ):
+        config = config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}")
+        assert actor_of(config, policy).loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option), override
+    assert actor_of(config_of(inputs), policy).loss.prepare is None
 
 
-def test_clip_range_and_entropy_bonus_fall_to_0(inputs: Path) -> None:
+def test_clip_range_and_entropy_bonus_fall_to_0(inputs: Path, policy: PreTrainedModel) -> None:
     falls = [f"{ACTOR}.clip_ratio_schedule=linear", f"{ACTOR}.entropy_coeff=0.3", f"{ACTOR}.clip_ratio_high=0.3"]
     config = config_of(inputs, f"{MODE}=clip_cov", f"{ACTOR}.entropy_coeff_schedule=linear", *falls)
-    loss_at = actor_of(config).loss_at
+    loss_at = actor_of(config, policy).loss_at
     assert loss_at
     for step, low, high, entropy in [(0, 0.2, 0.3, 0.3), (1, 0.4 / 3, 0.2, 0.2), (2, 0.2 / 3, 0.1, 0.1), (9, 0, 0, 0)]:
         loss, logged = loss_at(step)
@@ -114,17 +122,12 @@ def test_clip_range_and_entropy_bonus_fall_to_0(inputs: Path) -> None:
             assert (sides["clip_ratio_low"], sides["clip_ratio_high"]) == pytest.approx((low, high))
         assert function.entropy_coeff == logged["entropy_coeff"] == pytest.approx(entropy)
         assert function.options["clip_ratio_c"] == 3.0
-    constant = actor_of(config_of(inputs, *falls[1:]))
+    constant = actor_of(config_of(inputs, *falls[1:]), policy)
     assert constant.loss_at is None
 
 
-def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
-    assert actor_of(config_of(inputs)).loss.prepare is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_aggregation(inputs: Path, policy: PreTrainedModel) -> None:
+    for overrides, expected in (
         ([], by_width()),
         ([f"{MODE}=geo_mean"], by_width("seq-mean-token-mean")),
         ([f"{MODE}=geo_mean", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], by_width("seq-mean-token-mean")),
@@ -133,59 +136,44 @@ def test_a_loss_without_a_selection_prepares_nothing(inputs: Path) -> None:
             [f"{ACTOR}.loss_agg_mode=masked_mean_ratio", f"{ACTOR}.loss_scale_factor=80"],
             by_width("masked_mean_ratio", 80.0),
         ),
-    ],
-)
-def test_aggregation(inputs: Path, overrides: list[str], expected: Aggregation) -> None:
-    loss = actor_of(config_of(inputs, *overrides)).loss.function
-    assert isinstance(loss, PolicyLoss)
-    assert loss.aggregation == expected
+    ):
+        loss = actor_of(config_of(inputs, *overrides), policy).loss.function
+        assert isinstance(loss, PolicyLoss)
+        assert loss.aggregation == expected, overrides
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
+def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:
+    for overrides, expected in (
         ([], CriticLoss(0.5, None, by_width())),
         (["critic.huber_delta=10"], CriticLoss(0.5, 10.0, by_width())),
         (["critic.value_clip=0.2"], CriticLoss(0.2, None, by_width())),
         ([f"{ACTOR}.loss_agg_mode=masked_mean_ratio"], CriticLoss(0.5, None, by_width("masked_mean_ratio"))),
         ([f"{MODE}=gspo"], CriticLoss(0.5, None, by_width())),  # the critic has no ratio of whole responses
-    ],
-)
-def test_the_value_loss(inputs: Path, tmp_path: Path, overrides: list[str], expected: CriticLoss) -> None:
-    config = config_of(inputs, *GAE, *overrides)
-    read = build_inputs(config)
-    critic = build_critic(
-        config, critic_engine(config, load_value_model(config, read.critic_path, CPU), read.tokenizer, 3, tmp_path)
-    )
-    assert critic.loss.function == expected
+    ):
+        config = config_of(inputs, *GAE, *overrides)
+        read = build_inputs(config)
+        critic = build_critic(
+            config, critic_engine(config, load_value_model(config, read.critic_path, CPU), read.tokenizer, 3, tmp_path)
+        )
+        assert critic.loss.function == expected, overrides
 
 
-@pytest.mark.parametrize(
-    ("overrides", "beside", "apart"),
-    [
-        ([], False, False),
-        ([f"{ACTOR}.use_kl_loss=True"], False, True),
-        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], True, False),
-        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", "algorithm.use_kl_in_reward=True"], True, True),
-        (["algorithm.use_kl_in_reward=True"], False, True),
-    ],
-)
-def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, overrides: list[str], beside: bool, apart: bool) -> None:
+def test_the_reference_runs_where_a_kl_needs_it(inputs: Path) -> None:
     """Beside the policy in each update for the full KL, and apart, once a rollout, for one of sampled tokens."""
-    config = config_of(inputs, *overrides)
-    actor = actor_of(config)
-    assert isinstance(actor.loss.forward, PolicyForward)
-    assert actor.loss.forward.with_full_kl == (actor.engine.reference is not None) == beside
-    assert asks_reference(config) == apart
-
-
-@pytest.fixture(scope="module")
-def run(inputs: Path, tmp_path_factory: pytest.TempPathFactory):
-    """One run; its actor is put in place of each loss's in turn."""
-    folder = tmp_path_factory.mktemp("losses")
-    built = build_run(load_config(None, [*base_overrides(inputs, folder), *GRPO]))
-    yield built
-    built.close()
+    use_loss, full = f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"
+    in_reward = "algorithm.use_kl_in_reward=True"
+    for overrides, beside, apart in (
+        ([], False, False),
+        ([use_loss], False, True),
+        ([use_loss, full], True, False),
+        ([use_loss, full, in_reward], True, True),
+        ([in_reward], False, True),
+    ):
+        config = config_of(inputs, *overrides)
+        actor = actor_of(config)
+        assert isinstance(actor.loss.forward, PolicyForward)
+        assert actor.loss.forward.with_full_kl == (actor.engine.reference is not None) == beside, overrides
+        assert asks_reference(config) == apart, overrides
 
 
 TRAINED = {
@@ -200,7 +188,7 @@ TRAINED = {
 def test_every_loss_trains(run: Run, inputs: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     trainer = run.trainer
     if "lora" in name:  # adapters change the model
-        built = build_run(load_config(None, [*base_overrides(inputs, tmp_path), *GRPO, *TRAINED[name]]))
+        built = build_run(load_config(None, [*base_overrides(inputs, tmp_path), *GRPO, *LIGHT, *TRAINED[name]]))
         request.addfinalizer(built.close)
         trainer = built.trainer
     else:

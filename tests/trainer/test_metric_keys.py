@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT, base_overrides, train
 from tether.config import load_config
 from tether.metrics.keys import METRICS, MetricInfo, describe
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.runtime.objects import holding
 
 CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -47,35 +48,31 @@ RUNS = {
 }
 """Between them they have all parts."""
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
-REWARD = """
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     letters = sum(c.isalpha() for c in solution_str)
     return {"score": letters / 8, "acc": float(letters > 2), "pred": solution_str[:1]}
-"""
 
 
 @pytest.fixture(scope="module")
 def logged(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """Every key that one step of these runs logs."""
     folder = tmp_path_factory.mktemp("metrics")
-    (folder / "reward.py").write_text(REWARD)
+    options = [
+        f"{VALIDATION}.do_sample=True",
+        f"{VALIDATION}.temperature=1",
+        f"{VALIDATION}.n=2",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        f"trainer.rollout_data_dir={folder / 'samples'}",
+    ]
     found: set[str] = set()
-    for name, algorithm in RUNS.items():
-        run = train(
-            [
-                *base_overrides(inputs, folder / name),
-                *algorithm,
-                f"custom_reward_function.path={folder / 'reward.py'}",
-                f"{VALIDATION}.do_sample=True",
-                f"{VALIDATION}.temperature=1",
-                f"{VALIDATION}.n=2",
-                "trainer.total_training_steps=1",
-                "trainer.test_freq=1",
-                "trainer.save_freq=1",
-                f"trainer.rollout_data_dir={folder / 'samples'}",
-            ]
-        )
-        found |= {key for metrics in read_metrics(run).values() for key in metrics}
+    with holding({"letters": compute_score}):
+        for name, algorithm in RUNS.items():
+            run = train([*base_overrides(inputs, folder / name), *LIGHT, *algorithm, *options])
+            found |= {key for metrics in read_metrics(run).values() for key in metrics}
     found |= {key for metrics in read_metrics(train_control(folder / "control")).values() for key in metrics}
     return found
 

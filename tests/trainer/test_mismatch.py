@@ -1,19 +1,16 @@
 """The alarm that sampler and trainer disagree: when it rings, what it says, and in a whole run."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.trainer.tiny_run import GAE, GRPO, measured
-from tether.assembly.run import build_run
-from tether.config import load_config
+from tests.trainer.steps import built, first_step
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT, measured
 from tether.trainer.parts.mismatch import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
 
 CUT = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=40"]
 OTHER_FORMATS = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]
-ONE_STEP = ["trainer.total_training_steps=1"]
 
 
 def test_the_coarsest_format_sets_the_tolerance() -> None:
@@ -31,23 +28,19 @@ def test_it_speaks_once_and_is_measured_at_every_step() -> None:
     assert alarm.check({}, said.append) == {}
 
 
-def run(overrides: list[str], perturb: float = 0.0) -> dict[str, float]:
-    """One step; the policy moves by this share of its weights after the sampler has copied them."""
-    built = build_run(load_config(None, overrides))
-    try:
+def moved(overrides: list[str], perturb: float) -> dict[str, float]:
+    """Train for a step; the policy moves by this share of its weights after the sampler has copied them."""
+    with built(overrides) as run:
         with torch.no_grad():
-            for weight in built.trainer.actor.engine.model.parameters():
+            for weight in run.trainer.actor.engine.model.parameters():
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
                 weight.mul_(1 + perturb * noise.to(weight.device))
-        built.trainer.fit()
-    finally:
-        built.close()
-    return measured(built.directory)[1]
+        return run.trainer.advance()
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_run_with_truncated_sampling_is_on_policy(base: list[str], packed: bool) -> None:
-    metrics = run([*base, *GAE, *CUT, *ONE_STEP, f"actor_rollout_ref.model.use_remove_padding={packed}"])
+    metrics = first_step([*base, *GAE, *LIGHT, *CUT, f"actor_rollout_ref.model.use_remove_padding={packed}"])
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
     assert metrics[ALARM] == 0
     assert 1 <= metrics["training/rollout_kept_tokens/min"] < metrics["training/rollout_kept_tokens/max"] <= 40
@@ -58,27 +51,19 @@ def test_a_run_with_truncated_sampling_is_on_policy(base: list[str], packed: boo
     assert abs(metrics["actor/reward_kl_penalty"]) < 1e-6  # the reference replays the cut as well
 
 
-def test_a_sampler_with_stale_weights_rings(base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    overrides = [*base, *GRPO, *OTHER_FORMATS, *ONE_STEP, "trainer.logger=console"]
-    assert run([*overrides, f"trainer.default_local_dir={tmp_path / 'same'}"])[ALARM] == 0
+def test_a_sampler_with_stale_weights_rings(base: list[str], capsys: pytest.CaptureFixture) -> None:
+    overrides = [*base, *GRPO, *LIGHT, *OTHER_FORMATS, "trainer.logger=console"]
+    assert first_step(overrides)[ALARM] == 0
     assert "warning" not in capsys.readouterr().out
-    assert run(overrides, perturb=0.1)[ALARM] == 1
+    assert moved(overrides, 0.1)[ALARM] == 1
     assert "warning: sampler and trainer disagree: rollout_corr/k3_kl is" in capsys.readouterr().out
 
 
-def test_without_a_screen_the_warning_goes_to_pythons_logging(base: list[str], caplog: pytest.LogCaptureFixture):
-    assert run([*base, *GRPO, *OTHER_FORMATS, *ONE_STEP], perturb=0.1)[ALARM] == 1
-    assert "sampler and trainer disagree" in caplog.text
-
-
 def test_a_resumed_run_does_not_say_it_again(base: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """The tolerance is below every rounding, so that it rings in all steps."""
+    """The tolerance is below every rounding, so that it rings in all steps; there is no screen, so it is logged."""
     for step in (1, 2):
-        built = build_run(load_config(None, [*base, *GRPO, "trainer.total_training_steps=2", "trainer.save_freq=1"]))
-        built.trainer.mismatch.tolerance = -1.0
-        try:
-            built.trainer.fit(lambda step=step, loop=built.trainer: loop.step_number >= step)
-        finally:
-            built.close()
-    assert [metrics[ALARM] for metrics in measured(built.directory).values()] == [1, 1]
+        with built([*base, *GRPO, *LIGHT, "trainer.total_training_steps=2", "trainer.save_freq=1"]) as run:
+            run.trainer.mismatch.tolerance = -1.0
+            run.trainer.fit(lambda step=step, loop=run.trainer: loop.step_number >= step)
+    assert [metrics[ALARM] for metrics in measured(run.directory).values()] == [1, 1]
     assert caplog.text.count("sampler and trainer disagree") == 1

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
+from tests.trainer.steps import built
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT
 from tether.assembly import roles
 from tether.assembly.number_formats import DTYPE_KEYS, decided_formats, formats_line
-from tether.assembly.run import build_run
 from tether.commands.train import train
 from tether.config import changes_since, load_config, saved_values
 
@@ -28,18 +29,16 @@ def formats_in(run_yaml: Path) -> set[str]:
 @pytest.mark.parametrize(("has", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_the_device_decides(base: list[str], device_has_bfloat16, has: bool, expected: torch.dtype) -> None:
     device_has_bfloat16(has)
-    run = build_run(load_config(None, [*base, *AUTO]))
-    run.close()
-    assert {learner.engine.model.dtype for learner in (run.trainer.actor, run.trainer.critic)} == {expected}
-    assert f"computes in {str(expected).removeprefix('torch.')}, as dtype is auto" in run.about
+    with built([*base, *GAE, *LIGHT, *AUTO]) as run:
+        assert {learner.engine.model.dtype for learner in (run.trainer.actor, run.trainer.critic)} == {expected}
+        assert f"computes in {str(expected).removeprefix('torch.')}, as dtype is auto" in run.about
 
 
 def test_what_is_set_stays(base: list[str], device_has_bfloat16) -> None:
     device_has_bfloat16(True)
-    run = build_run(load_config(None, [*base, *(f"{key}=float32" for key in DTYPE_KEYS)]))
-    run.close()
-    assert run.trainer.actor.engine.model.dtype == torch.float32
-    assert not any("computes in" in line for line in run.about)
+    with built([*base, *GAE, *LIGHT, *(f"{key}=float32" for key in DTYPE_KEYS)]) as run:
+        assert run.trainer.actor.engine.model.dtype == torch.float32
+        assert not any("computes in" in line for line in run.about)
 
 
 def test_the_line_names_those_that_were_left_open(base: list[str], device_has_bfloat16) -> None:
@@ -55,11 +54,12 @@ def test_the_line_names_those_that_were_left_open(base: list[str], device_has_bf
 
 def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, capsys: pytest.CaptureFixture) -> None:
     device_has_bfloat16(False)
-    first = train(load_config(None, [*base, *AUTO, "trainer.total_training_steps=1", "trainer.save_freq=1"]))
+    options = [*base, *GRPO, *LIGHT, *AUTO, "trainer.save_freq=1"]
+    first = train(load_config(None, [*options, "trainer.total_training_steps=1"]))
     saved = first.folder / "global_step_1" / "run.yaml"
     assert formats_in(saved) == {"float32"}
     device_has_bfloat16(True)
-    loaded = load_config(None, [*base, *AUTO, "trainer.total_training_steps=2", "trainer.save_freq=1"])
+    loaded = load_config(None, [*options, "trainer.total_training_steps=2"])
     assert any("dtype: float32 -> auto" in change for change in changes_since(saved, loaded))
     capsys.readouterr()
     train(loaded)

@@ -6,98 +6,89 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, weights
+from tests.trainer.steps import Stepped, built, first_step
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, without_clocks
 from tether.assembly.off_policy import old_log_probs_from
-from tether.assembly.run import build_run
 from tether.config import load_config
+from tether.runtime.objects import holding
 from tether.trainer.loop import OldLogProbs
 from tether.trainer.parts.mismatch import ALARM
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-ONE_UPDATE = [*GRPO, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]
+ONE_UPDATE = [*GRPO, *LIGHT, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]
 BF16_SAMPLER = ["actor_rollout_ref.rollout.dtype=bfloat16"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], "update"),
-        (["algorithm.adv_estimator=gae"], "update"),
-        ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "update"),
-        ([f"{CORRECTION}.bypass_mode=True"], "sampler"),
-        ([f"{ACTOR}.ppo_epochs=2"], "recomputed"),
-        ([f"{ACTOR}.ppo_mini_batch_size=2"], "recomputed"),
-        (["algorithm.use_kl_in_reward=True"], "recomputed"),
-        (["algorithm.use_pf_ppo=True"], "recomputed"),
-        (["algorithm.adv_estimator=optimal_token_baseline"], "recomputed"),
-        ([f"{CORRECTION}.rollout_is=token"], "recomputed"),
-        ([f"{CORRECTION}.rollout_token_veto_threshold=0.1"], "recomputed"),
-        ([f"{ACTOR}.policy_loss.loss_mode=clip_cov"], "recomputed"),
-        (["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"], "recomputed"),
-        (["trainer.critic_warmup_until_explained_variance=0.1", "algorithm.adv_estimator=gae"], "recomputed"),
+WHERE: dict[OldLogProbs, list[list[str]]] = {
+    "update": [[], ["algorithm.adv_estimator=gae"], [f"{ACTOR}.policy_loss.loss_mode=gspo"]],
+    "sampler": [[f"{CORRECTION}.bypass_mode=True"]],
+    "recomputed": [
+        [f"{ACTOR}.ppo_epochs=2"],
+        [f"{ACTOR}.ppo_mini_batch_size=2"],
+        ["algorithm.use_kl_in_reward=True"],
+        ["algorithm.use_pf_ppo=True"],
+        ["algorithm.adv_estimator=optimal_token_baseline"],
+        [f"{CORRECTION}.rollout_is=token"],
+        [f"{CORRECTION}.rollout_token_veto_threshold=0.1"],
+        [f"{ACTOR}.policy_loss.loss_mode=clip_cov"],
+        ["trainer.critic_warmup=2", "algorithm.adv_estimator=gae"],
+        ["trainer.critic_warmup_until_explained_variance=0.1", "algorithm.adv_estimator=gae"],
     ],
-)
-def test_where_they_come_from(overrides: list[str], expected: OldLogProbs, inputs: Path, tmp_path: Path) -> None:
-    config = load_config(None, [*base_overrides(inputs, tmp_path), *ONE_UPDATE, *overrides]).config
-    assert old_log_probs_from(config) == expected
+}
 
 
-def run(overrides: list[str], source: OldLogProbs | None = None) -> Path:
-    """Three steps and a checkpoint; `source` in the place of what the configuration leads to."""
-    built = build_run(load_config(None, [*overrides, "trainer.save_freq=3"]))
-    if source is not None:
-        built.trainer.old_log_probs = source
-        actor = built.trainer.actor
-        built.trainer.actor = replace(
-            actor, loss=replace(actor.loss, forward=replace(actor.loss.forward, with_entropy=True))
-        )
-    try:
-        built.trainer.fit()
-    finally:
-        built.close()
-    return built.directory
+def test_where_they_come_from(inputs: Path, tmp_path: Path) -> None:
+    base = [*base_overrides(inputs, tmp_path), *ONE_UPDATE]
+    for source, cases in WHERE.items():
+        for overrides in cases:
+            assert old_log_probs_from(load_config(None, [*base, *overrides]).config) == source, overrides
+
+
+def train_by(overrides: list[str], source: OldLogProbs | None = None, steps: int = 2) -> Stepped:
+    """Do some steps with `source` in the place of what the configuration leads to."""
+    with built(overrides) as run:
+        trainer = run.trainer
+        if source is not None:
+            trainer.old_log_probs, actor = source, trainer.actor
+            trainer.actor = replace(
+                actor, loss=replace(actor.loss, forward=replace(actor.loss.forward, with_entropy=True))
+            )
+        trainer.rollouts.begin(0)
+        return Stepped(trainer, [trainer.advance() for _ in range(steps)], [])
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "decoupled"])
 def test_a_run_learns_the_same_without_a_pass_of_its_own(loss: str, inputs: Path, tmp_path: Path) -> None:
-    found = {}
-    for source in ("update", "recomputed"):
-        overrides = [*base_overrides(inputs, tmp_path / source), *ONE_UPDATE, f"{ACTOR}.policy_loss.loss_mode={loss}"]
-        found[source] = run(overrides, source)
-    ours, theirs = (weights(found[source] / "global_step_3") for source in ("update", "recomputed"))
+    overrides = [*base_overrides(inputs, tmp_path), *ONE_UPDATE, f"{ACTOR}.policy_loss.loss_mode={loss}"]
+    update, recomputed = (train_by(overrides, source) for source in ("update", "recomputed"))
+    ours, theirs = (dict(found.trainer.actor.engine.model.named_parameters()) for found in (update, recomputed))
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=1e-4)
-    ours, theirs = (measured(found[source]) for source in ("update", "recomputed"))
-    assert ours.keys() == theirs.keys()
-    for step, metrics in theirs.items():
-        assert ours[step].keys() == metrics.keys()
-        assert ours[step] == pytest.approx(metrics, rel=1e-2, abs=1e-3, nan_ok=True)
-        assert ours[step]["actor/ratio_max"] == ours[step]["actor/ratio_min"] == 1
-        assert ours[step][ALARM] == 0
+    for one, other in zip(map(without_clocks, update.metrics), map(without_clocks, recomputed.metrics), strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=1e-2, abs=1e-3, nan_ok=True)
+        assert one["actor/ratio_max"] == one["actor/ratio_min"] == 1
+        assert one[ALARM] == 0
 
 
 def test_where_a_rollout_is_used_twice_it_would_not_learn_the_same(inputs: Path, tmp_path: Path) -> None:
     """The negative control: from the second mini-batch on, the policy is no longer the old one."""
-    found = {}
-    for source in ("update", "recomputed"):
-        overrides = [*base_overrides(inputs, tmp_path / source), *ONE_UPDATE, f"{ACTOR}.ppo_epochs=4"]
-        found[source] = measured(run(overrides, source))[3]
-    assert found["update"]["actor/ratio_max"] == 1
-    assert found["recomputed"]["actor/ratio_max"] > 1.001
-    assert found["update"]["actor/ppo_kl"] != pytest.approx(found["recomputed"]["actor/ppo_kl"], rel=1e-2)
+    overrides = [*base_overrides(inputs, tmp_path), *ONE_UPDATE, f"{ACTOR}.ppo_epochs=4"]
+    update, recomputed = (train_by(overrides, source, 1).metrics[0] for source in ("update", "recomputed"))
+    assert update["actor/ratio_max"] == 1
+    assert recomputed["actor/ratio_max"] > 1.001
+    assert update["actor/ppo_kl"] != pytest.approx(recomputed["actor/ppo_kl"], rel=1e-2)
 
 
 def test_the_sampler_is_still_compared_with_the_policy(inputs: Path, tmp_path: Path) -> None:
-    metrics = measured(run([*base_overrides(inputs, tmp_path), *ONE_UPDATE, *BF16_SAMPLER]))
-    for step in (1, 2, 3):
-        assert metrics[step]["training/rollout_probs_diff_max"] > 1e-5
-        assert metrics[step]["rollout_corr/k3_kl"] > 0
-        assert metrics[step]["actor/entropy"] > 0
+    metrics = first_step([*base_overrides(inputs, tmp_path), *ONE_UPDATE, *BF16_SAMPLER])
+    assert metrics["training/rollout_probs_diff_max"] > 1e-5
+    assert metrics["rollout_corr/k3_kl"] > 0
+    assert metrics["actor/entropy"] > 0
 
 
 def test_a_step_without_a_scored_response_compares_nothing(inputs: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return None\n")
-    overrides = [*base_overrides(inputs, tmp_path / "run"), *ONE_UPDATE]
-    metrics = measured(run([*overrides, f"custom_reward_function.path={tmp_path / 'reward.py'}"]))
-    assert metrics[3]["training/global_step"] == 3
-    assert ALARM not in metrics[3]
+    with holding({"letters": lambda **_: None}):
+        metrics = first_step([*base_overrides(inputs, tmp_path), *ONE_UPDATE])
+    assert metrics["training/global_step"] == 1
+    assert ALARM not in metrics

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.tiny_run import base_overrides, measured, train, write_inputs
+from tests.trainer.steps import first_step
+from tests.trainer.tiny_run import LIGHT, base_overrides
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
@@ -85,17 +86,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_with_both(tmp_path: Path, file: Path) -> None:
-    inputs = write_inputs(tmp_path)
+def test_a_run_with_both(inputs: Path, tmp_path: Path, file: Path) -> None:
     overrides = [
         *base_overrides(inputs, tmp_path / "out"),
+        *LIGHT,
         f"algorithm.adv_estimator={file}:score",
         "algorithm.gamma=0.5",
         f"{MODE}={file}:plain",
         "actor_rollout_ref.actor.clip_ratio_low=0.125",
-        "trainer.total_training_steps=2",
     ]
-    step = measured(train(overrides))[2]
+    step = first_step(overrides)
     assert step["actor/clip_low"] == 0.125
     assert step["critic/advantages/mean"] == pytest.approx(0.5 * step["critic/returns/mean"] + 0.5)
     assert step["actor/grad_norm"] > 0
@@ -133,21 +133,18 @@ def test_a_loss_that_does_not_work_is_refused(file: Path, name: str, message: st
         policy_loss(f"{file}:{name}")
 
 
-def test_it_is_refused_before_anything_is_loaded(tmp_path: Path, file: Path) -> None:
-    inputs = write_inputs(tmp_path)
+def test_it_is_refused_before_anything_is_loaded(inputs: Path, tmp_path: Path, file: Path) -> None:
     overrides = [*base_overrides(inputs, tmp_path / "out"), f"algorithm.adv_estimator={file}:with_critic"]
     with pytest.raises(ValueError, match=r"with_critic needs values, and there is no critic: set critic.enable=True"):
         build_run(load_config(None, overrides))
 
 
-def test_a_name_that_is_neither_is_refused_by_the_configuration(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path)
+def test_a_name_that_is_neither_is_refused_by_the_configuration(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'grpoo' is not one of .* or a function of a file: FILE.py:NAME"):
         load_config(None, [*base_overrides(inputs, tmp_path / "out"), "algorithm.adv_estimator=grpoo"])
 
 
-def test_config_check_looks_for_the_function(tmp_path: Path, file: Path) -> None:
-    inputs = write_inputs(tmp_path)
+def test_config_check_looks_for_the_function(inputs: Path, tmp_path: Path, file: Path) -> None:
     overrides = [*base_overrides(inputs, tmp_path / "out"), f"{MODE}={file}:plan"]
     problems = missing_inputs(load_config(None, overrides).config)
     assert [(problem.path, "Did you mean plain?" in problem.what) for problem in problems] == [(MODE, True)]
@@ -165,8 +162,10 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("source", REWARDS)
-def test_config_check_reads_the_signature_of_a_reward_without_running_it(source: str, tmp_path: Path) -> None:
-    inputs, file = write_inputs(tmp_path), tmp_path / "reward.py"
+def test_config_check_reads_the_signature_of_a_reward_without_running_it(
+    source: str, inputs: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "reward.py"
     file.write_text(source)
     named = [f"custom_reward_function.path={file}", "custom_reward_function.name=score"]
     problems = missing_inputs(load_config(None, [*base_overrides(inputs, tmp_path / "out"), *named]).config)
@@ -185,8 +184,8 @@ def test_a_control_policy_takes_the_loss_too(file: Path) -> None:
     assert found.by_log_probs.tolist() == [[-3], [0]]
 
 
-def test_keys_of_the_choice_of_tokens_are_not_for_a_loss_of_ones_own(tmp_path: Path, file: Path) -> None:
-    overrides = [*base_overrides(write_inputs(tmp_path), tmp_path / "out"), f"{MODE}={file}:plain"]
+def test_keys_of_the_choice_of_tokens_are_not_for_a_loss_of_ones_own(inputs: Path, tmp_path: Path, file: Path) -> None:
+    overrides = [*base_overrides(inputs, tmp_path / "out"), f"{MODE}={file}:plain"]
     policy_loss_keys = "actor_rollout_ref.actor.policy_loss"
     given = [f"{policy_loss_keys}.clip_cov_ratio=0.1", f"{policy_loss_keys}.ppo_kl_coef=0.2"]
     notes = [note for note in map(str, load_config(None, [*overrides, *given]).notes) if "no effect" in note]

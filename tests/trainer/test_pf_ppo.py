@@ -1,12 +1,11 @@
 """PF-PPO in the trainer: which rows the update learns from."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.trainer.steps import first_step
 from tests.trainer.test_rollout_correction import recorded
-from tests.trainer.tiny_run import GAE, base_overrides, measured, train
+from tests.trainer.tiny_run import GAE, LIGHT
 from tether.metrics.keys import describe
 from tether.trainer.parts.pf_ppo import PolicyFiltration
 
@@ -40,14 +39,9 @@ def test_a_batch_without_a_score_stays() -> None:
 
 
 @pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
-def test_a_run(method: str, inputs: Path, tmp_path: Path) -> None:
-    base = [*base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.total_training_steps=2"]
-    settings = [
-        "algorithm.use_pf_ppo=True",
-        "actor_rollout_ref.rollout.top_k=20",
-        f"algorithm.pf_ppo.reweight_method={method}",
-    ]
-    metrics = measured(train([*base, *settings]))
-    assert 0 < metrics[1]["pf_ppo/distinct_fraction"] <= 1
-    assert metrics[1]["pf_ppo/score_mean"] >= metrics[1]["critic/score/min"]
-    assert not [key for step in metrics.values() for key in step if describe(key) is None]
+def test_a_run(method: str, base: list[str]) -> None:
+    settings = ["algorithm.use_pf_ppo=True", f"algorithm.pf_ppo.reweight_method={method}"]
+    metrics = first_step([*base, *GAE, *LIGHT, *settings, "actor_rollout_ref.rollout.top_k=20"])
+    assert 0 < metrics["pf_ppo/distinct_fraction"] <= 1
+    assert metrics["pf_ppo/score_mean"] >= metrics["critic/score/min"]
+    assert not [key for key in metrics if describe(key) is None]

@@ -2,7 +2,7 @@
 
 import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,25 +10,22 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
-from tests.trainer.tiny_run import GAE, held_out, set_eos
+from tests.trainer.steps import built
+from tests.trainer.tiny_run import GAE, LIGHT, held_out, set_eos
 from tests.trainer.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
-from tether.assembly.run import build_run
-from tether.config import load_config
+from tether.runtime.objects import holding
 from tether.trainer.preflight import Preflight
 
 
 @pytest.fixture
 def unseen(base: list[str], tmp_path: Path) -> list[str]:
-    """The base overrides, with validation questions that training does not have."""
-    return [*base, held_out(tmp_path)]
+    """Return the base overrides, with validation questions that training does not have."""
+    return [*base, *LIGHT, held_out(tmp_path)]
 
 
 def look(overrides: list[str]) -> Preflight:
-    run = build_run(load_config(None, overrides))
-    try:
+    with built(overrides) as run:
         return run.preflight()
-    finally:
-        run.close()
 
 
 def with_model(inputs: Path, folder: Path, change: Callable[[Path], None]) -> list[str]:
@@ -39,10 +36,14 @@ def with_model(inputs: Path, folder: Path, change: Callable[[Path], None]) -> li
     return [f"actor_rollout_ref.model.path={model}"]
 
 
-def with_reward(folder: Path, body: str) -> list[str]:
-    path = folder / "spoiled.py"
-    path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
-    return [f"custom_reward_function.path={path}"]
+@pytest.fixture(scope="module", autouse=True)
+def _same_for_all() -> Iterator[None]:
+    with holding({"half": lambda **_: 0.5, "none": lambda **_: None}):
+        yield
+
+
+def with_reward(name: str) -> list[str]:
+    return [f"custom_reward_function.path=object:{name}"]
 
 
 def with_template(inputs: Path, folder: Path, template: str) -> list[str]:
@@ -88,11 +89,11 @@ CAUSES: dict[str, tuple[Spoil, bool, str]] = {
         f"'<|im_end|>', which is not among the end-of-sequence tokens [{PAD_ID}]. Add {EOS_ID}",
     ),
     "zero_reward_variance": (
-        lambda inputs, tmp: with_reward(tmp, "return 0.5"),
+        lambda inputs, tmp: with_reward("half"),
         False,
         "all 16 sampled responses have the reward 0.5",
     ),
-    "no_reward": (lambda inputs, tmp: with_reward(tmp, "return None"), True, "no sampled response has a reward"),
+    "no_reward": (lambda inputs, tmp: with_reward("none"), True, "no sampled response has a reward"),
     "bos": (
         lambda inputs, tmp: with_template(inputs, tmp, "{{ bos_token }}{{ bos_token }}" + TURN),
         True,
@@ -172,16 +173,13 @@ def test_a_good_run_has_no_finding(unseen: list[str]):
     assert " ".join(map(str, found.seen.prompts[0].token_ids[:24])) in screen
 
 
-def test_several_causes_are_all_named(unseen: list[str], tmp_path: Path):
-    found = look([*unseen, *GAE, *with_reward(tmp_path, "return 1"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
+def test_several_causes_are_all_named(unseen: list[str]):
+    found = look([*unseen, *GAE, *with_reward("half"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
     assert [finding.cause for finding in found.findings] == ["zero_reward_variance", "clipping_inactive"]
 
 
 def test_looking_changes_nothing_in_the_run(base: list[str]):
-    run = build_run(load_config(None, [*base, *GAE]))
-    try:
+    with built([*base, *GAE, *LIGHT]) as run:
         before = run.trainer.state()
         run.preflight()
         assert run.trainer.state() == before
-    finally:
-        run.close()

@@ -10,7 +10,19 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
 from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, rows, same, train, weights, write_inputs, write_jsonl
+from tests.trainer.steps import first_step
+from tests.trainer.tiny_run import (
+    FAST,
+    GRPO,
+    base_overrides,
+    measured,
+    rows,
+    same,
+    train,
+    weights,
+    write_inputs,
+    write_jsonl,
+)
 from tether.assembly import groups
 from tether.assembly.named_inputs import missing_inputs
 from tether.assembly.run import build_run
@@ -21,7 +33,7 @@ from tether.rewards.outcome import RewardFailure
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    folder = write_inputs(tmp_path_factory.mktemp("rewarded"))
     save_tiny_reward_model(folder / "rm", seed=3)
     return folder
 
@@ -33,12 +45,12 @@ def overrides(inputs: Path, run: Path, *more: str) -> list[str]:
         f"reward_model.model.path={inputs / 'rm'}",
         "reward_model.model.fsdp_config.dtype=float32",
     ]
-    return [*base, *GRPO, *learned, "trainer.total_training_steps=2", "trainer.test_freq=2", *more]
+    return [*base, *GRPO, *FAST, *learned, "trainer.total_training_steps=2", "trainer.test_freq=2", *more]
 
 
 def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
     """`data_source` has no rule here, and none is asked for."""
-    run = train(overrides(inputs, tmp_path / "run"))
+    run = train(overrides(inputs, tmp_path / "run", "trainer.total_training_steps=1", "trainer.test_freq=1"))
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "rm").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "rm")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
@@ -71,10 +83,11 @@ def _question(sample: dict[str, object]) -> str:
 def test_ids_as_they_are_and_token_budgets(inputs: Path, tmp_path: Path) -> None:
     """Each setting changes what it should, and nothing else."""
     as_ids = "reward_model.model.input_tokenizer=null"
-    templated = measured(train(overrides(inputs, tmp_path / "0")))[1]["critic/score/mean"]
-    by_rows = measured(train(overrides(inputs, tmp_path / "1", as_ids)))[1]["critic/score/mean"]
     budget = ["reward_model.use_dynamic_bsz=True", "reward_model.forward_max_token_len_per_gpu=90"]
-    by_tokens = measured(train(overrides(inputs, tmp_path / "2", as_ids, *budget)))[1]["critic/score/mean"]
+    templated, by_rows, by_tokens = (
+        first_step(overrides(inputs, tmp_path, *more))["critic/score/mean"]
+        for more in ([], [as_ids], [as_ids, *budget])
+    )
     assert by_rows == pytest.approx(by_tokens, abs=1e-5)
     assert abs(by_rows - templated) > 1e-3
 
@@ -143,7 +156,7 @@ def test_what_cannot_score_is_refused_before_any_weight_is_loaded(
 def test_without_a_template_ids_may_be_read(inputs: Path, tmp_path: Path) -> None:
     path = broken(inputs, "no template", tmp_path / "rm")
     more = [f"reward_model.model.path={path}", "reward_model.model.input_tokenizer=null"]
-    train(overrides(inputs, tmp_path / "run", *more, "trainer.total_training_steps=1"))
+    first_step(overrides(inputs, tmp_path / "run", *more))
 
 
 def check_ids_are_refused(inputs: Path, tmp_path: Path, path: Path, says: str) -> None:

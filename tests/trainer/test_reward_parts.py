@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
+from tests.trainer.steps import first_step
+from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
 from tether.assembly.judge import build_judge
 from tether.assembly.named_inputs import missing_inputs
+from tether.assembly.run import build_run
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config, read_parts
 from tether.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
@@ -28,7 +30,7 @@ SHORT = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "data.val_fil
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
+    folder = write_inputs(tmp_path_factory.mktemp("rewarded"))
     save_tiny_reward_model(folder / "rm", seed=3)
     (folder / "style.py").write_text(STYLE)
     return folder
@@ -44,7 +46,12 @@ def given(inputs: Path, run: Path, parts: dict[str, object], *more: str) -> tupl
     """Overrides, and a file with the parts."""
     file = run.with_suffix(".yaml")
     file.write_text(json.dumps({"reward_model": {"parts": parts}}))  # which is YAML
-    return [*base_overrides(inputs, run), *GRPO, *SHORT, *more], file
+    return [*base_overrides(inputs, run), *GRPO, *FAST, *SHORT, *more], file
+
+
+def build(overrides: list[str], file: Path) -> None:
+    """Build a run, which refuses what cannot work."""
+    build_run(load_config(file, overrides)).close()
 
 
 def loaded(inputs: Path, run: Path, parts: dict[str, object], *more: str) -> RunConfig:
@@ -108,7 +115,7 @@ def test_parts_for_rows_of_their_own(inputs: Path, tmp_path: Path, server: Model
     (problem,) = missing_inputs(loaded(inputs, tmp_path / "run", parts, *more))
     assert "`data_source` is 'chat', which none of reward_model.parts scores" in str(problem)
     with pytest.raises(ValueError, match=r"`data_source` is 'chat', which none of reward_model\.parts scores"):
-        train(*given(inputs, tmp_path / "run2", parts, *more))
+        build(*given(inputs, tmp_path / "run2", parts, *more))
 
 
 def test_a_part_for_rows_that_there_are_not_is_refused(inputs: Path, tmp_path: Path) -> None:
@@ -117,10 +124,10 @@ def test_a_part_for_rows_that_there_are_not_is_refused(inputs: Path, tmp_path: P
     parts = {"right": {"kind": "rules"}, "style": style | {"data_sources": ["tiny/sums", "tiny/smus"]}}
     says = r"reward_model\.parts\.style\.data_sources: no row has 'tiny/smus'.* Did you mean tiny/sums\?"
     with pytest.raises(ValueError, match=says):
-        train(*given(inputs, tmp_path / "run", parts))
-    train(*given(inputs, tmp_path / "few", parts, "data.train_max_samples=8"))
+        build(*given(inputs, tmp_path / "run", parts))
+    build(*given(inputs, tmp_path / "few", parts, "data.train_max_samples=8"))
     parts["style"] = style | {"data_sources": ["tiny/other"]}
-    train(*given(inputs, tmp_path / "tests", parts, f"data.val_files={inputs / 'val.jsonl'}"))
+    build(*given(inputs, tmp_path / "tests", parts, f"data.val_files={inputs / 'val.jsonl'}"))
 
 
 def test_a_nonsense_judge_stops_the_run(inputs: Path, tmp_path: Path, server: ModelServer) -> None:
@@ -173,10 +180,7 @@ def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:
     assert step["reward/extra/j/mean"] > 0
 
 
-@pytest.mark.parametrize("api", ["vllm", "sglang"])
-def test_a_served_reward_model_scores_as_one_of_this_process(
-    inputs: Path, tmp_path: Path, server: ModelServer, api: str
-) -> None:
+def test_a_served_reward_model_scores_as_one_of_this_process(inputs: Path, tmp_path: Path, server: ModelServer) -> None:
     """The server runs the same weights with transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "rm").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "rm")
@@ -189,13 +193,15 @@ def test_a_served_reward_model_scores_as_one_of_this_process(
             return model(input_ids=torch.tensor([ids_of(content)])).logits.item()
 
     server.score, server.tokens = score, lambda content: len(ids_of(content))
-    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *learned(inputs), "custom_reward_function.path=null"]
-    here = measured(train([*base, f"trainer.default_local_dir={tmp_path / 'here'}"]))[1]
-    remote = [f"reward_model.server.url={server.url}", f"reward_model.server.api={api}", "reward_model.server.model=rm"]
-    there = measured(train([*base, f"trainer.default_local_dir={tmp_path / 'there'}", *remote]))[1]
-    assert there["critic/score/mean"] == pytest.approx(here["critic/score/mean"], abs=1e-4)
-    assert there["critic/score/max"] == pytest.approx(here["critic/score/max"], abs=1e-4)
-    assert server.bodies[0]["model"] == "rm"
+    own_model = [*FAST, *learned(inputs), "custom_reward_function.path=null"]
+    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *own_model]
+    here = first_step(base)
+    for api in ("vllm", "sglang"):
+        remote = [f"reward_model.server.{key}" for key in (f"url={server.url}", f"api={api}", "model=rm")]
+        there = first_step([*base, *remote])
+        for key in ("critic/score/mean", "critic/score/max"):
+            assert there[key] == pytest.approx(here[key], abs=1e-4), api
+        assert server.bodies.pop()["model"] == "rm"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_any_weight_is_loaded(
     Path("latin.txt").write_bytes("{response} prêt".encode("latin-1"))
     parts = {"r": {"kind": "rules"}, "j": judge(server, **options)}
     with pytest.raises(ValueError, match=says):
-        train(*given(inputs, tmp_path / "run", parts))
+        build(*given(inputs, tmp_path / "run", parts))
 
 
 def test_missing_files_of_parts_are_named(inputs: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Rollout correction in the trainer: numbers by hand, the same gradient at every split, and whole runs."""
 
 import math
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -9,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, train
+from tests.trainer.steps import first_step, stepped
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tests.training.test_losses import OUTPUTS, SIZES, batch, tokens
 from tether.algorithms import importance_weights, parse_rejection
@@ -164,7 +164,7 @@ SAMPLER_IN_BF16 = ["actor_rollout_ref.rollout.dtype=bfloat16"]  # which makes a 
 BYPASS = [f"{CORRECTION}.bypass_mode=True", "actor_rollout_ref.actor.use_kl_loss=False"]
 
 
-def test_a_run_with_every_part_of_it(inputs: Path, tmp_path: Path) -> None:
+def test_a_run_with_every_part_of_it(base: list[str]) -> None:
     settings = [
         f"{CORRECTION}.rollout_is=sequence",
         f"{CORRECTION}.rollout_is_threshold=1.5",
@@ -174,26 +174,25 @@ def test_a_run_with_every_part_of_it(inputs: Path, tmp_path: Path) -> None:
         f"{CORRECTION}.rollout_rs_threshold_lower=0.9",
         f"{CORRECTION}.rollout_token_veto_threshold=1e-4",
     ]
-    base = [*base_overrides(inputs, tmp_path / "run"), *GAE, *SAMPLER_IN_BF16, "trainer.total_training_steps=2"]
-    metrics = measured(train([*base, *settings]))
-    assert 0 < metrics[1]["rollout_corr/rollout_rs_masked_fraction"] < 1
-    assert metrics[1]["rollout_corr/rollout_rs_seq_mean_k3_masked_fraction"] == 0
-    assert metrics[1]["rollout_corr/rollout_token_veto_fraction"] == 0
-    assert 0.5 < metrics[1]["rollout_corr/rollout_is_mean"] < 2
-    assert not [key for step in metrics.values() for key in step if describe(key) is None]
-    plain = measured(train([*base, f"trainer.default_local_dir={tmp_path / 'plain'}"]))
-    assert plain[1]["rollout_corr/chi2_seq"] == metrics[1]["rollout_corr/chi2_seq"] != 0  # always measured
-    assert plain[1]["actor/grad_norm"] != metrics[1]["actor/grad_norm"]
-    assert "rollout_corr/rollout_is_mean" not in plain[1]
+    plain_run = [*base, *GAE, *LIGHT, *SAMPLER_IN_BF16]
+    metrics, plain = first_step([*plain_run, *settings]), first_step(plain_run)
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert metrics["rollout_corr/rollout_rs_seq_mean_k3_masked_fraction"] == 0
+    assert metrics["rollout_corr/rollout_token_veto_fraction"] == 0
+    assert 0.5 < metrics["rollout_corr/rollout_is_mean"] < 2
+    assert not [key for key in metrics if describe(key) is None]
+    assert plain["rollout_corr/chi2_seq"] == metrics["rollout_corr/chi2_seq"] != 0  # always measured
+    assert plain["actor/grad_norm"] != metrics["actor/grad_norm"]
+    assert "rollout_corr/rollout_is_mean" not in plain
 
 
-def test_everything_rejected_is_no_update(inputs: Path, tmp_path: Path) -> None:
+def test_everything_rejected_is_no_update(base: list[str]) -> None:
     settings = [f"{CORRECTION}.rollout_rs=seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=1e-30"]
-    base = [*base_overrides(inputs, tmp_path / "run"), *GRPO, *SAMPLER_IN_BF16]
-    metrics = measured(train([*base, *settings]))
-    assert metrics[3]["rollout_corr/rollout_rs_seq_masked_fraction"] == 1
-    assert math.isnan(metrics[3]["actor/grad_norm"])
-    assert "critic/score/mean" not in metrics[3]
+    found = stepped([*base, *GRPO, *LIGHT, *SAMPLER_IN_BF16, *settings], 2)
+    for metrics in found.metrics:
+        assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1
+        assert math.isnan(metrics["actor/grad_norm"])
+        assert "critic/score/mean" not in metrics
 
 
 @pytest.mark.parametrize(
@@ -209,14 +208,12 @@ def test_everything_rejected_is_no_update(inputs: Path, tmp_path: Path) -> None:
     ],
     ids=["ppo_clip", "reinforce", "veto"],
 )
-def test_bypass_mode(settings: list[str], inputs: Path, tmp_path: Path) -> None:
-    base = [*base_overrides(inputs, tmp_path / "run"), *GRPO, *BYPASS, *SAMPLER_IN_BF16]
-    metrics = measured(train([*base, *settings]))
-    first = metrics[1]
+def test_bypass_mode(settings: list[str], base: list[str]) -> None:
+    first = first_step([*base, *GRPO, *LIGHT, *BYPASS, *SAMPLER_IN_BF16, *settings])
     assert first["rollout_corr/k3_kl"] > 0
     assert first["actor/entropy"] > 0
     if any("rollout_is=" in setting for setting in settings):  # logged by either loss, whatever the micro-batches
         assert first["rollout_corr/rollout_is_min"] < 1 < first["rollout_corr/rollout_is_max"]
     assert (first["actor/rejected"] > 0) == any("threshold" in setting for setting in settings)
     assert "training/rollout_probs_diff_max" not in first  # nothing was recomputed
-    assert not [key for step in metrics.values() for key in step if describe(key) is None]
+    assert not [key for key in first if describe(key) is None]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from tether.metrics.loggers.jsonl import read_metrics
 
 NUM_PROMPTS = 10
 BATCH = 4  # three steps an epoch, the last of them short
+FAST = [
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+]
+"""Nothing is computed to save memory."""
+LIGHT = [*FAST, "custom_reward_function.path=object:letters"]
+"""Half of the processor time: the reward is called in this process, too."""
 
 REWARD = '''
 """Likes letters. Says how many digits it saw, too."""
@@ -113,6 +122,7 @@ def base_overrides(inputs: Path, run: Path) -> list[str]:
         f"critic.model.path={inputs / 'model'}",
         "critic.model.fsdp_config.dtype=float32",
         f"custom_reward_function.path={inputs / 'reward.py'}",
+        "reward_model.num_workers=1",
         f"trainer.device={DEVICE}",
         "trainer.num_threads=1",
         "trainer.logger=file",
@@ -121,6 +131,13 @@ def base_overrides(inputs: Path, run: Path) -> list[str]:
         "trainer.val_before_train=False",
         f"trainer.default_local_dir={run}",
     ]
+
+
+def reward_function(source: str) -> Callable[..., Any]:
+    """Return the ``compute_score`` that the text of a reward file defines."""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope["compute_score"]  # type: ignore[no-any-return]
 
 
 def train(overrides: list[str], file: Path | None = None) -> Path:
@@ -139,13 +156,15 @@ def weights(checkpoint: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
-def measured(directory: Path) -> dict[int, dict[str, float]]:
-    """The metrics of a run that depend on nothing but its inputs: all but durations and memory."""
+def without_clocks(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of a step that depend on nothing but its inputs: all but durations and memory."""
     clocks = ("timing_", "perf/", "reward/call_s/")
-    return {
-        step: {key: value for key, value in metrics.items() if not key.startswith(clocks)}
-        for step, metrics in read_metrics(directory).items()
-    }
+    return {key: value for key, value in metrics.items() if not key.startswith(clocks)}
+
+
+def measured(directory: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of a run by step, without clocks."""
+    return {step: without_clocks(metrics) for step, metrics in read_metrics(directory).items()}
 
 
 def same(left: Any, right: Any) -> bool:
