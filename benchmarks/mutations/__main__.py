@@ -31,7 +31,7 @@ from benchmarks.speed.table import grid
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("table.toml")
 TIMEOUT, TEST_TIMEOUT = 900, 180  # seconds
-PYTEST = ("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE", f"--timeout={TEST_TIMEOUT}")
+PYTEST = ["-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
 NO_TESTS = (4, 5)
 """Exit statuses of pytest where a test does not exist, or none was selected."""
 LIVES, UNMUTATED = "LIVES", "fails unmutated: "
@@ -95,7 +95,7 @@ def first_failure(tree: Path, tests: Sequence[str], *, long: bool) -> str | None
     Raises:
         Stale: one of the tests does not exist.
     """
-    command = [sys.executable, *PYTEST, "-m", "" if long else "not slow", *tests]
+    command = [sys.executable, *PYTEST, f"--timeout={TEST_TIMEOUT}", "-m", "" if long else "not slow", *tests]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
