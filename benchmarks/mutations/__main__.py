@@ -89,31 +89,30 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def first_failure(tree: Path, tests: Sequence[str], *, long: bool) -> str | None:
-    """Run tests in a copy of the tree until one fails; return its node id, or None where all pass.
+def failures(tree: Path, tests: Sequence[str], *, long: bool, all_of_them: bool = False) -> list[str]:
+    """Run tests in a copy of the tree; return the node id of the first that fails, or of all.
 
     Raises:
         Stale: one of the tests does not exist.
     """
-    command = [sys.executable, *PYTEST, f"--timeout={TEST_TIMEOUT}", "-m", "" if long else "not slow", *tests]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    options = [f"--timeout={TEST_TIMEOUT}", "-m", "" if long else "not slow", *([] if all_of_them else ["-x"])]
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        [sys.executable, *PYTEST, *options, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
         printed, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"no end of {tests[0]} within {TIMEOUT} s"
+        return [f"no end of {tests[0]} within {TIMEOUT} s"]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # also what a test has left behind
+    last = printed.strip().splitlines()[-1]
     if process.returncode in NO_TESTS:
-        raise Stale(f"{', '.join(tests)}: {printed.strip().splitlines()[-1]}; bring {TABLE.name} up to date")
-    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
-    if process.returncode and not failed:  # Python itself ended, or did not start
-        return f"{tests[0]}: {printed.strip().splitlines()[-1]}"
-    return failed[0] if failed else None
+        raise Stale(f"{', '.join(tests)}: {last}; bring {TABLE.name} up to date")
+    of_tests = re.findall(r"^(tests/.*?) (?:FAILED|ERROR)", printed, re.MULTILINE)
+    of_files = re.findall(r"^ERROR (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
+    return of_tests or of_files or [f"{tests[0]}: {last}"] * (process.returncode != 0)
 
 
 def caught_by(mutation: Mutation, tree: Path, *, search: bool) -> str:
@@ -122,13 +121,13 @@ def caught_by(mutation: Mutation, tree: Path, *, search: bool) -> str:
     original = file.read_text(encoding="utf-8")
     file.write_text(mutation.applied(original), encoding="utf-8")
     try:
-        found = first_failure(tree, mutation.tests, long=mutation.long)
-        if found is None and search:
+        found = failures(tree, mutation.tests, long=mutation.long)
+        if not found and search:
             folder = f"tests/{mutation.package}"
-            found = first_failure(tree, [folder if (tree / folder).exists() else "tests"], long=mutation.long)
+            found = failures(tree, [folder if (tree / folder).exists() else "tests"], long=mutation.long)
     finally:
         file.write_text(original, encoding="utf-8")
-    return found or LIVES
+    return found[0] if found else LIVES
 
 
 def run(chosen: Sequence[Mutation], *, jobs: int, search: bool) -> list[str]:
@@ -155,12 +154,8 @@ def run(chosen: Sequence[Mutation], *, jobs: int, search: bool) -> list[str]:
 
 def without_broken_tests(found: list[str], tree: Path) -> list[str]:
     """Mark what a test has caught that fails without a mutation, too."""
-    catchers = {one for one in found if one.startswith("tests/") and "::" in one}
-    broken = set()
-    while (rest := sorted(catchers - broken)) and (failed := first_failure(tree, rest, long=True)):
-        broken.add(failed)
-        if failed not in catchers:
-            break
+    catchers = sorted({one for one in found if one.startswith("tests/") and "::" in one})
+    broken = failures(tree, catchers, long=True, all_of_them=True) if catchers else []
     return [f"{UNMUTATED}{one}" if one in broken else one for one in found]
 
 
