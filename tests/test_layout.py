@@ -4,7 +4,6 @@ import ast
 import importlib
 import io
 import re
-import statistics
 import subprocess
 import sys
 import tokenize
@@ -23,7 +22,7 @@ LEVELS = {
     "batch": -1, "observations": -1, "keyed_random": -1, "loss_requirements": -1, "spelling": -2, "types": -2,
     "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "models": 2, "data": 2,
     "envs": 2, "rewards": 1, "tools": 1, "checkpoints": 2, "rollout": 3, "training": 3, "execution": 4,
-    "trainer": 5, "assembly": 6, "commands": 7,
+    "trainer": 5, "assembly": 6, "commands": 7, "__main__": 8,
 }  # fmt: skip
 FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
 LIGHT = ("tether.config", "tether.commands.cli")
@@ -174,13 +173,9 @@ def test_no_face_exports_what_nobody_imports() -> None:
     assert sorted({f"{face}.{name}" for face in others for name in read(FACES[face]).exported} - used) == []
 
 
-def test_size_budgets() -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert not {p.name: n for p, n in lines.items() if n > 500}, "no file over 500 lines"
-    assert statistics.median(lines.values()) <= 180
-    sizes = [size for path in FILES for size in read(path).functions]
-    assert not [size for size in sizes if size[1] > 100], "no function over 100 lines"
-    assert statistics.median(size for _, size in sizes) <= 12
+def test_no_function_is_long() -> None:
+    """A file may be: it is one subject."""
+    assert [size for path in FILES for size in read(path).functions if size[1] > 100] == []
 
 
 def occurrences(name: str, code: str) -> int:

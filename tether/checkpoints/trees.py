@@ -20,7 +20,7 @@ Classes = Mapping[str, type]
 _PLAIN = (bool, int, float, str, bytes)
 
 
-def to_tree(value: object, classes: Classes) -> object:
+def to_tree(value: Any, classes: Classes) -> object:
     """Return a value as a tree.
 
     Raises:
