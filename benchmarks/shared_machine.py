@@ -1,7 +1,7 @@
 """What a busy process beside tether costs: a training step, decoding, and PyTorch's own matrix products, as a table.
 
-    python -m benchmarks.shared_machine                               # two minutes of two cores
-    python -m benchmarks.shared_machine --write docs/performance.md   # fills the page
+    python -m benchmarks.shared_machine                           # two minutes of two cores
+    python -m benchmarks.shared_machine --write docs/threads.md   # fills the page
 
 The busy process is `while True: pass`. It is stopped and continued between measurements, which take turns, so that
 whatever else disturbs the machine disturbs both sides. Where two threads and the busy process divide two cores evenly,
@@ -34,7 +34,7 @@ from tether.runtime.huge_pages import SWITCH, restart_with_huge_pages
 from tether.runtime.machine import set_threads
 
 MODEL = "smollm2-135m"
-BEGIN, END = "<!-- shared machine:begin -->", "<!-- shared machine:end -->"
+BEGIN, END = "<!-- shared:begin -->", "<!-- shared:end -->"
 PROMPTS, SAMPLES, RESPONSE_TOKENS, MICRO_TOKENS = 2, 8, 32, 4096
 ROWS, NEW_TOKENS = 16, 24
 LIMIT = 1.6

@@ -13,6 +13,7 @@ import torch
 import tether
 from tests.tiny import save_tiny
 from tether.assembly.control import env_options, view_of
+from tether.checkpoints.manifest import write_manifest
 from tether.commands import cli
 from tether.config import load_config
 from tether.rewards import RewardRequest, Score
@@ -145,6 +146,20 @@ def test_the_number_of_a_run_goes_before_the_variable(
     assert told.seen == [3]
     torch.set_num_threads(2)
     tether.load(run.folder)
+    assert torch.get_num_threads() == 3
+
+
+def test_the_number_of_a_text_run_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    checkpoint = tmp_path / "global_step_1"
+    save_tiny(checkpoint / "actor")
+    (checkpoint / "run.yaml").write_text(
+        f"data: {{train_files: unused}}\nactor_rollout_ref: {{model: {{path: {checkpoint / 'actor'}}}}}\n"
+        "trainer: {num_threads: 3, total_training_steps: 1}\n"
+    )
+    write_manifest(checkpoint, 1)
+    torch.set_num_threads(2)
+    tether.load(tmp_path)
     assert torch.get_num_threads() == 3
 
 

@@ -19,6 +19,7 @@ import typer
 from tether import __version__
 from tether.commands.data import data_app
 from tether.commands.models import model_app
+from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
@@ -61,38 +62,6 @@ def options(
     ] = False,
 ) -> None:
     """Post-train language models and control policies with PPO and its relatives."""
-
-
-ConfigArguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RUN.yaml] [KEY=VALUE]...",
-        help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; later ones win.",
-        show_default=False,
-    ),
-]
-ConfigPath = Annotated[
-    Path | None,
-    typer.Option("--config-path", "-cp", help="Hydra's: folder of the configuration.", show_default=False),
-]
-ConfigName = Annotated[
-    str | None,
-    typer.Option(
-        "--config-name",
-        "-cn",
-        help="Hydra's: file in that folder; ppo_trainer and the like stand for verl's defaults.",
-        show_default=False,
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        min=1,
-        help="CPU threads; default: trainer.num_threads of the run, else OMP_NUM_THREADS, else one per usable core.",
-        show_default=False,
-    ),
-]
 
 
 def _with_threads(overrides: Sequence[str] | None, threads: int | None) -> list[str]:
