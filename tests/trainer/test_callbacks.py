@@ -23,7 +23,16 @@ def test_callbacks_hear_what_is_logged(golden: Golden) -> None:
     assert one.metrics["test", 4].items() <= one.metrics["step", 4].items()
 
 
-@pytest.mark.parametrize("at", [("step", 1), ("step", 2), ("test", 2), ("save", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("loop", "at"),
+    [
+        *(("control", at) for at in (("step", 1), ("step", 2), ("test", 2), ("save", 2))),
+        *(("text", at) for at in (("step", 1), ("test", 2))),
+        *(pytest.param("text", at, marks=pytest.mark.slow) for at in (("step", 2), ("save", 2))),
+    ],
+    indirect=["loop"],
+    ids=str,
+)
 def test_one_that_raises_loses_nothing(at: Event, golden: Golden, tmp_path: Path) -> None:
     """The run that resumes ends as one whose callbacks raise nothing, bit for bit."""
     with pytest.raises(KeyError, match="mine"):

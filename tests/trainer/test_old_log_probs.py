@@ -16,6 +16,7 @@ from tether.trainer.parts.mismatch import ALARM
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ONE_UPDATE = [*GRPO, *LIGHT, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]
+SLOW = pytest.mark.slow
 BF16_SAMPLER = ["actor_rollout_ref.rollout.dtype=bfloat16"]
 
 
@@ -57,7 +58,9 @@ def train_by(overrides: list[str], source: OldLogProbs | None = None, steps: int
         return Stepped(trainer, [trainer.advance() for _ in range(steps)], [])
 
 
-@pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo", "decoupled"])
+@pytest.mark.parametrize(
+    "loss", ["vanilla", "gspo", *(pytest.param(loss, marks=SLOW) for loss in ("cispo", "decoupled"))]
+)
 def test_a_run_learns_the_same_without_a_pass_of_its_own(loss: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [*base_overrides(inputs, tmp_path), *ONE_UPDATE, f"{ACTOR}.policy_loss.loss_mode={loss}"]
     update, recomputed = (train_by(overrides, source) for source in ("update", "recomputed"))

@@ -112,7 +112,7 @@ def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None
         assert row["score"] == pytest.approx(sum(row["rewards"]))
 
 
-@pytest.mark.parametrize("agent", ["tools", "environment"])
+@pytest.mark.parametrize("agent", ["environment", pytest.param("tools", marks=pytest.mark.slow)])
 def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [o for o in turn_overrides(inputs, tmp_path) if "default_local_dir" not in o]
     overrides += own(inputs) if agent == "environment" else []
@@ -286,6 +286,7 @@ def test_rows_that_name_an_interaction_need_an_agent_that_lets_it_act(inputs: Pa
     interactions.write_text(f"interaction: [{{name: digits, class_name: '{inputs / 'tools.py'}:Digits'}}]")
     overrides = [o for o in turn_overrides(inputs, tmp_path / "run") if "tool_config" not in o and "agent" not in o]
     overrides += [f"data.train_files={file}", f"{SECTION}.interaction_config_path={interactions}"]
+    overrides += [f"{ROLLOUT}.agent.num_workers=1"]
     with pytest.raises(ValueError, match=r"no row has several turns.*the interaction that rows name") as error:
         build_run(load_config(None, overrides)).close()
     assert f"Set {ROLLOUT}.agent.default_agent_loop=tool_agent, by which" in str(error.value)
