@@ -244,3 +244,5 @@ def test_informative_rows() -> None:
     mask = torch.tensor([[1]] * 5 + [[0]] + [[1]])
     uid = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     assert informative_rows(scores, mask, uid).tolist() == [True, True, False, False, False, False, False]
+    scores[2:4] = torch.tensor([NAN, 0.0])  # of a valid row, which is not hidden
+    assert informative_rows(scores, mask, uid)[2:4].all()

@@ -96,7 +96,7 @@ def test_a_lost_validation_and_lost_generators_would_show(
 
 
 def test_sparse_logs_change_nothing(tmp_path: Path) -> None:
-    """What was not logged yet is in the checkpoint."""
+    """A run may be stopped after a step that it does not log."""
     control, sparse = Control(), "trainer.log_freq=4"
     control.train(control.overrides(tmp_path / "whole", sparse))
     for stop in (1, 5, None):
