@@ -278,7 +278,7 @@ def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+UNREADABLE = [
     ({"source": "gone.jsonl"}, r"--from gone.jsonl: there is no such file or folder"),
     ({"source": "rows.txt"}, r"--from rows.txt: no .parquet, .jsonl, .jsonl.gz, .json or .arrow file"),
     ({"source": "cut.jsonl.gz"}, r"^cut.jsonl.gz: is no gz file that can be read \(Compressed file ended"),
@@ -289,18 +289,19 @@ def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ({"source": "gsm8k.jsonl", "revision": "main"}, r"^--from reads files here: .*--revision"),
     ({"source": "gsm8k.jsonl", "repository": "a/b"}, r"^--from reads files here: .*--repository"),
     ({"source": "."}, r"^file:.*: no file for test at .*: looked for openai_humaneval/test.*; there are .*gsm8k.jsonl"),
-])  # fmt: skip
-def test_what_cannot_be_read_is_said(
-    arguments: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.txt").write_text("1")
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines(HUMANEVAL))[:-9])
-    (tmp_path / "no.jsonl.gz").write_bytes(lines(HUMANEVAL))
-    (tmp_path / "one.json").write_text('{"a": 1}')
-    (tmp_path / "ones.json").write_text("[1]")
-    (tmp_path / "gsm8k.jsonl").write_bytes(lines({"question": "1 + 1?", "answer": "#### 2"}))
-    with pytest.raises(ValueError, match=said):
-        pull("humaneval", tmp_path / "out", **{**arguments, "source": Path(arguments["source"])})
-    with contextlib.suppress(FileNotFoundError):
-        assert not list((tmp_path / "out").iterdir())
+]  # fmt: skip
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, said in UNREADABLE:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "rows.txt").write_text("1")
+        (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines(HUMANEVAL))[:-9])
+        (tmp_path / "no.jsonl.gz").write_bytes(lines(HUMANEVAL))
+        (tmp_path / "one.json").write_text('{"a": 1}')
+        (tmp_path / "ones.json").write_text("[1]")
+        (tmp_path / "gsm8k.jsonl").write_bytes(lines({"question": "1 + 1?", "answer": "#### 2"}))
+        with pytest.raises(ValueError, match=said):
+            pull("humaneval", tmp_path / "out", **{**arguments, "source": Path(arguments["source"])})
+        with contextlib.suppress(FileNotFoundError):
+            assert not list((tmp_path / "out").iterdir())

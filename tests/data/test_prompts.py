@@ -109,9 +109,8 @@ def test_a_template_that_fails_or_does_not_end_is_named(template: str, make_toke
 # "hello" renders to 9 tokens: <bos> <|user|> h e l l o <|end|> <|assistant|>
 
 
-@pytest.mark.parametrize(
-    ("truncation", "limit", "expected"),
-    [
+def test_truncation_cuts_the_side_that_it_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    for truncation, limit, expected in (
         ("left", 4, "lo<|end|><|assistant|>"),
         ("right", 4, "<bos><|user|>he"),
         ("middle", 4, "<bos><|user|><|end|><|assistant|>"),
@@ -119,21 +118,17 @@ def test_a_template_that_fails_or_does_not_end_is_named(template: str, make_toke
         ("left", 1, "<|assistant|>"),
         ("middle", 1, "<|assistant|>"),
         ("right", 1, "<bos>"),
-    ],
-)
-def test_truncation_cuts_the_side_that_it_names(
-    tokenizer: PreTrainedTokenizerFast, truncation: str, limit: int, expected: str
-) -> None:
-    dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(limit, truncation=truncation))
-    assert texts(dataset, tokenizer) == [expected]
-    assert (dataset.report.num_cut, dataset.report.longest) == (1, 9)
+    ):
+        dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(limit, truncation=truncation))
+        assert texts(dataset, tokenizer) == [expected], (truncation, limit)
+        assert (dataset.report.num_cut, dataset.report.longest) == (1, 9)
 
 
-@pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
-def test_a_prompt_that_just_fits_is_left_alone(tokenizer: PreTrainedTokenizerFast, truncation: str) -> None:
-    dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(9, truncation=truncation))
-    assert texts(dataset, tokenizer) == ["<bos><|user|>hello<|end|><|assistant|>"]
-    assert dataset.report.num_cut == 0
+def test_a_prompt_that_just_fits_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    for truncation in ("error", "left", "right", "middle"):
+        dataset = PromptDataset(rows_of("hello"), tokenizer, PromptOptions(9, truncation=truncation))
+        assert texts(dataset, tokenizer) == ["<bos><|user|>hello<|end|><|assistant|>"]
+        assert dataset.report.num_cut == 0
 
 
 def test_truncation_error_names_rows_lengths_and_ways_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -187,9 +182,12 @@ def test_max_samples_counts_before_long_rows_are_dropped(tokenizer: PreTrainedTo
     assert (report.num_rows, report.num_chosen, report.num_dropped) == (3, 2, 1)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
-@given(content=st.text(max_size=30).filter(bool), limit=st.integers(1, 40))
-@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(
+    content=st.text(max_size=30).filter(bool),
+    limit=st.integers(1, 40),
+    truncation=st.sampled_from(["left", "right", "middle"]),
+)
 def test_a_cut_prompt_has_exactly_the_limit_and_both_ends_are_its_own(
     tokenizer: PreTrainedTokenizerFast, truncation: str, content: str, limit: int
 ) -> None:

@@ -206,8 +206,8 @@ def environment(folder: Path, faults: str = "", kind: str = "vllm", *, is_fork: 
         folder: of the environment.
         faults: of the stand-in, separated by commas.
         kind: of server.
-        is_fork: the stand-in is a fork of this process (`tests.rollout.forked`); False: an interpreter of its own, for
-            tests that stop the process, or whose environment outlives this one.
+        is_fork: the stand-in is a fork of this process (`tests.rollout.forked`) and ends with it; False: an interpreter
+            of its own.
     """
     python, module = folder / "bin/python", f"tests.rollout.{kind}_stand_in"
     python.parent.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,7 @@ def runs(maker: Reference, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
-@pytest.mark.parametrize("name", MADE_OF_KERNELS)
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("llama", 2), *((name, 5) for name in MADE_OF_KERNELS)])
 def test_the_same_samples(
     name: str, rows: int, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +93,7 @@ def test_layers_that_are_not_made_of_kernels_alone_run_as_ever(name: str, runs: 
     assert len(runs) < 5  # not tried again at every step
 
 
-@pytest.mark.parametrize("name", MADE_OF_KERNELS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases and with norms of queries
 def test_many_rows_are_replayed_where_products_are_kernels(
     name: str, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

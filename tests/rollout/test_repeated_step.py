@@ -1,5 +1,6 @@
 """Decoding steps that are recorded and run again, as on CUDA, give what steps that are called give."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.graph_on_cpu import GraphsOnCpu
+from tests.pairwise import pairwise
 from tests.rollout.test_native import KEY, PROMPTS, responses
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
@@ -15,7 +17,7 @@ from tether.kernels.cuda.maker import Cuda
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import SamplingParams
 
-LONG = SamplingParams(max_new_tokens=40, n=3)
+LONG = SamplingParams(max_new_tokens=40, n=2)
 
 
 @pytest.fixture
@@ -34,24 +36,17 @@ def generated(sampling: SamplingParams, name: str, slots: int, device: str = "cp
     )
 
 
-of_each_kind = pytest.mark.parametrize(
-    "sampling",
-    [
-        LONG,
-        replace(LONG, temperature=0.0),
-        replace(LONG, top_p=0.7, record_kept=True),
-        replace(LONG, max_length=31, ignore_eos=True),
-    ],
-    ids=["plain", "greedy", "top-p", "limited"],
-)
+KINDS = {
+    "plain": LONG,
+    "greedy": replace(LONG, temperature=0.0),
+    "top-p": replace(LONG, top_p=0.7, record_kept=True),
+    "limited": replace(LONG, max_length=31, ignore_eos=True),
+}
 
 
-@pytest.mark.parametrize("slots", [64, 5])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@of_each_kind
-def test_what_is_run_again_is_what_is_called(
-    sampling: SamplingParams, name: str, slots: int, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize(("kind", "name", "slots"), pairwise([*itertools.product(KINDS, ("llama", "gemma3"), (64, 5))]))
+def test_what_is_run_again_is_what_is_called(kind: str, name: str, slots: int, request: pytest.FixtureRequest) -> None:
+    sampling = KINDS[kind]
     expected = generated(sampling, name, slots)
     graphs: GraphsOnCpu = request.getfixturevalue("graphs")
     found = generated(sampling, name, slots)
@@ -64,7 +59,7 @@ def test_what_is_run_again_is_what_is_called(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-@of_each_kind
+@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
 def test_cuda_graphs_give_what_calls_give(sampling: SamplingParams, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[object] = []
     capture = Cuda.capture

@@ -64,11 +64,7 @@ def made(kind: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 @pytest.fixture
 def started(made: Callable[..., Bench], kind: str, tmp_path: Path) -> Callable[..., Bench]:
     """Makes benches whose server is a process that tether starts."""
-
-    def start(faults: str = "", *, is_fork: bool = True, **options: Any) -> Bench:
-        return made(python=environment(tmp_path, faults, kind, is_fork=is_fork) / "bin/python", **options)
-
-    return start
+    return lambda faults="", **options: made(python=environment(tmp_path, faults, kind) / "bin/python", **options)
 
 
 # --- the parity probe, and what it is there for -------------------------------------------------------------------
@@ -134,8 +130,8 @@ def test_the_probe_looks_at_more_rows_before_it_believes_in_a_fault(made: Callab
     ("number", "when"),
     [
         pytest.param(signal.SIGKILL, "while", id="killed-while"),
-        pytest.param(signal.SIGKILL, "between", id="killed-between", marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, "while", id="hangs-while", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "between", id="killed-between"),
+        pytest.param(signal.SIGSTOP, "while", id="hangs-while"),
         pytest.param(signal.SIGSTOP, "between", id="hangs-between", marks=pytest.mark.slow),
     ],
 )
@@ -145,7 +141,7 @@ def test_a_server_that_dies_is_replaced(
     """Its rows are sampled again, with the same seeds; each is handed on once. A silence is told while it lasts."""
     monkeypatch.setenv("STAND_IN_SECONDS", "0.2")
     monkeypatch.setattr("tether.rollout.servers.engine._SAYS", 1.0)
-    bench = started(is_fork=number != signal.SIGSTOP)
+    bench = started()
     bench.server.patience = 5.0
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     rows: list[int] = []
@@ -226,7 +222,7 @@ def test_two_runs_do_not_share_a_server(made: Callable[..., Bench]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
-@pytest.mark.parametrize("holds", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("holds", [True, False])
 def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns(
     started: Callable[..., Bench], *, holds: bool
 ) -> None:
@@ -243,7 +239,6 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
         assert set(again.policy_version.tolist()) == {0}
 
 
-@pytest.mark.slow
 def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
     """Twice by the same error, and without a token: a third start, which takes minutes, would end like that, too."""
     what = r"failed 2 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"

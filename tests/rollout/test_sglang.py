@@ -42,9 +42,7 @@ def test_weights_arrive_by_every_way(made: Callable[..., Bench], tmp_path: Path)
         assert (rollout.rollout_log_probs - bench.log_probs(rollout))[rollout.response_mask].abs().max() < 1e-4, way
 
 
-@pytest.mark.parametrize(
-    "way", ["disk", *(pytest.param(way, marks=pytest.mark.slow) for way in ("tensor", "distributed"))]
-)
+@pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
 def test_weights_of_another_shape_are_refused(made: Callable[..., Bench], way: str, tmp_path: Path) -> None:
     """As those of a policy with another vocabulary; the server goes on afterwards."""
     bench = made(python=environment(tmp_path, kind="sglang") / "bin/python", dialect=SGLang(Policy("qwen2", 260), way))

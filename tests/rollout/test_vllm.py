@@ -222,7 +222,7 @@ def test_a_worker_that_fails_in_the_middle_of_broadcasts_is_replaced(
     made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: Path | None, sent: int
 ) -> None:
     """The last process of the server; one that is stopped is noticed by `server_timeout`, one that is dead at once."""
-    bench = made(python=python or environment(tmp_path, is_fork=False) / "bin/python")
+    bench = made(python=python or environment(tmp_path) / "bin/python")
     assert takes(bench, "distributed", 1 << 30, 0)
     post, asked = Connections.post, list[float]()
     if sent == signal.SIGSTOP:

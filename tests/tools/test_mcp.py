@@ -77,7 +77,8 @@ def call(pool: ToolPool, name: str, **arguments: object) -> object:
     return pool.take(pool.ask(CallRequest(name, arguments, {})))
 
 
-def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
+def test_tools_of_a_server_are_called_and_one_that_ended_is_connected_again(tmp_path: Path) -> None:
+    """The call in which it ended is an error, and is not made again."""
     with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
         assert [schema["function"]["name"] for schema in pool.schemas] == ["add", "fail", "hang", "end"]
         about = pool.schemas[0]["function"]
@@ -87,16 +88,10 @@ def test_tools_of_a_server_are_called(tmp_path: Path) -> None:
         assert "Error executing tool fail" in call(pool, "fail").error
         assert "validation error" in call(pool, "add", a="two").error, "what the model wrote is not what the tool takes"
         assert call(pool, "add", a=1, b=1).messages[0]["content"] == "2", "it goes on"
-
-
-def test_a_server_that_ended_is_connected_again(tmp_path: Path) -> None:
-    """The call in which it ended is an error, and is not made again."""
-    with pool_of(entry(tmp_path, sums(tmp_path))) as pool:
         assert "Connection closed" in call(pool, "end").error
         assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
-        assert "Connection closed" in call(pool, "end").error
         (tmp_path / "server.py").unlink()
-        assert call(pool, "end").error
+        assert "Connection closed" in call(pool, "end").error
         assert call(pool, "add", a=2, b=40).error
         (tmp_path / "server.py").write_text(SERVER)
         call(pool, "add", a=2, b=40)  # may find what the one before has tried
@@ -133,6 +128,7 @@ def test_a_server_at_an_address_may_be_started_again(tmp_path: Path) -> None:
             assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
 
 
+@pytest.mark.slow
 def test_calls_of_a_server_that_is_gone_fail_and_the_run_goes_on(tmp_path: Path) -> None:
     """A call that hangs ends its worker; the one in its place does not find the server, and knows its tools."""
     with pool_of(entry(tmp_path, sums(tmp_path)), timeout=10.0) as pool:
