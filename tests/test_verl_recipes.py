@@ -175,7 +175,7 @@ def check_run(name: str, small: list[str]) -> None:
     assert all(metrics[step][f"{role}/grad_norm"] > 0 for step in (1, 2) for role in ("actor", "critic"))
     assert any(key.startswith("val-") for key in metrics[2]) == ("trainer.test_freq=1" in small)
     saved = (directory / "global_step_2/actor").glob("model*.safetensors")  # several devices write a file each
-    assert any(saved) == ("trainer.save_freq=2" in small)
+    assert any(saved)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCRIPTS])

@@ -69,22 +69,23 @@ def test_ranks_work_together_until_one_of_them_dies(group: Group) -> None:
         group.call("part", "pid", [(), None])
 
 
-@pytest.mark.slow
-def test_weights_go_between_two_groups_until_a_rank_dies(tmp_path: Path) -> None:
-    """Groups of one rank and of two."""
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[tuple[Group, Group]]:
+    """Two groups, of one rank and of two."""
     group = ray_group([Pool(1, 1), Pool(1, 2, "rollout")], "cpu", 3, tmp_path, together=[range(1), range(1, 3)])
     try:
         one, two = group.some(range(1)), group.some(range(1, 3))
         one.build(make)
         two.build(make)
-        check_that_each_knows_its_own(one, two)
-        check_weights_of_other_shapes_than_before(one, two)
-        check_a_rank_that_dies_while_it_stores_the_next_weights(one, two)
+        yield one, two
     finally:
         group.close()
 
 
-def check_that_each_knows_its_own(one: Group, two: Group) -> None:
+@pytest.mark.slow
+def test_ranks_of_two_groups_know_their_own_and_weights_go_between_them(apart: tuple[Group, Group]) -> None:
+    """Also weights of other shapes than before arrive with their bits, and leave no file."""
+    one, two = apart
     assert [found.tolist() for found in one.call("part", "summed", [(torch.ones(1),)])] == [[1.0]]
     assert [found.tolist() for found in two.call("part", "summed", [(torch.ones(1),)] * 2)] == [[2.0]] * 2
     (weights,) = one.share_weights("part")
@@ -94,12 +95,6 @@ def check_that_each_knows_its_own(one: Group, two: Group) -> None:
     one.call("part", "pid", [()])
     assert waiting.is_alive()
     waiting.join()
-    with pytest.raises(ValueError, match=r"^rank 2: data"):
-        two.call("part", "refuse", [None, ("data",)])
-
-
-def check_weights_of_other_shapes_than_before(one: Group, two: Group) -> None:
-    """They arrive with their bits and leave no file."""
     for rows in ([1, 2, 3, 4, 6], [8], [2, 12, 1]):
         one.call("part", "have", [(rows,)])
         (expected,) = one.call("part", "described", [()])
@@ -108,10 +103,15 @@ def check_weights_of_other_shapes_than_before(one: Group, two: Group) -> None:
         for rank in range(2):
             assert [tensor for part in parts for tensor in part[rank]] == expected
     assert [*one.call("part", "named_memory", [()]), *two.call("part", "named_memory", [()] * 2)] == [[]] * 3
+    with pytest.raises(ValueError, match=r"^rank 2: data"):
+        two.call("part", "refuse", [None, ("data",)])
 
 
-def check_a_rank_that_dies_while_it_stores_the_next_weights(one: Group, two: Group) -> None:
-    """The next part is stored while the one before is read; the rank is named."""
+@pytest.mark.slow
+def test_the_next_weights_are_stored_while_some_are_read_and_a_rank_that_dies_meanwhile_is_named(
+    apart: tuple[Group, Group],
+) -> None:
+    one, two = apart
     one.call("part", "have", [([1] * 12,)])
     (pid,) = one.call("part", "pid", [()])
     parts = one.share_weights("part")

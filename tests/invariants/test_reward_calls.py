@@ -27,7 +27,7 @@ from tether.rewards.outcome import RewardFailure, RewardRequest, Score
 from tether.rewards.service.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 0.25
+DEADLINE = 1.0  # enough for a call that does not hang, on a machine with other work too
 N = 3
 ERRORS = ("raises", "exits_hard", "ignores_sigterm", "leaves_daemon_and_hangs", "forks_and_hangs", "returns_nan")
 ABSTAINS = ("returns_none",)
@@ -123,7 +123,7 @@ def test_a_step_goes_on_without_the_rows_that_failed(inputs: Path, tmp_path: Pat
     assert mark.processes()
     begun = time.monotonic()
     metrics = trainer.step(prompts)
-    assert time.monotonic() - begun < 240 * DEADLINE  # a call that hangs would take for ever
+    assert time.monotonic() - begun < 60 * DEADLINE  # a call that hangs would take for ever
     run.close()
     assert mark.processes() == []
 

@@ -1,7 +1,8 @@
-"""Programs that are forks of this process, which has imported what they need.
+"""Programs that are forks of a process which has imported what they need.
 
 An interpreter of its own takes four seconds of processor time to import torch and transformers. A fork takes none. The
-process that is started in its place is a small one: either ends with the other, and the fork stops with it.
+process that is started in its place is a small one: either ends with the other, and the fork stops with it. What is
+forked is an interpreter of one thread: a fork of the tests' process could inherit a lock that another thread holds.
 """
 
 import ctypes
@@ -12,14 +13,18 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("tests.rollout.vllm_stand_in", "tests.rollout.sglang_stand_in")
 # What starts this sees it write to its output and end with the exit code or the signal of the fork, and can kill it.
 PROGRAM = """
 import json, os, signal, socket, sys
@@ -35,36 +40,66 @@ sys.exit(code)
 
 @functools.cache
 def address() -> str:
-    """Return the address, for `PROGRAM`, of a thread of this process that forks programs as they are asked for."""
+    """Return the address, for `PROGRAM`, of a process that forks programs; it ends with this one."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # the kernel chooses a name
+    listener.bind("")  # the kernel chooses a name; who comes before the process is ready waits
     listener.listen()
-    threading.Thread(target=_accept, args=(listener,), daemon=True).start()
-    return listener.getsockname()[1:].decode()
+    words = [sys.executable, "-m", "tests.rollout.forked", str(listener.fileno())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    _started.append(subprocess.Popen(words, cwd=ROOT, env=environment, pass_fds=[listener.fileno()]))
+    name = listener.getsockname()[1:].decode()
+    listener.close()
+    return name
 
 
-def _accept(listener: socket.socket) -> None:
+_started: list["subprocess.Popen[bytes]"] = []
+
+
+def fork_behind(pid: int) -> psutil.Process:
+    """Return the fork that a process of `PROGRAM` stands for; to stop that process stops it a moment later."""
+    (fork,) = [child for child in psutil.Process(_started[0].pid).children() if child.name() == _name(pid)]
+    return fork
+
+
+def _name(pid: int) -> str:
+    return f"behind {pid}"
+
+
+def main() -> None:
+    """Fork a program for each process that connects, until the tests' process is gone."""
+    _die_with_parent()
+    gc.disable()
+    for module in MODULES:
+        import_module(module)
+    gc.freeze()  # collecting what they made would copy all of it in each fork
+    gc.enable()
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    forks: dict[int, tuple[socket.socket, int]] = {}
     while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_run, args=(connection,), daemon=True).start()
+        if select.select([listener], [], [], 0.02)[0]:
+            connection, _ = listener.accept()
+            pid, arguments, variables = json.loads(connection.makefile().readline())
+            child = os.fork()
+            if not child:
+                _become(pid, arguments, variables)
+            forks[child] = connection, pid
+        for child in list(forks):
+            if _has_ended(child, *forks[child]):
+                forks.pop(child)[0].close()
 
 
-def _run(connection: socket.socket) -> None:
-    """Fork a program, let happen to it what happens to the process that stands for it, and report its end."""
-    pid, arguments, variables = json.loads(connection.makefile().readline())
-    child = os.fork()
-    if not child:
-        _become(pid, arguments, variables)
-    ended = 0
-    while not ended:
-        if select.select([connection], [], [], 0.05)[0]:
-            os.kill(child, signal.SIGKILL)
-        elif _is_stopped(pid):
-            os.kill(child, signal.SIGSTOP)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    with connection, suppress(OSError):  # the other end may be gone
-        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-        connection.shutdown(socket.SHUT_RDWR)
+def _has_ended(child: int, connection: socket.socket, pid: int) -> bool:
+    """Let happen to a fork what happens to the process that stands for it, and report its end there."""
+    if select.select([connection], [], [], 0)[0]:
+        os.kill(child, signal.SIGKILL)
+    elif _is_stopped(pid):
+        os.kill(child, signal.SIGSTOP)
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        with suppress(OSError):  # the other end may be gone
+            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.shutdown(socket.SHUT_RDWR)
+    return bool(ended)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -73,10 +108,14 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _become(pid: int, arguments: list[str], variables: dict[str, str]) -> NoReturn:
-    """Run a module's `main` with nothing of the tests but their modules: no open file or connection of theirs."""
-    gc.freeze()  # collecting what the tests have made would copy all of it
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _become(pid: int, arguments: list[str], variables: dict[str, str]) -> NoReturn:
+    """Run a module's `main` with no open file or connection of the process that forked it."""
+    _die_with_parent()
+    ctypes.CDLL(None).prctl(15, _name(pid).encode())  # PR_SET_NAME
     os.setsid()
     output, null = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -99,3 +138,7 @@ def _become(pid: int, arguments: list[str], variables: dict[str, str]) -> NoRetu
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

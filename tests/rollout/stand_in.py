@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -206,12 +205,11 @@ def environment(folder: Path, faults: str = "", kind: str = "vllm", *, is_fork: 
         folder: of the environment.
         faults: of the stand-in, separated by commas.
         kind: of server.
-        is_fork: the stand-in is a fork of this process (`tests.rollout.forked`) and ends with it; False: an interpreter
-            of its own.
+        is_fork: the stand-in is forked (`tests.rollout.forked`) and ends with this process; False: an interpreter of
+            its own.
     """
     python, module = folder / "bin/python", f"tests.rollout.{kind}_stand_in"
     python.parent.mkdir(parents=True, exist_ok=True)
-    import_module(module)  # before it is forked
     imported = f"import gc; gc.disable(); from {module} import main; gc.enable()"  # quicker so
     program = ["-I", "-S", "-c", PROGRAM, address(), module] if is_fork else ["-c", f"{imported}; main()"]
     python.write_text(

@@ -35,6 +35,7 @@ from tests.rollout.bench import (
     rows_of,
     tiny_policy,
 )
+from tests.rollout.forked import fork_behind
 from tests.rollout.stand_in import environment
 from tether.batch import RolloutBatch
 from tether.rollout import NoiseKey
@@ -139,7 +140,7 @@ def test_a_server_that_dies_is_replaced(
     started: Callable[..., Bench], number: int, when: str, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its rows are sampled again, with the same seeds; each is handed on once. A silence is told while it lasts."""
-    monkeypatch.setenv("STAND_IN_SECONDS", "0.2")
+    monkeypatch.setenv("STAND_IN_SECONDS", "1" if number == signal.SIGSTOP else "0.2")
     monkeypatch.setattr("tether.rollout.servers.engine._SAYS", 1.0)
     bench = started()
     bench.server.patience = 5.0
@@ -149,11 +150,18 @@ def test_a_server_that_dies_is_replaced(
 
     def finished(response: Any) -> None:
         rows.append(response.row)
-        if len(rows) == 2 and when == "while":
-            victim.send_signal(number)
+        if len(rows) == 2 and when == "while" and number == signal.SIGKILL:
+            send()
+
+    def send() -> None:
+        if number == signal.SIGSTOP:
+            fork_behind(victim.pid).send_signal(number)
+        victim.send_signal(number)
 
     if when == "between":
-        victim.send_signal(number)
+        send()
+    elif number == signal.SIGSTOP:  # early: where all rows are sampled, nothing waits for the server any more
+        threading.Timer(0.3, send).start()
     again = bench.engine.generate(PROMPTS, SAMPLING, KEY, finished)
     assert rows_of(again) == expected
     assert sorted(rows) == list(range(6))

@@ -6,11 +6,24 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK = """
+REWARD = """
 from beside import one
 from mine.package import two
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return (one + two) * (solution_str == ground_truth)
+    return one + two
+"""
+COMMAND = """
+import contextlib, sys
+from tether.commands.cli import main
+from tether.rewards.custom import CustomReward
+from tether.rewards.outcome import RewardRequest
+from tether.rewards.service.pool import RewardPool
+
+sys.argv = ["tether", "--version"]
+with contextlib.suppress(SystemExit):
+    main()
+with RewardPool(CustomReward("rewards/reward.py"), num_workers=1, timeout=20) as pool:
+    print(pool.score([RewardRequest("s", "4", "4")]))
 """
 
 
@@ -22,19 +35,14 @@ def test_a_reward_imports_from_its_folder_and_from_that_of_the_run(tmp_path):
     rewards = tmp_path / "rewards"
     rewards.mkdir()
     (rewards / "beside.py").write_text("one = 1.0")
-    (rewards / "reward.py").write_text(CHECK)
-    (tmp_path / "rows.jsonl").write_text(
-        '{"data_source": "s", "prompt": "2+2?", "reward_model": {"style": "rule", "ground_truth": "4"}}\n'
-    )
-    words = ["reward", "check", "data.train_files=rows.jsonl", "custom_reward_function.path=rewards/reward.py"]
+    (rewards / "reward.py").write_text(REWARD)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "tether", *words, "actor_rollout_ref.model.path=none", "--samples", "0"],
+        [sys.executable, "-P", "-c", COMMAND],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3" in done.stdout
+    assert "Score(value=3.0" in done.stdout, done.stdout + done.stderr

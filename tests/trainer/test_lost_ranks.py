@@ -153,7 +153,7 @@ def test_a_run_that_is_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_built_twice_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [RankLost("rank 0 died\nits last lines"), RankLost("rank 1 died")]
-    monkeypatch.setattr("tether.commands.train.build", lambda _: Loser((0, failures.pop(0))).on_step_end(0, None))
+    monkeypatch.setattr("tether.commands.train.build", lambda *_: Loser((0, failures.pop(0))).on_step_end(0, None))
     with pytest.raises(RankLost, match=r"^rank 1 died\nThat was while .* so it was before \(rank 0 died\)"):
         in_one_process(tmp_path)
     assert failures == []

@@ -1,6 +1,7 @@
 """Promise 4 in a validation: a held-out response without a score is counted, and is no 0 in any mean."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,8 @@ class Scorer:
     tokenizer: PreTrainedTokenizerBase
 
     def collect(self, prompts, sampling, key, on_progress):
-        return ScoredResponses(prompts, None, ["?"] * len(prompts), self.outcomes, None, 0.0)
+        rollout = SimpleNamespace(truncated=[False] * len(prompts))
+        return ScoredResponses(prompts, rollout, ["?"] * len(prompts), self.outcomes, None, 0.0)
 
 
 def test_what_failed_or_abstained_is_in_no_mean() -> None:

@@ -7,13 +7,12 @@ from tether.checkpoints.manifest import PARTIAL, sha256_of
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
 from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
-from tether.checkpoints.trees import Classes, from_tree, to_tree
+from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
     "BEST",
     "PARTIAL",
     "CheckpointStore",
-    "Classes",
     "Rollback",
     "as_bytes",
     "find_checkpoint",

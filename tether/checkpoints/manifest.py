@@ -34,7 +34,7 @@ class Entry(TypedDict):
 def write_manifest(folder: Path, step: int) -> None:
     """Bring every file of a folder to the disk, record its hash, then write the manifest.
 
-    All files get the permissions that the umask gives to new ones: safetensors writes for the owner alone.
+    Weights get the permissions that the umask gives to new files: safetensors writes them for the owner alone.
 
     Args:
         folder: what the manifest is of.
@@ -49,7 +49,7 @@ def write_manifest(folder: Path, step: int) -> None:
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)
-        elif not path.is_symlink():
+        elif path.suffix == ".safetensors" and not path.is_symlink():
             path.chmod(permissions)
 
 

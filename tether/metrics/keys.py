@@ -67,7 +67,9 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "reward/call_s/p99": MetricInfo("Time to score a response that 99 % do not exceed, in seconds."),
     "reward/extra/<key>/mean": MetricInfo("Mean of a number that the reward returned with its score."),
     "reward/extra/<key>/missing_fraction": MetricInfo(
-        "Share of scored responses that the mean leaves out, since the reward did not return this key.", "0"
+        "Share of scored responses that the mean leaves out, since the reward did not return this key.",
+        "0",
+        when="where there are any",
     ),
     "reward/overlong_penalty_mean": MetricInfo("Mean length penalty, added to the score of a response."),
     "reward/overlong_fraction": MetricInfo("Share of responses with a length penalty.", "falls over the run"),
@@ -373,7 +375,7 @@ VALIDATION: Mapping[str, MetricInfo] = {
         "Value of the most frequent answer among n samples: bootstrap mean and std."
     ),
     "val-aux/<source>/<variable>/missing_fraction": MetricInfo(
-        "Share of scored responses for which the reward did not return this variable.", "0"
+        "Share of scored responses for which the reward did not return this variable.", "0", when="where there are any"
     ),
     "val-aux/<source>/num_distinct": MetricInfo("Distinct questions among the validation prompts."),
     "val-aux/<source>/distinct_mean": MetricInfo(

@@ -307,7 +307,7 @@ def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
     """A run goes back to what it has saved."""
     if cfg.trainer.on_collapse != "rollback" or cfg.trainer.save_freq > 0:
         return None
-    what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none on the way"
+    what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none"
     return Problem("trainer.on_collapse", what, "set trainer.save_freq above 0")
 
 
