@@ -7,7 +7,6 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.tiny import tiny_tokenizer
-from tests.training.batches import make_rollout
 from tether.batch import Prompt
 from tether.rewards import RewardError, RewardOutcome, Score
 from tether.rewards.outcome import Abstention
