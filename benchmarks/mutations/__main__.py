@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 
 from benchmarks.speed.table import grid
 
@@ -96,24 +96,22 @@ def failures(tree: Path, tests: Sequence[str], *, long: bool, all_of_them: bool 
         Stale: one of the tests does not exist.
     """
     options = [f"--timeout={TEST_TIMEOUT}", "-m", "" if long else "not slow", *([] if all_of_them else ["-x"])]
-    with TemporaryFile("w+") as said:  # a pipe would be full when nobody reads it
-        process = subprocess.Popen(
-            [sys.executable, *PYTEST, *options, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
-            stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        with suppress(subprocess.TimeoutExpired):  # it may hang in a thread behind the test that failed
-            process.wait(TIMEOUT)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also what a test has left behind
-        process.wait()
-        said.seek(0)
-        printed = said.read()
+    process = subprocess.Popen(
+        [sys.executable, *PYTEST, *options, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:  # it may hang in a thread behind the test that failed
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what a test has left behind
     last = ["", *printed.strip().splitlines()][-1]
     if process.returncode in NO_TESTS:
         raise Stale(f"{', '.join(tests)}: {last}; bring {TABLE.name} up to date")
-    of_tests = re.findall(r"^(tests/.*?) (?:FAILED|ERROR)", printed, re.MULTILINE)
-    of_files = re.findall(r"^ERROR (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
-    return of_tests or of_files or [f"{tests[0]}: {last}"] * (process.returncode != 0)
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", printed, re.MULTILINE)
+    return failed or [f"{tests[0]}: {last}"] * (process.returncode != 0)
 
 
 def caught_by(mutation: Mutation, tree: Path, *, search: bool) -> str:
@@ -150,13 +148,13 @@ def run(chosen: Sequence[Mutation], *, jobs: int, search: bool) -> list[str]:
             return found
 
         found = list(pool.map(judge, chosen))
-        return without_broken_tests(found, trees.get())
+        return without_broken_tests(found, trees.get(), long=any(mutation.long for mutation in chosen))
 
 
-def without_broken_tests(found: list[str], tree: Path) -> list[str]:
+def without_broken_tests(found: list[str], tree: Path, *, long: bool) -> list[str]:
     """Mark what a test has caught that fails without a mutation, too."""
-    catchers = sorted({one for one in found if one.startswith("tests/") and "::" in one})
-    broken = failures(tree, catchers, long=True, all_of_them=True) if catchers else []
+    catchers = sorted({one.partition("[")[0] for one in found if one.startswith("tests/") and "::" in one})
+    broken = failures(tree, catchers, long=long, all_of_them=True) if catchers else []
     return [f"{UNMUTATED}{one}" if one in broken else one for one in found]
 
 

@@ -45,6 +45,8 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
 def test_a_mutation_is_caught_or_lives_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "tether").mkdir()
     (tmp_path / "tests").mkdir()
+    (tmp_path / "tether" / "__init__.py").touch()
+    (tmp_path / "pytest.ini").touch()
     file = tmp_path / "tether" / "half.py"
     file.write_text("def half(x):\n    return x / 2  # of a number\n")
     (tmp_path / "tests" / "test_half.py").write_text(
