@@ -1,8 +1,9 @@
 """A pytest plug-in: the default selection has a budget of processor time, and fails when it needs more.
 
-An item may take `ITEM_SECONDS` and all together `TOTAL_SECONDS` on the reference machine. A short computation before
-the tests measures how much slower this machine is, and scales the limits. Processor time is that of a process and of
-its children that have ended, so waiting costs nothing. The limits hold where the whole default selection runs; a run of
+An item may take `ITEM_SECONDS` and all together `TOTAL_SECONDS` on the reference machine. A short computation measures
+how much slower this machine is, and scales the limits: before the tests, in all processes at once, as cores that share
+a cache or a memory are slower together. Processor time is that of a process and of its children that have ended, so
+waiting costs nothing. The limits hold where the whole default selection runs; a run of
 some tests is only measured.
 """
 
@@ -11,16 +12,17 @@ import resource
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from _pytest.fixtures import FixtureDef
 
 TOTAL_SECONDS = 480
 ITEM_SECONDS = 3
-FIXTURE_SECONDS = 10  # of a fixture that several tests share
+FIXTURE_SECONDS = 20  # of a fixture that several tests share: compiling kernels takes most
 CALIBRATION_SECONDS = 0.055  # of `calibration` on the reference machine, an AMD EPYC (Zen 4), quiet
 SHOWN = 10
-ITEM, FIXTURE = "cpu_seconds", "cpu_seconds of fixture "
+ITEM, FIXTURE, SLOWNESS = "cpu_seconds", "cpu_seconds of fixture ", "slowness"
 
 
 def cpu_seconds() -> float:
@@ -95,6 +97,11 @@ class Controller:
     fixtures: dict[str, float] = field(default_factory=dict)
     """The dearest set-up of each, as every process makes its own."""
 
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the slowness that the processes of the tests measured, all at the same time."""
+        if hasattr(node, "workeroutput"):  # a process that crashed has none
+            self.slowness = max(self.slowness, node.workeroutput[SLOWNESS])
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the times of an item."""
         for name, spent in report.user_properties if report.when == "call" else ():
@@ -153,7 +160,9 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker, is_distributed = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
     if is_worker or not is_distributed:
         config.pluginmanager.register(Worker())
-    if not is_worker:
+    if is_worker:
+        config.workeroutput[SLOWNESS] = calibration() / CALIBRATION_SECONDS
+    else:
         is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
         enforced = is_whole and config.option.markexpr == "not slow" and not config.option.collectonly
         config.pluginmanager.register(Controller(max(1.0, calibration() / CALIBRATION_SECONDS), enforced))

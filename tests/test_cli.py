@@ -554,6 +554,7 @@ CONTROL_RUN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_control_run_outlives_its_reader_saves_on_sigterm_and_resumes(cli: Cli, unread: int, tmp_path: Path):
     """In a process of its own, as on a user's machine; it loads no transformers, which takes a second to import."""
     pytest.importorskip("gymnasium")

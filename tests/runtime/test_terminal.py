@@ -89,7 +89,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [COMMANDS["an error"], pytest.param(COMMANDS["a table"], marks=pytest.mark.slow)],
+    ids=COMMANDS,
+)
 def test_the_command_on_a_terminal_that_knows_only_ascii(command: str, tmp_path: Path) -> None:
     code = f"{command}; from tether.commands.cli import main; main()"
     root = str(Path(__file__).parents[2])

@@ -20,6 +20,7 @@ def traced(file: Path) -> set[str]:
         return {event.get("name", "") for event in json.load(opened)["traceEvents"]}
 
 
+@pytest.mark.slow
 def test_the_named_steps_are_traced(base: list[str]) -> None:
     run = train([*base, *GRPO, *LIGHT, *SMALL, "trainer.total_training_steps=2", "trainer.profile_steps=[2]"])
     trace = run / "profile/step_2/loop.json.gz"

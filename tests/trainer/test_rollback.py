@@ -1,10 +1,11 @@
 """`trainer.on_collapse=rollback`: a run whose policy collapses goes back, learns more slowly, and resumes exactly."""
 
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, weights, write_inputs
 from tether.checkpoints import CheckpointStore, Rollback, roll_back, rollbacks_of
 from tether.checkpoints.rollbacks import NOTE
+from tether.commands.result import TrainingResult
 from tether.commands.train import train
 from tether.config import load_config
 from tether.trainer.parts import Rollbacks
@@ -45,28 +47,43 @@ def note(folder: Path) -> list[dict[str, int]]:
 ROLLBACK = "trainer.on_collapse=rollback"
 
 
-def test_a_collapsed_run_goes_back_and_learns_more_slowly(inputs: Path, tmp_path: Path, capsys) -> None:
-    """It resumes exactly, by the note in its folder; without that it would learn as fast as before."""
-    result = run(inputs, tmp_path / "run", ROLLBACK)
+@pytest.fixture(scope="module")
+def went_back(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingResult, str]:
+    """A run that collapsed and went back, and what it printed."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        result = run(inputs, tmp_path_factory.mktemp("rollback") / "run", ROLLBACK)
+    return result, " ".join(printed.getvalue().split())
+
+
+def test_a_collapsed_run_goes_back_and_learns_more_slowly(went_back: tuple[TrainingResult, str]) -> None:
+    result, printed = went_back
     assert (result.step, result.stopped_by) == (8, None)
-    assert note(tmp_path / "run") == [{"collapsed": 3, "to": 1}]
-    last = max(int(path.name.removeprefix("global_step_")) for path in (tmp_path / "run" / "earlier_1").iterdir())
+    assert note(result.folder) == [{"collapsed": 3, "to": 1}]
+    last = max(int(path.name.removeprefix("global_step_")) for path in (result.folder / "earlier_1").iterdir())
     assert 3 <= last <= 2 + SAME_REPLY_STEPS
-    steps = measured(tmp_path / "run")
+    steps = measured(result.folder)
     assert [steps[step]["actor/lr"] for step in (1, 2, 3)] == pytest.approx([0.0, 2.5e-4, 5e-4])
     assert all(metrics["actor/entropy"] > 1 for metrics in steps.values())
-    assert f"after step {last} the run goes back to" in " ".join(capsys.readouterr().out.split())
+    assert f"after step {last} the run goes back to" in printed
 
+
+def test_a_run_that_went_back_resumes_exactly(
+    went_back: tuple[TrainingResult, str], inputs: Path, tmp_path: Path
+) -> None:
+    """By the note in its folder; without that it would learn as fast as before."""
+    before = went_back[0].folder
     for name in ("resumed", "unnoted"):
-        shutil.copytree(tmp_path / "run" / "global_step_7", tmp_path / name / "global_step_7")
-    shutil.copy(tmp_path / "run" / NOTE, tmp_path / "resumed" / NOTE)
+        shutil.copytree(before / "global_step_7", tmp_path / name / "global_step_7")
+    shutil.copy(before / NOTE, tmp_path / "resumed" / NOTE)
     resumed = run(inputs, tmp_path / "resumed", ROLLBACK)
-    assert same(weights(resumed.checkpoint), weights(tmp_path / "run" / "global_step_8"))
-    assert note(tmp_path / "resumed") == note(tmp_path / "run")
+    assert same(weights(resumed.checkpoint), weights(before / "global_step_8"))
+    assert note(tmp_path / "resumed") == note(before)
     unnoted = run(inputs, tmp_path / "unnoted")
-    assert not same(weights(unnoted.checkpoint), weights(tmp_path / "run" / "global_step_8"))
+    assert not same(weights(unnoted.checkpoint), weights(before / "global_step_8"))
 
 
+@pytest.mark.slow
 def test_the_number_of_rollbacks_ends(inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the same learning rate it collapses again, at the same step; then it stops, and a new run forgets that."""
     more = [ROLLBACK, "trainer.rollback_lr_factor=1", "trainer.max_rollbacks=1"]

@@ -94,9 +94,7 @@ STORED = (
 def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
     """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
 
-    Args:
-        loaded: describes the run.
-        begin: called with what is about to be done, for whoever waits.
+    `begin` is called with what is about to be done, for whoever waits.
 
     Raises:
         ValueError: the inputs are not usable; see the message.

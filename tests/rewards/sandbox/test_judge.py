@@ -4,6 +4,8 @@ import itertools
 import json
 import time
 
+import pytest
+
 from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest
 from tether.rewards.sandbox.harness import decode, encode
 from tether.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
@@ -138,8 +140,9 @@ PRINTED = [
 ]  # fmt: skip
 
 
-def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon():
-    for expected, printed in itertools.product(EXPECTED, PRINTED):
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon(part):
+    for expected, printed in itertools.product(EXPECTED, PRINTED[part::3]):
         job, begun = job_for(CallTest("f", [], expected), Answer("python", "")), time.process_time()
         assert not job.passed(Finished("exit", 0, printed.encode(), b"", 0.0)), printed[:40]
         assert time.process_time() - begun < 1, printed[:40]
