@@ -116,9 +116,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         tools = build_tool_pool(config)
         if tools:
             resources.callback(tools.close)
-        begin("reading the data")
-        inputs = _inputs(config, tools, checkpoint)
-        begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
+        inputs = _inputs(config, tools, checkpoint, begin)
         look_at_servers(config, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:
@@ -250,9 +248,11 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
     return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
 
 
-def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None) -> Inputs:
+def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:
     """Inputs of a run, checked for the engine that trains on them."""
+    begin("reading the data")
     inputs = build_inputs(config, tools)
+    begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
     check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)
     check_router_replay(config, inputs.model_path)
     return inputs
