@@ -233,7 +233,7 @@ class MegatronEngine(RanksEngine[Outputs]):
         experts: Experts = getattr(forward, "experts", "chosen")
         count, rounds = len(micros), self._rounds(len(micros))
         micros = [*micros, *(padding_row() for _ in range(rounds - count))]
-        whole = [token_rows(micro, packed=True, experts=experts) for micro in micros]
+        whole = [token_rows(micro, packed=True, experts=experts, merges=False) for micro in micros]
         if self._of_routers and not forward_only:
             self._average_router_losses(sum(rows.input_ids.numel() for rows in whole[:count]))
         laid = [on_device(self._part(rows), self._device) for rows in whole]

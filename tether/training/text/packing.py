@@ -123,15 +123,21 @@ def padding_row() -> TrainBatch:
 
 
 def token_rows(
-    batch: TrainBatch, *, packed: bool, ranks: SequenceRanks | None = None, experts: Experts = "chosen"
+    batch: TrainBatch,
+    *,
+    packed: bool,
+    ranks: SequenceRanks | None = None,
+    experts: Experts = "chosen",
+    merges: bool = True,
 ) -> TokenRows:
     """Lay the rows out for the model, where the batch lies: in the memory of the host; a slice of them for a rank.
 
     With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
     stands once, before their responses: so many rows cost the layers a single prompt. Equal responses to it stand once
-    too, unless the sampler recorded something about each of their tokens that is replayed.
+    too, unless the sampler recorded something about each of their tokens that is replayed, or `merges` is False: a loss
+    of a mixture's routers counts tokens, and would depend on which responses share a micro-batch.
     """
-    merges = packed and batch.kept is None and experts != "replayed"
+    merges = merges and packed and batch.kept is None and experts != "replayed"
     input_ids, position_ids, layout, prompt_start, response_start = (
         _packed(batch, merges=merges) if packed else _padded(batch)
     )
