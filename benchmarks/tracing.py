@@ -26,7 +26,7 @@ from benchmarks.algorithms.tasks import SPELL, overrides, write_inputs
 from benchmarks.speed.table import grid
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "tether"
+PACKAGE = ROOT / "src/tether"
 BEGIN, END = "<!-- trace:begin -->", "<!-- trace:end -->"
 STEPS = 3
 CORE = ("algorithms", "batch.py", "checkpoints", "keyed_random.py", "metrics", "runtime", "trainer", "training")
@@ -163,7 +163,7 @@ def rooms(text: Steps, control: Steps) -> list[str]:
     kinds["both"] = text.whole & control.whole
     counts = {kind: Counter(room_of(file) for file, _ in functions) for kind, functions in kinds.items()}
     names = sorted(set().union(*counts.values()))
-    rows = [[f"`tether/{room}`", *(str(counts[kind][room]) for kind in kinds)] for room in names]
+    rows = [[f"`src/tether/{room}`", *(str(counts[kind][room]) for kind in kinds)] for room in names]
     return grid(("package", *kinds), rows)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS.parent), str(DOCS)]
 
 import algorithm_pages  # noqa: E402
 

@@ -3,7 +3,7 @@
 #   scripts/test.sh tests/algorithms -x
 #   scripts/test.sh -m slow       # the long ones, which are left out otherwise; -m '' for all
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
-# Large pages: see tether/runtime/huge_pages.py.
+# Large pages: see src/tether/runtime/huge_pages.py.
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1
 # Several processes share the cores: threads that wait must not keep one busy.
 export OMP_WAIT_POLICY=passive

@@ -18,7 +18,7 @@ if [ ! -e "$venv/ready" ]; then
   "$venv/bin/python" -c 'import vllm' && touch "$venv/ready"
 fi
 [ "${1:-}" = serve ] || exit 0
-export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 PYTHONPATH="$PWD/tether/rollout/inside"
+export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 PYTHONPATH="$PWD/src/tether/rollout/inside"
 exec "$venv/bin/python" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --served-model-name policy \
   --skip-tokenizer-init --generation-config vllm --logprobs-mode processed_logprobs --enable-scale-out \
   --worker-extension-cls tether_in_vllm.Extension --weight-transfer-config '{"backend":"tether"}' "${@:2}"

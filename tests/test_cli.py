@@ -571,7 +571,7 @@ finally:
     assert "transformers" not in sys.modules
 """
     hidden = ("GLIBC_TUNABLES", "TETHER_HUGE_PAGES")
-    environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"PYTHONPATH": str(ROOT)}
+    environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"PYTHONPATH": f"{ROOT}/src"}
     command = [sys.executable, "-c", code, *arguments, last(10**6)]
     process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=unread, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not ((folder / "metrics.jsonl").exists() and read_metrics(folder)):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "tether"
+PACKAGE = ROOT / "src/tether"
 LEVELS = {
     "batch": -1, "observations": -1, "keyed_random": -1, "loss_requirements": -1, "spelling": -2, "types": -2,
     "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "models": 2, "data": 2,
@@ -27,6 +27,18 @@ LEVELS = {
 FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
 LIGHT = ("tether.config", "tether.commands.cli")
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_a_script_beside_the_clone_or_in_it_imports_the_package(tmp_path: Path) -> None:
+    """A folder `tether` that a script finds first, as a namespace without modules, would hide what is installed."""
+    clone = tmp_path / "tether"  # what `git clone` names it
+    clone.mkdir()
+    for folder in (path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        (clone / folder).symlink_to(ROOT / folder)
+    for where in (tmp_path, clone):
+        code = "import tether; print(tether.__version__)"
+        done = subprocess.run([sys.executable, "-c", code], cwd=where, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 def area(path: Path) -> str:
@@ -101,7 +113,7 @@ def test_light_modules_load_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-FACES = {".".join(p.parent.relative_to(ROOT).parts): p for p in FILES if p.name == "__init__.py"}
+FACES = {".".join(p.parent.relative_to(PACKAGE.parent).parts): p for p in FILES if p.name == "__init__.py"}
 
 
 def steps_of(package: str, name: str) -> list[tuple[str, str]]:
@@ -143,17 +155,17 @@ def test_other_rooms_import_through_the_face() -> None:
 
 def test_a_wrong_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for room in ("trainer", "rewards", "config"):
-        (tmp_path / "tether" / room).mkdir(parents=True)
-    trainer, rewards, config = (tmp_path / f"tether/{room}/new.py" for room in ("trainer", "rewards", "config"))
+        (tmp_path / "src/tether" / room).mkdir(parents=True)
+    trainer, rewards, config = (tmp_path / f"src/tether/{room}/new.py" for room in ("trainer", "rewards", "config"))
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "tether")
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "src/tether")
     trainer.write_text("from tether.rewards.pool import Slot\nfrom tether.rewards import Score\n")
-    assert imports_past_a_face(trainer) == {"tether/trainer/new.py: tether.rewards.pool.Slot"}
+    assert imports_past_a_face(trainer) == {"src/tether/trainer/new.py: tether.rewards.pool.Slot"}
     assert wrong_imports(trainer) == set()
     rewards.write_text("from tether.trainer import Trainer\nimport torch\n")
-    assert wrong_imports(rewards) == {"tether/rewards/new.py must not import tether.trainer.Trainer"}
+    assert wrong_imports(rewards) == {"src/tether/rewards/new.py must not import tether.trainer.Trainer"}
     config.write_text("import torch.nn\nfrom tether.runtime import guard\n")
-    assert wrong_imports(config) == {"tether/config/new.py must not import torch.nn"}
+    assert wrong_imports(config) == {"src/tether/config/new.py must not import torch.nn"}
 
 
 def names_in(text: str) -> set[str]:

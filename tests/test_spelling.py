@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tether.spelling import closest, did_you_mean
 
-PACKAGE = Path(__file__).parent.parent / "tether"
+PACKAGE = Path(__file__).parent.parent / "src/tether"
 
 
 def test_the_nearest_comes_first_whatever_its_case():

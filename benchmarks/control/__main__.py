@@ -46,7 +46,7 @@ def fetch_peer(side: str) -> Path:
 
 def measure(side: str, name: str, task: Task, seed: int, threads: int) -> dict[str, Any]:
     """One run in a process of its own."""
-    path = os.pathsep.join([str(ROOT), *([str(fetch_peer(side))] if side in PEERS else [])])
+    path = os.pathsep.join([f"{ROOT}/src", str(ROOT), *([str(fetch_peer(side))] if side in PEERS else [])])
     request = json.dumps({"side": side, "name": name, "task": asdict(task), "seed": seed, "threads": threads})
     command = [sys.executable, "-m", "benchmarks.control", "--one", request]
     path += os.pathsep + os.environ.get("PYTHONPATH", "")

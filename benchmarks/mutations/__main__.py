@@ -59,7 +59,7 @@ class Mutation:
     @property
     def package(self) -> str:
         """Package of tether, or module beside the packages."""
-        return self.file.split("/")[1].removesuffix(".py")
+        return self.file.split("/")[2].removesuffix(".py")
 
     def applied(self, text: str) -> str:
         """Return the text of the file with the mutation.
@@ -97,7 +97,7 @@ def failures(tree: Path, tests: Sequence[str], *, long: bool, all_of_them: bool 
     """
     options = [f"--timeout={TEST_TIMEOUT}", "-m", "" if long else "not slow", *([] if all_of_them else ["-x"])]
     process = subprocess.Popen(
-        [sys.executable, *PYTEST, *options, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)},
+        [sys.executable, *PYTEST, *options, *tests], cwd=tree, env=os.environ | {"PYTHONPATH": f"{tree}/src:{tree}"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:

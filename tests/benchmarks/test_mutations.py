@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.mutations.__main__ import LIVES, ROOT, Mutation, Stale, caught_by, mutations
 
-PACKAGES = {path.name for path in (ROOT / "tether").iterdir() if path.is_dir() and path.name != "__pycache__"}
+PACKAGES = {path.name for path in (ROOT / "src/tether").iterdir() if path.is_dir() and path.name != "__pycache__"}
 PROMISES = range(1, 8)
 
 
@@ -35,7 +35,7 @@ def test_every_package_and_every_promise_is_broken() -> None:
 
 
 def test_a_text_that_is_not_there_once_is_stale() -> None:
-    mutation = Mutation("tether/any.py", "a == b", "a != b", "nothing", ())
+    mutation = Mutation("src/tether/any.py", "a == b", "a != b", "nothing", ())
     assert mutation.applied("if a == b:") == "if a != b:"
     for text in ("", "a == b or a == b"):
         with pytest.raises(Stale, match="occurs"):
@@ -43,18 +43,18 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
 
 
 def test_a_mutation_is_caught_or_lives_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "tether").mkdir()
+    (tmp_path / "src/tether").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tether" / "__init__.py").touch()
+    (tmp_path / "src/tether/__init__.py").touch()
     (tmp_path / "pytest.ini").touch()
-    file = tmp_path / "tether" / "half.py"
+    file = tmp_path / "src/tether/half.py"
     file.write_text("def half(x):\n    return x / 2  # of a number\n")
     (tmp_path / "tests" / "test_half.py").write_text(
         "from tether.half import half\ndef test_half():\n    assert half(3) == 1.5\n"
     )
     found = {}
     for old, new in (("x / 2", "x // 2"), ("a number", "numbers")):
-        mutation = Mutation("tether/half.py", old, new, "halves", ("tests/test_half.py",))
+        mutation = Mutation("src/tether/half.py", old, new, "halves", ("tests/test_half.py",))
         found[new] = caught_by(mutation, tmp_path, search=False)
     assert found == {"x // 2": "tests/test_half.py::test_half", "numbers": LIVES}
     assert "return x / 2  # of a number" in file.read_text()

@@ -152,7 +152,7 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(tmp_path: Path) -> 
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(tmp_path), "RAY_worker_niceness": "0"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= {"PYTHONPATH": os.pathsep.join([f"{ROOT}/src", str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
     command += ["--num-cpus=1", "--include-dashboard=false"]
     ask = f"from tether.execution.cluster import nodes_of; print(*nodes_of('127.0.0.1:{port}'))"

@@ -168,7 +168,7 @@ def test_ranks_end_with_their_driver(tmp_path: Path) -> None:
     script.write_text(DRIVER)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([f"{ROOT}/src", str(ROOT), os.environ.get("PYTHONPATH", "")]),
         MARK: "1",
     }
     ended = subprocess.run(

@@ -214,7 +214,7 @@ def environment(folder: Path, faults: str = "", kind: str = "vllm", *, is_fork: 
     program = ["-I", "-S", "-c", PROGRAM, address(), module] if is_fork else ["-c", f"{imported}; main()"]
     python.write_text(
         '#!/bin/sh\n[ "$1" = -I ] && exit 0  # asked whether it has the package\n'
-        f'cd {ROOT}\nexport STAND_IN_FAULTS="{faults}" PYTHONPATH={ROOT} OMP_NUM_THREADS=1\n'
+        f'cd {ROOT}\nexport STAND_IN_FAULTS="{faults}" PYTHONPATH={ROOT}/src:{ROOT} OMP_NUM_THREADS=1\n'
         f'exec {shlex.join([sys.executable, *program])} "$@"\n'
     )
     python.chmod(0o755)

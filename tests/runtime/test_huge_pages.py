@@ -33,6 +33,6 @@ def test_huge_pages_are_asked_for(given: dict[str, str], starts: int, tunables: 
     environment = {key: value for key, value in os.environ.items() if key not in (TUNABLES, SWITCH)}
     command = [sys.executable, "-c", CODE, "an argument"]
     done = subprocess.run(
-        command, env=environment | given | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+        command, env=environment | given | {"PYTHONPATH": f"{ROOT}/src"}, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["start"] * starts + [f"{tunables} an argument"]

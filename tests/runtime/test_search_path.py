@@ -36,7 +36,7 @@ def test_a_reward_imports_from_its_folder_and_from_that_of_the_run(tmp_path):
     rewards.mkdir()
     (rewards / "beside.py").write_text("one = 1.0")
     (rewards / "reward.py").write_text(REWARD)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [f"{ROOT}/src", *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-P", "-c", COMMAND],
         cwd=tmp_path,

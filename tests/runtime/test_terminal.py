@@ -96,7 +96,7 @@ COMMANDS = {
 )
 def test_the_command_on_a_terminal_that_knows_only_ascii(command: str, tmp_path: Path) -> None:
     code = f"{command}; from tether.commands.cli import main; main()"
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": root, "LC_ALL": "C"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, check=False)
     assert b"Traceback" not in done.stderr

@@ -48,7 +48,7 @@ def test_the_replay_script_names_the_row(
     assert engine.update(batch, LossSpec(PolicyForward(), loss), PLAN, step=4).metrics["skipped_updates"] == 1
     script = str(tmp_path / "step_5" / "replay.py")
     if in_a_process_of_its_own:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([f"{ROOT}/src", str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
             text=True, check=False,

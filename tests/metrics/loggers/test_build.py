@@ -41,7 +41,7 @@ def test_missing_library_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 
 
 def test_every_logger_has_a_module() -> None:
-    package = Path(__file__).resolve().parents[3] / "tether" / "metrics" / "loggers"
+    package = Path(__file__).resolve().parents[3] / "src/tether/metrics" / "loggers"
     for name, target in LOGGERS.items():
         module, class_name = target.split(":")
         source = (package / f"{module.rpartition('.')[2]}.py").read_text()

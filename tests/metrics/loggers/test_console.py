@@ -219,7 +219,7 @@ def test_odd_terminals(terminal: str, tmp_path: Path) -> None:
         "logger.phase('gen', 1); logger.log(1, {'critic/score/mean': 0.5}); logger.close()\n"
         "print('alive')"
     )
-    environment = {"TERM": terminal, "COLUMNS": "7", "LINES": "2", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {"TERM": terminal, "COLUMNS": "7", "LINES": "2", "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
     )

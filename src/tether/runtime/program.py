@@ -45,7 +45,7 @@ def environment_of(name: str, variable: str) -> Path:
         ValueError: there is none.
     """
     named = os.environ.get(variable)
-    places = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[2] / f".venv-{name}"]
+    places = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[3] / f".venv-{name}"]
     for place in places:
         if (python := place.expanduser().absolute() / "bin/python").exists():
             return python
