@@ -1,6 +1,5 @@
 from pathlib import Path
 
-import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -96,6 +95,8 @@ def test_rows_that_may_have_been_read_from_columns_are_marked(module: Path, toke
     """A class may read Parquet, and a `datasets.Dataset` is columns; a list has the rows as they were written."""
     file = write_jsonl(module.with_name("a.jsonl"), [record()])
     assert load(module, "Doubled", tokenizer, [file])[0].from_columns
+    import datasets
+
     for dataset, marked in (([record()], False), (datasets.Dataset.from_list([record()]), True)):
         with holding({"data": dataset}):
             assert rows_of_object(f"{PREFIX}data")[0].from_columns == marked

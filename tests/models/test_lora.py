@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import TINY_CONFIGS, tiny_model
@@ -94,6 +93,8 @@ def test_merged_directory_loads_in_transformers_and_leaves_the_model_alone(name,
 
 
 def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
+    from peft import PeftModel
+
     model = trained_lora(tiny_model("qwen2"))
     save_adapter(model, tmp_path)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -59,9 +60,17 @@ def convert_gguf(file: Path, directory: Path) -> Path:
 
     from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 
+    def convert_tokenizer() -> None:
+        load_gguf_tokenizer(file).save_pretrained(directory)
+
     disable_progress_bar()
+    # transformers reads the metadata anew for each, in Python: several seconds, which two processes share.
+    process = multiprocessing.get_context("fork").Process(target=convert_tokenizer)
+    process.start()
     load_gguf_model(file).save_pretrained(directory)
-    load_gguf_tokenizer(file).save_pretrained(directory)
+    process.join()
+    if process.exitcode:
+        raise ValueError(f"{file}: its tokenizer could not be converted; the error stands above")
     return directory
 
 
