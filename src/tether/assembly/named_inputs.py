@@ -219,6 +219,34 @@ def _of_both(config: RunConfig) -> Named:
     yield from (("trainer.logger", name, _definition) for name in config.trainer.logger if is_own_function(name))
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
+    yield from ((key, package, partial(_package, extra=extra)) for key, package, extra in _packages(config))
+
+
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+SIMULATOR_PACKAGES = {"envpool": "envpool", "metaworld": "metaworld", "maniskill": "mani_skill", "libero": "libero"}
+
+
+def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Each optional package that the configuration asks for: (key, name that is imported, extra of tether)."""
+    if config.trainer.devices > 1:
+        yield "trainer.n_gpus_per_node", "ray", "ray"
+    yield from (
+        ("trainer.logger", LOGGER_PACKAGES[name], name) for name in config.trainer.logger if name in LOGGER_PACKAGES
+    )
+    if config.actor_rollout_ref.model.lora_rank > 0:
+        yield "actor_rollout_ref.model.lora_rank", "peft", "lora"
+    if config.env.train.id is not None:
+        yield "env.train.id", "gymnasium", "gymnasium"
+        if (simulator := config.env.train.env_type) in SIMULATOR_PACKAGES:
+            yield "env.train.env_type", SIMULATOR_PACKAGES[simulator], simulator
+
+
+def _package(name: str, extra: str) -> None:
+    if find_spec(name) is None:
+        raise ValueError(
+            f"needs the package {name}, which is not installed. Run: pip install 'tether[{extra}]' (in a clone: pip "
+            f"install -e '.[{extra}]')."
+        )
 
 
 def _rows(
