@@ -473,9 +473,8 @@ def main() -> None:
         message = _for_the_user(error)
         code = 1 if message is None else 2
         with suppress(BrokenPipeError):
-            typer.secho(
-                printable(message or traceback.format_exc()), fg=typer.colors.RED if message else None, err=True
-            )
+            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:
