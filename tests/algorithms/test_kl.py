@@ -89,9 +89,18 @@ def test_kl_in_reward() -> None:
     old = torch.tensor([[LN2, 0.0], [LN2, math.nan], [math.nan, math.nan]])
     ref = torch.tensor([[0.0, LN2], [0.0, math.nan], [math.nan, math.nan]])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    rewards, kl = apply_kl_penalty(scores, old, ref, mask, kl_coef=0.1)
+    rewards, kl = apply_kl_penalty(scores, kl_penalty(old, ref, "k1", mask), mask, kl_coef=0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1 * LN2, 1 + 0.1 * LN2], [2 - 0.1 * LN2, 0], [0, 0]]))
     assert float(kl) == pytest.approx((0 + LN2) / 2)  # mean over the two rows of their means
+
+
+def test_full_kl_in_reward() -> None:
+    # Coefficient .1, p = (3/4, 1/4) against q = (1/2, 1/2) at both tokens of row 0, and p = q in row 1; 0 beyond it.
+    full = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    scores, mask = torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([[1, 1], [1, 0]])
+    rewards, kl = apply_kl_penalty(scores, torch.tensor([[full, full], [0.0, math.nan]]), mask, kl_coef=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1 * full, 1 - 0.1 * full], [2, 0]]))
+    assert float(kl) == pytest.approx((full + 0) / 2)
 
 
 def test_adaptive_controller() -> None:

@@ -28,6 +28,7 @@ from tether.algorithms import (
     entropy_from_logits,
     importance_metrics,
     importance_weights,
+    kl_penalty,
     masked_whiten,
     off_policy_metrics,
     parse_rejection,
@@ -319,7 +320,8 @@ def kl_kinds() -> list[Check]:
 
 def kl_in_reward() -> list[Check]:
     def mine(case: Case) -> Outputs:
-        made = apply_kl_penalty(case.dense_rewards, case.old_log_probs, case.ref_log_probs, case.mask, kl_coef=0.3)
+        kl = kl_penalty(case.old_log_probs, case.ref_log_probs, "kl", case.mask)
+        made = apply_kl_penalty(case.dense_rewards, kl, case.mask, kl_coef=0.3)
         return {"rewards": made.token_level_rewards}
 
     def theirs(case: Case) -> Outputs:
