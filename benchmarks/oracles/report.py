@@ -61,7 +61,8 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
     lines = [
         "# Against other libraries",
         "",
-        "`tether.algorithms` beside the same functions of other libraries, on the same random batches. Written by",
+        "`tether.algorithms` compared with the same functions of other libraries, on the same random batches. "
+        "Written by",
         "",
         "```sh",
         "python -m benchmarks.oracles --write docs/oracles.md",

@@ -161,6 +161,12 @@ def test_rejection_metrics() -> None:
         ("token_k2", "0.5_2", "no lower bound"),
         ("token_k2", "two", "positive number"),
         ("token_k2", -1.0, "positive number"),
+        ("token_k2", "nan", "positive number"),
+        ("token_k2", "inf", "positive number"),
+        ("token_k2", math.nan, "rollout_rs_threshold is nan; expected a finite number"),
+        ("token_k1", "0.5_inf", "positive number"),
+        ("token_k1", "nan_2", "positive number"),
+        ("token_k1, seq_max_k2,token_k1", "2", "token_k1 is named twice"),
         ("token_k1", 0.5, "lower bound 2 is above the upper one 0.5"),
     ],
 )

@@ -693,6 +693,11 @@ def test_bounds_of_rejection(modes, threshold, message):
     assert message in problems_of(*overrides)[f"{CORRECTION}.rollout_rs_threshold"]
 
 
+def test_a_mode_of_rejection_is_named_once():
+    overrides = [f"{CORRECTION}.rollout_rs='token_k2,token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold=2"]
+    assert "token_k2 is named twice" in problems_of(*overrides)[f"{CORRECTION}.rollout_rs"]
+
+
 @pytest.mark.parametrize(
     ("modes", "threshold", "message"),
     [("token_k2", "2", "has no k1"), ("token_k1", "'0.4_2'", "0.5 is a second lower bound")],

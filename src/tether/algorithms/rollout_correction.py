@@ -142,11 +142,14 @@ def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[
     bound; for k1 ``lower_upper`` are bounds of the inverse ratio 1 / rho, and a single u means 1/u to u.
 
     Raises:
-        ValueError: an unknown mode, a threshold that is no positive number, or a wrong number of thresholds.
+        ValueError: an unknown mode or one that is named twice, a threshold that is no positive finite number, or a
+            wrong number of thresholds.
     """
     modes = [mode.strip() for mode in rollout_rs.split(",")]
     thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
     _check_modes(modes)
+    if repeated := [mode for mode in modes if modes.count(mode) > 1]:
+        raise ValueError(f"rollout_rs: {repeated[0]} is named twice. Name each mode once, with one threshold")
     if len(thresholds) == 1:
         thresholds *= len(modes)
     if len(thresholds) != len(modes):
@@ -304,7 +307,7 @@ def _bounds(mode: str, threshold: str) -> tuple[float, float]:
         numbers = [float(part) for part in (lower, upper) if part]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ValueError(f"{problem}. Give a positive number, for k1 also lower_upper")
     if not mode.endswith("k1"):
         return -math.inf, numbers[0]

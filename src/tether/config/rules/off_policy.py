@@ -20,6 +20,8 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
         return None
     if given is None:
         return Problem(key, f"missing with {CORRECTION}.rollout_rs={','.join(modes)}", "give one bound, or one a mode")
+    if repeated := [mode for mode in modes if modes.count(mode) > 1]:
+        return Problem(f"{CORRECTION}.rollout_rs", f"{repeated[0]} is named twice", "name each mode once")
     if len(str(given).split(",")) not in (1, len(modes)):
         what = f"{given} is no list of bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
         return Problem(key, what, f"give 1 or {len(modes)}")
