@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tether.config.schema.section import (
     ActsIf,
+    Day,
     Inherits,
     Limit,
     NullIsUnset,
@@ -63,6 +64,8 @@ class DataConfig(Section):
     """data_source of rows that have none; null: every row must name its own. (tether's own key.)"""
     chat_template: str | None = None
     """Jinja chat template, as text, instead of the tokenizer's own. (tether's own key.)"""
+    chat_template_date: Day | None = None
+    """Date that the chat template writes as today's; null: that of the run's first start. (tether's own key.)"""
     apply_chat_template_kwargs: Options
     """Passed to the chat template, for example {enable_thinking: false}."""
     control_tokens_as_text: bool = False
