@@ -154,22 +154,75 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     paced = options.pacing != Pacing()
     needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
     own_code = spec.vector_entry_point is not None and not needs_loop
-    if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
+    if spec.entry_point is None:
+        _refuse_single_environments(options)
+    pays = own_code and (options.num_envs >= 8 or spec.entry_point is None)
+    if options.vectorization == "vector" or (options.vectorization == "auto" and pays):
         if not own_code:
             has_none = spec.vector_entry_point is None
             what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
             raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
-        arguments = _arguments(options)
-        with _in_time(options):
-            vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
-        if vector.num_envs != options.num_envs:
-            vector.close()
-            raise ValueError(
-                f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
-                f"Set it to {vector.num_envs}."
-            )
-        return GymnasiumVectorEnv(options.id, vector)
+        return GymnasiumVectorEnv(options.id, _own_vector(options, spec))
     return _make_loop(options)
+
+
+def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+    """Make environments by the vector code of their own."""
+    arguments = _arguments(options)
+    with _in_time(options):
+        vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+    if vector.num_envs != options.num_envs:
+        vector.close()
+        raise ValueError(
+            f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
+            f"Set it to {vector.num_envs}."
+        )
+    return vector
+
+
+def has_vector_code_alone(options: EnvOptions) -> bool:
+    """Whether an id is registered with vector code and without single environments.
+
+    Raises:
+        ValueError: the id is unknown, or what it needs is not installed.
+    """
+    with _needs_named(options):
+        return options.env_type == "gymnasium" and _find(options).entry_point is None
+
+
+def _refuse_single_environments(options: EnvOptions) -> None:
+    """Refuse what only single environments can do for an id that has none.
+
+    Raises:
+        ValueError: names the settings.
+    """
+    needing = {
+        f"{options.role}.vectorization={options.vectorization}": options.vectorization in ("sync", "subprocess"),
+        f"{options.role}.wrappers": bool(options.wrappers),
+        f"{options.role}.ignore_terminations": options.ignore_terminations,
+        "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view != View(),
+        "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.pacing != Pacing(),
+    }
+    if "render_mode" in options.init_params:
+        needing = {"a video (env.eval.video_cfg.save_video)": True}
+    if named := [name for name, needs in needing.items() if needs]:
+        raise ValueError(
+            f"{options.role}.id: {options.id} has vector code alone, and single environments are needed by "
+            f"{' and '.join(named)}. Take that out, and leave {options.role}.vectorization at auto."
+        )
+
+
+def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
+    """Return the spaces of the observations and actions of one environment.
+
+    Raises:
+        ValueError: see `make_vector_env`.
+    """
+    if has_vector_code_alone(options):
+        with closing(_own_vector(options, _find(options))) as vector:
+            return vector.single_observation_space, vector.single_action_space
+    with closing(make_one(options)) as env:
+        return env.observation_space, env.action_space
 
 
 def _make_loop(options: EnvOptions) -> VectorEnv:
@@ -307,7 +360,11 @@ def make_one(options: EnvOptions) -> Env:
     try:
         with _in_time(options):
             if options.env_type == "gymnasium":
-                env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+                spec = _find(options)
+                if spec.entry_point is None:
+                    alone = "has vector code alone, so it makes no single environment"
+                    raise ValueError(f"{options.role}.id: {options.id} {alone}.")
+                env = gymnasium.make(spec, disable_env_checker=True, **_arguments(options))
             else:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
