@@ -247,10 +247,12 @@ def _move(whole: Path, out: Path) -> None:
 def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:
     """All that the result depends on, by option."""
     from tether.checkpoints import sha256_of
+    from tether.data.location import expand
 
     free = ("micro_batch_size", "gradient_checkpointing", "device")
     chosen = {f"--{key.replace('_', '-')}": str(value) for key, value in asdict(options).items() if key not in free}
-    files = [Path(name) for name in pairs if Path(name).is_file()]  # of the others `load_pairs` speaks
+    names = (Path(name) for spec in pairs for name in expand(spec))
+    files = [file for file in names if file.is_file()]  # `load_pairs` reports the others
     hashes = {f"the file {path}": found for path, found in zip(files, sha256_of(files), strict=True)}
     return {"--model": model, "the files": " ".join(pairs)} | hashes | chosen
 

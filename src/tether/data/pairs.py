@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.data.chat import tokenize, write_conversation
 from tether.data.columns import Columns
-from tether.data.location import locate
+from tether.data.location import expand, locate
 from tether.data.rows import half_characters, raise_problems
 from tether.data.sources import READERS
 from tether.runtime.terminal import shortened
@@ -58,7 +58,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
     """
     pairs: list[Pair] = []
     problems: list[str] = []
-    for name in files:
+    for name in (one for spec in files for one in expand(spec)):
         found = locate(name)
         if found.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")

@@ -33,7 +33,7 @@ class DataConfig(Section):
     """Prompts: files, order, lengths, chat template."""
 
     train_files: Strings = Field(examples=["data/gsm8k/train.parquet"])
-    """Training prompts: parquet, json or jsonl files, a hub dataset id, or reasoning_gym:TASK?key=value. Joined."""
+    """Training prompts, joined: files (parquet, json, jsonl), patterns, folders, hub ids, reasoning_gym:TASK?key=n."""
     val_files: Annotated[Strings, NullIsUnset()] = ()
     """Held-out prompts, in the same forms; none: nothing is validated."""
     train_batch_size: Positive = 1024
