@@ -16,6 +16,7 @@ from tether.assembly.row_agents import check_turns_act
 from tether.assembly.turns import check_agents
 from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
 from tether.data.chat import dated_template, today
+from tether.data.columns import Columns
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.rows import Agent
@@ -156,11 +157,12 @@ def build_dataset(
     Without a tokenizer, which a custom dataset needs, they have no token ids.
     """
     data = config.data
+    columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
     template = data.chat_template
     if tokenizer:
         template = dated_template(tokenizer, template, data.chat_template_date)
     if is_object(files[0]):
-        rows = rows_of_object(files[0], prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
+        rows = rows_of_object(files[0], columns)
     elif data.custom_cls.path:
         assert tokenizer
         rows = load_custom_dataset(
@@ -169,8 +171,7 @@ def build_dataset(
             files=files,
             tokenizer=_dated(tokenizer, data.chat_template_date),
             config=data.model_dump() | {"chat_template": template},
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
+            columns=columns,
         )
     else:
         rows = rows_of(config, files)

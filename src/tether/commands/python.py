@@ -49,8 +49,8 @@ def train(
             (``["trainer.total_epochs=2"]``).
         callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
             ``on_checkpoint(step, path)``. What one raises ends the run, after a checkpoint of the step that is done.
-        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, or of
-            `tether.batch.Prompt`.
+        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, a DataFrame, or a
+            sequence of `tether.batch.Prompt`.
         val_dataset: the same for ``data.val_files``.
         reward: a function in the place of ``custom_reward_function.path``, called in the same way, but in this process.
         model: a `transformers.PreTrainedModel` in the place of ``actor_rollout_ref.model.path``; a copy is trained.
