@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, cast
 from urllib.parse import parse_qsl
+from weakref import WeakValueDictionary
 
 import gymnasium
 import yaml
@@ -292,7 +293,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     if is_object(options.id):
         function = held(options.id)
         if not callable(function):
-            raise ValueError(f"env: {type(function).__name__} is no function that makes a gymnasium.Env")
+            _refuse_instance(function)
         return cast("Callable[..., Any]", function)
     if not module.endswith(".py"):
         return None
@@ -309,6 +310,38 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     return cast("Callable[..., Any]", found)
 
 
+def _refuse_instance(given: object) -> None:
+    """Raise ValueError for what makes no environments."""
+    kind = type(given).__name__
+    if not isinstance(given, gymnasium.Env | gymnasium.vector.VectorEnv):
+        raise ValueError(f"env: {kind} is no function that makes a gymnasium.Env")
+    spec = getattr(given, "spec", None)
+    named = f", or its id, {spec.id!r}" if isinstance(spec, EnvSpec) else ", or an id"
+    kind = type(given.unwrapped).__name__
+    raise ValueError(
+        f"env: a {kind} that is made already. A run makes several: for training, and others for the preflight and for "
+        f"tests. Give its class, or a function that makes a new one at each call{named}."
+    )
+
+
+_alive: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Environments that functions of the user's gave, by their `id`."""
+
+
+def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+    """Call a function of the user's that makes environments.
+
+    Raises:
+        ValueError: it gave one that it has given before, whose episodes would be mixed.
+    """
+    env = function(**arguments)
+    if isinstance(env, gymnasium.Env):
+        if _alive.get(id(env.unwrapped)) is not None:
+            raise ValueError(f"{where}: gives the same environment again. Let it make a new one at each call.")
+        _alive[id(env.unwrapped)] = env.unwrapped
+    return env
+
+
 def _check_own(options: EnvOptions) -> None:
     """Where the id names a function of the user's, make one environment by it and take one step.
 
@@ -320,10 +353,14 @@ def _check_own(options: EnvOptions) -> None:
             _check_function(options, function)
 
 
+def _named(options: EnvOptions) -> str:
+    return f"{options.role}.id={options.id}"
+
+
 def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
-    where, given = f"{options.role}.id={options.id}", dict(options.init_params)
+    where, given = _named(options), dict(options.init_params)
     try:
-        env = function(**given)
+        env = _new(function, where, **given)
     except (Exception, SystemExit) as error:  # whatever a user's function raises is one and the same problem
         call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
         drawn = isinstance(error, TypeError) and "render_mode" in given
@@ -502,6 +539,8 @@ def _find(options: EnvOptions) -> EnvSpec:
     module, _, name = options.id.rpartition(":")
     if function := _own(options):
         hidden = {name: value for name, value in options.init_params.items() if name in TAKEN_BY_GYMNASIUM}
+        if not isinstance(function, type):
+            function = partial(_new, function, _named(options))
         return EnvSpec(name, partial(function, **hidden) if hidden else function)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module and not module.endswith(".py"):
