@@ -149,7 +149,7 @@ def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
         pad_id=settings.pad_token_id,
         vocabulary=text.vocab_size,
         max_length=config.reward_model.max_length or text.max_position_embeddings,
-        chat_template=tokenizer and dated_template(tokenizer, None, config.data.chat_template_date),
+        chat_template=None if tokenizer is None else dated_template(tokenizer, None, config.data.chat_template_date),
     )
 
 

@@ -539,9 +539,8 @@ def _find(options: EnvOptions) -> EnvSpec:
     module, _, name = options.id.rpartition(":")
     if function := _own(options):
         hidden = {name: value for name, value in options.init_params.items() if name in TAKEN_BY_GYMNASIUM}
-        if not isinstance(function, type):
-            function = partial(_new, function, _named(options))
-        return EnvSpec(name, partial(function, **hidden) if hidden else function)
+        make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
+        return EnvSpec(name, partial(make, **hidden) if hidden else make)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module and not module.endswith(".py"):
         importlib.import_module(module)
