@@ -37,7 +37,7 @@ from tether.config import (
 )
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
-from tether.data.location import locate
+from tether.data.location import expand, locate
 from tether.data.rows import TOOL_AGENT, Agent, agent_of
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth, has_tests
@@ -257,7 +257,7 @@ def _rows(
     `sources`: gets the data sources that rules score; `agents`: by name, who answers the rows of it, where that is
     known; see `check_turns_act`.
     """
-    kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn
+    kind, turns = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:
         raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
     if kind == "environment":

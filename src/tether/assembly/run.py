@@ -34,7 +34,7 @@ from tether.assembly.common import (
     ranks_line,
 )
 from tether.assembly.groups import Groups, build_groups
-from tether.assembly.inputs import Inputs, build_inputs
+from tether.assembly.inputs import Inputs, build_inputs, with_template_date
 from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
 from tether.assembly.off_policy import (
@@ -56,6 +56,7 @@ from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
 from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
 from tether.config.schema import AlgorithmConfig
+from tether.data.chat import dated_template
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
 from tether.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
@@ -109,7 +110,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(loaded)
-        loaded = after_rollbacks(loaded, store, checkpoint)
+        loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)
         formats = decided_formats(loaded.config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
@@ -187,10 +188,15 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if checkpoint:
             trainer.resume(checkpoint)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
-        chat = ChatFormat(config.data.chat_template, config.data.apply_chat_template_kwargs)
-        check = partial(preflight, partial(look_at_responses, source, rollouts, chat), learners)
+        check = partial(preflight, partial(look_at_responses, source, rollouts, _chat_format(config, inputs)), learners)
         about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
+    data = config.data
+    template = dated_template(inputs.tokenizer, data.chat_template, data.chat_template_date)
+    return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
 def _about(config: RunConfig, inputs: Inputs, groups: Groups | None, learners: Sequence[AnyLearner]) -> Iterator[str]:

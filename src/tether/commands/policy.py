@@ -173,8 +173,8 @@ def load(
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data, threads = config.data, config.trainer.num_threads
-        template = data.chat_template, data.apply_chat_template_kwargs
-        return Policy(_generator()(checkpoint / "actor", *template, num_threads=threads))
+        template, day = (data.chat_template, data.apply_chat_template_kwargs), data.chat_template_date
+        return Policy(_generator()(checkpoint / "actor", *template, template_date=day, num_threads=threads))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
     objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
     with holding(objects):

@@ -97,9 +97,11 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
     before = json.loads((checkpoint / "identity.json").read_text())
     changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
     if changed:
+        prompts = ", and for prompts the same chat template and data.chat_template_date,"
         raise ValueError(
-            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again to resume, or start "
-            "again with trainer.resume_mode=disable and another trainer.default_local_dir."
+            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again"
+            f"{prompts if 'data.train_files' in changed else ''} to resume, or start again with "
+            "trainer.resume_mode=disable and another trainer.default_local_dir."
         )
 
 
