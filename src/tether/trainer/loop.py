@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch.profiler import record_function
 
+from tether.checkpoints import write_own
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.global_rng import rng_state, set_rng_state
@@ -327,7 +328,7 @@ class Trainer:
                 for complete in rest:
                     complete()
                 for name, content in frozen.files.items():
-                    (folder / name).write_bytes(content)
+                    write_own(folder / name, content)
 
             return write
 
