@@ -251,7 +251,9 @@ def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> d
 
 
 def _check_same(start: Path, identity: Mapping[str, str]) -> None:
-    before = json.loads((start / "identity.json").read_text())
+    from tether.runtime.disk import read_json
+
+    before = read_json(start / "identity.json", dict, "Delete the folder to begin again")
     if changed := [key for key in identity if before.get(key) != identity[key]]:
         raise ValueError(
             f"{start.parent}: a training was stopped here, and {', '.join(changed)} was not as it is now. Give the "

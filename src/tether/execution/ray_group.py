@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_local, room
 from tether.execution.transfers import FROM, TO, Transfers, size_of
 from tether.execution.worker import Group, Process, Worker, this_process
+from tether.runtime.disk import read_json
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
 from tether.runtime.rendezvous import StoreAddress, serve_store
@@ -396,9 +397,9 @@ def _serve_store(host: str) -> dist.TCPStore:
 
 def _last_failure(status: Path) -> dict[str, Any]:
     """The error that ended the previous ranks, and when."""
-    with suppress(OSError, ValueError, KeyError):
-        found = json.loads(status.read_text())
-        return {key: found[key] for key in ("failure", "failed")}
+    with suppress(ValueError, KeyError, TypeError):
+        found = read_json(status, dict, "")
+        return {"failure": str(found["failure"]), "failed": float(found["failed"])}
     return {"failure": None, "failed": None}
 
 

@@ -190,7 +190,8 @@ class Worker:
                 host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # peak
                 sign = {"beat": number, "doing": self._doing, "since": self._since, "host": host, "device": device}
                 signed = self._address.signed(key, json.dumps(sign).encode())
-                store.set(key, signed)  # never a question, for which it would wait
+                # Never a question, for which it would wait.
+                store.set(key, signed)  # type: ignore[arg-type]  # bytes are taken, too
                 time.sleep(BEAT_SECONDS)
         except dist.DistError:  # the driver is gone; Ray would see it later, and this process must not write any more
             os._exit(1)

@@ -250,7 +250,7 @@ class EnvRollouts:
 
     def load_state_dict(self, state: StateDict) -> None:
         """See `Rollouts`."""
-        self.env_steps, self.version = state["env_steps"], state["version"]
+        self.env_steps, self.version = int(state["env_steps"]), int(state["version"])
         self.episodes_begin |= state["episodes_begin"]
         self.finished = [Episode(**episode) for episode in state["finished"]]
         if not self.episodes_begin:
