@@ -10,8 +10,11 @@ from tether.checkpoints.manifest import MANIFEST, _checksum, find_damage
 from tether.checkpoints.rollbacks import rollbacks_of
 from tether.checkpoints.store import TRACKER, CheckpointStore
 from tether.commands.status import show_status
+from tether.data import lerobot_meta
 from tether.metrics.loggers import read_metrics
 from tether.metrics.loggers.jsonl import METRICS_FILE
+from tether.rewards.rules.search import answers_of
+from tether.rollout.servers.http import _parsed
 from tether.runtime.disk import read_json, reading
 from tether.runtime.ranks import STATUS
 from tether.runtime.run_lock import LOCK, owner_of
@@ -114,3 +117,10 @@ def test_what_is_not_of_a_file_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^{file}: is not an object of JSON: \[1\]\. Fix it$"), reading(file, "Not"):
         read_json(file, dict, "Fix it")
     assert read_json(file, list, "") == [1]
+
+
+def test_texts_that_only_begin_as_json_are_texts_however_deep() -> None:
+    assert answers_of(DEEP) == [DEEP]
+    assert _parsed(DEEP) == DEEP
+    with pytest.raises(ValueError, match=r"^info\.json: cannot be read as JSON"):
+        lerobot_meta._parsed(DEEP.encode(), "info.json")
