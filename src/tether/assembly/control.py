@@ -127,6 +127,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             warn=lambda message: loggers.warn(message),
             ranks=trainer_config.devices,
             transfers=groups.whole.transfers.take if groups else dict,
+            trusts_pickles=trainer_config.trust_checkpoint_pickle,
         )
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.rewards.sandbox import ProgramOptions, Server
 from tether.runtime.cache import cache_dir
+from tether.runtime.disk import COPY_AGAIN, read_json, reading
 from tether.runtime.http import check_address
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
@@ -335,12 +335,13 @@ def _reward_model(path: str, *, writes: bool) -> None:
     folder = _model(path)
     if not isinstance(folder, Path) or not folder.is_dir():
         return  # it is looked into once it is there
-    settings = json.loads((folder / "config.json").read_text())
-    outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
+    with reading(folder / "config.json", COPY_AGAIN):
+        settings = read_json(folder / "config.json", dict, COPY_AGAIN)
+        outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
     if outputs != 1:
         raise ValueError(f"{path}: its head has {outputs} outputs, and a reward model has 1")
     tokenizer = folder / "tokenizer_config.json"
-    in_file = tokenizer.is_file() and "chat_template" in json.loads(tokenizer.read_text())
+    in_file = tokenizer.is_file() and "chat_template" in read_json(tokenizer, dict, COPY_AGAIN)
     if writes and tokenizer.is_file() and not in_file and not any(folder.glob("*chat_template*")):
         raise ValueError(f"{path}: {NO_TEMPLATE}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -62,6 +61,7 @@ from tether.data.sampler import PromptSampler
 from tether.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
 from tether.rollout import NoiseKey, RolloutEngine, SamplingParams
 from tether.rollout.parity import MORE_ROWS, ParityProbe
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
@@ -238,7 +238,7 @@ def _sampling_ahead(
 def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
     """Whether the batches that wait in a checkpoint are those that this configuration draws; warns where not."""
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
-    before, now = json.loads((checkpoint / "identity.json").read_text()), _scoring_files(loaded.config)
+    before, now = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT), _scoring_files(loaded.config)
     changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
     if changes:
         what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"

@@ -4,6 +4,7 @@ Rank 0 of a run writes through `CheckpointStore`; whoever reads a folder asks `f
 """
 
 from tether.checkpoints.manifest import PARTIAL, sha256_of
+from tether.checkpoints.ownership import read_own, write_own
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
 from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
@@ -20,6 +21,7 @@ __all__ = [
     "from_tree",
     "load_state",
     "moments_beside",
+    "read_own",
     "roll_back",
     "rollbacks_of",
     "run_of",
@@ -28,4 +30,5 @@ __all__ = [
     "sha256_of",
     "step_of",
     "to_tree",
+    "write_own",
 ]

@@ -155,6 +155,8 @@ class CheckpointStore:
             ValueError: ``resume_path`` without a checkpoint there.
             CheckpointDamaged: see `verify` and `latest`.
         """
+        if (tracker := self.root / TRACKER).is_dir():
+            raise CheckpointDamaged(f"{tracker}: is a folder; the file of that name has the last step. Move it away")
         self._clear_leftovers()
         if resume_mode == "disable":
             return None

@@ -259,7 +259,9 @@ def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> d
 
 def _check_same(start: Path, identity: Mapping[str, str]) -> dict[str, str]:
     """Return what identifies the training that was stopped; refuses a different one."""
-    before: dict[str, str] = json.loads((start / "identity.json").read_text())
+    from tether.runtime.disk import read_json
+
+    before: dict[str, str] = read_json(start / "identity.json", dict, "Delete the folder to begin again")
     if changed := [key for key in identity if before.get(key) != identity[key]]:
         raise ValueError(
             f"{start.parent}: a training was stopped here, and {', '.join(changed)} was not as it is now. Give the "

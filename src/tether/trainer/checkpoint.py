@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from tether.checkpoints import CheckpointStore, as_bytes, load_state, sha256_of
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.types import StateDict
 
@@ -94,7 +95,7 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
     Raises:
         ValueError: names each key whose content is another one now.
     """
-    before = json.loads((checkpoint / "identity.json").read_text())
+    before = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT)
     changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
     if changed:
         prompts = ", and for prompts the same chat template and data.chat_template_date,"

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from torch.profiler import record_function
 
+from tether.checkpoints import write_own
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import TRAINING, Persistence, restore
@@ -327,7 +329,7 @@ class Trainer:
                 for complete in rest:
                     complete()
                 for name, content in frozen.files.items():
-                    (folder / name).write_bytes(content)
+                    write_own(folder / name, content)
 
             return write
 
@@ -338,7 +340,8 @@ class Trainer:
         """Take over all state of a checkpoint; the weights came with the models."""
         engines = {role: learner.engine.load_state for role, learner in self._learners().items()}
         self.rollouts.restore(checkpoint)
-        self.load_state(restore(checkpoint, engines))
+        with reading(checkpoint / TRAINING / "trainer.pt", ANOTHER_CHECKPOINT):
+            self.load_state(restore(checkpoint, engines))
 
     def _learners(self) -> dict[str, AnyLearner]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
@@ -387,8 +390,8 @@ class Trainer:
 
     def load_state(self, state: StateDict) -> None:
         """Take over what `state` gave."""
-        self.step_number = self.saved_step = state["step"]
-        self.unlogged = state["unlogged"]
+        self.step_number = self.saved_step = int(state["step"])
+        self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])

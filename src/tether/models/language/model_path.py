@@ -6,11 +6,11 @@ Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is t
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.runtime.disk import COPY_AGAIN, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
@@ -95,24 +95,16 @@ def weight_files(directory: Path) -> list[Path]:
         if (file := directory / whole).is_file():
             return [file]
         if (index := directory / f"{whole}.index.json").is_file():
-            parts = _read_json(index).get("weight_map")
+            parts = read_json(index, dict, COPY_AGAIN).get("weight_map")
             if not isinstance(parts, dict):
-                raise ValueError(f"{index}: has no weight_map. Copy the model again.")
+                raise ValueError(f"{index}: has no weight_map. {COPY_AGAIN}")
             return [index, *(directory / part for part in sorted(set(parts.values())))]
     return []
 
 
 def read_config(directory: Path) -> dict[str, object]:
     """The ``config.json`` of a Hugging Face directory."""
-    return _read_json(directory / "config.json")
-
-
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        content: dict[str, object] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: is not JSON ({error}). Copy the model again.") from error
-    return content
+    return read_json(directory / "config.json", dict, COPY_AGAIN)
 
 
 def _pulled(name: str, cache_dir: Path) -> Path:

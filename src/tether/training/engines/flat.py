@@ -21,6 +21,7 @@ from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.models.control import Policy, device_of, save_policy
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
@@ -200,7 +201,7 @@ class FlatEngine:
     def load_state_dict(self, state: StateDict) -> None:
         """Take over what `state_dict` gave."""
         self._optimizer.load_state_dict(state)
-        self._rate_factor, self.version = state["rate_factor"], state["version"]
+        self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """See `Engine.saving`."""
@@ -216,7 +217,8 @@ class FlatEngine:
 
     def load_state(self, file: Path) -> None:
         """See `Engine.load_state`."""
-        self.load_state_dict(load_state(file))
+        with reading(file, ANOTHER_CHECKPOINT):
+            self.load_state_dict(load_state(file))
 
     def _rates(self, step: int) -> list[float]:
         actor = learning_rate(self._options, step) * self._rate_factor

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.training.division import mini_batches
 from tether.training.engines.autograd import AutogradEngine
 from tether.training.engines.copies import kept, kept_tree, with_weights
@@ -72,7 +73,7 @@ class LocalEngine(AutogradEngine[Outputs]):
     def load_state_dict(self, state: StateDict) -> None:
         """Take over the state of `state_dict`."""
         assert self.optimizer
-        self.version = state["version"]
+        self.version = int(state["version"])
         self.optimizer.load_state_dict(state)
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
@@ -96,7 +97,8 @@ class LocalEngine(AutogradEngine[Outputs]):
 
     def load_state(self, file: Path) -> None:
         """See `tether.training.protocol.Engine.load_state`."""
-        self.load_state_dict(load_state(file))
+        with reading(file, ANOTHER_CHECKPOINT):
+            self.load_state_dict(load_state(file))
 
     def _begin_gradients(self) -> None:
         if self.masters:
