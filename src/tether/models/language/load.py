@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+from tether.models.language.model_path import check_is_text
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
 from tether.models.language.unread import is_unread, unread_model
 from tether.models.layers.attention import ATTENTION_NAME, use_tether_attention
@@ -143,6 +144,7 @@ def load_config(
             f"{path}: no model config could be loaded ({_first_line(error)}). Looked for a local directory of that "
             "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
         ) from error
+    check_is_text(path, config.to_dict())
     if not theirs:
         config.__dict__.pop("auto_map", None)  # else checkpoints would name code that is not beside them
     override(config, override_config or {}, path)
