@@ -14,7 +14,6 @@ from tether.config.schema.section import (
     Count,
     Inherits,
     Options,
-    Positive,
     Section,
     Strings,
 )
@@ -47,7 +46,7 @@ class ModelConfig(Section):
     """Pack rows without padding into one long sequence: faster, same gradients."""
     lora_rank: Annotated[Count, EMBODIED_TOO] = 0
     """Rank of LoRA adapters; 0 trains all weights. The reference is then the model without its adapter."""
-    lora_alpha: Annotated[Positive, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = 16
+    lora_alpha: Annotated[Count, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = 16
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[Strings, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = ("all-linear",)
     """Modules that get an adapter."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+from tether.models.language.model_path import check_is_text
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
 from tether.models.language.unread import is_unread, unread_model
 from tether.models.layers.attention import ATTENTION_NAME, use_tether_attention
@@ -139,6 +140,7 @@ def load_config(
     with _loading(f"{path}: no model config could be loaded", fix, own_code=trust_remote_code, more=(ImportError,)):
         theirs = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=theirs)
+    check_is_text(path, config.to_dict())
     if not theirs:
         config.__dict__.pop("auto_map", None)  # else checkpoints would name code that is not beside them
     override(config, override_config or {}, path)

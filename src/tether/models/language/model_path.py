@@ -7,6 +7,7 @@ Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,24 @@ def read_config(directory: Path) -> dict[str, object]:
     return read_json(directory / "config.json", dict, COPY_AGAIN)
 
 
+def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
+    """Refuse a model that reads pictures, videos or sound besides text.
+
+    Args:
+        name: of the model, for the message.
+        config: its ``config.json``.
+
+    Raises:
+        ValueError: it has the config of an encoder for them.
+    """
+    for kind, what in (("vision_config", "a vision-language model"), ("audio_config", "a model of sound and text")):
+        if config.get(kind):
+            raise ValueError(
+                f"{name}: is {what} ({config.get('model_type')}, whose config has a {kind}), which is not supported. "
+                "Name a model of text alone."
+            )
+
+
 def _pulled(name: str, cache_dir: Path) -> Path:
     directory = cache_dir / name
     if not directory.is_dir():
@@ -116,7 +135,7 @@ def _pulled(name: str, cache_dir: Path) -> Path:
 
 def _check_directory(directory: Path, *, weights: bool) -> None:
     if (directory / "config.json").is_file():
-        read_config(directory)
+        check_is_text(directory, read_config(directory))
         if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):
             raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(WEIGHT_FILES)}).")
         return
@@ -146,7 +165,8 @@ def _check_on_hub(name: str) -> None:
 
     from tether.runtime.hugging_face import asking_hugging_face
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        check_is_text(name, read_json(Path(cached), dict, COPY_AGAIN))
         return
     missing = f"{name}: no directory here and not in the hub's cache, and"
     with asking_hugging_face(missing, "give the path of a model's directory, or one of `tether model list`."):
