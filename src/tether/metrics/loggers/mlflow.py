@@ -15,13 +15,13 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 
 ID_FILE = "mlflow_run_id.txt"
 MAX_BATCH = 100
-"""Parameters that mlflow takes in one call; of metrics it takes 1000."""
+"""Number of parameters that mlflow accepts in one call; it accepts 1000 metrics."""
 MAX_VALUE = 6000
-"""Characters of a parameter that mlflow stores."""
+"""Number of characters of a parameter that mlflow stores."""
 
 
 class MlflowLogger:
-    """Logs to an mlflow run, which a resumed run continues; steps that mlflow already has are not logged twice."""
+    """Logs to an mlflow run, which a resumed run continues; steps that mlflow already has are not logged again."""
 
     def __init__(self, run: RunInfo) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class MlflowLogger:
 
 
 def _mlflow_name(key: str) -> str:
-    """Spell a key with the characters that mlflow allows: ``mean@4`` becomes ``mean_at_4``."""
+    """Replace characters that mlflow does not allow in a key: ``mean@4`` becomes ``mean_at_4``."""
     return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
 
 
