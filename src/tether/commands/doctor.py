@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
-from tether.kernels import maker
+from tether.kernels import backend
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
@@ -50,7 +50,7 @@ def show_doctor() -> None:
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process, {num_threads()} threads")
     console.print(f"dtype: {_dtype_advice(device)}")
-    console.print(f"kernels in bfloat16: {maker(device.type, torch.bfloat16).describe()}")
+    console.print(f"kernels in bfloat16: {backend(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
     if address := os.environ.get("RAY_ADDRESS"):

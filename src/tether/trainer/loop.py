@@ -134,7 +134,7 @@ class Trainer:
             elif self.old_log_probs == "recomputed":
                 with time("old_log_prob"):
                     policy = self.actor.infer(batch)
-                batch.take(policy)
+                batch.update_from(policy)
                 metrics |= self._compare_with_sampler(batch)
             if self.rollout_correction:
                 metrics |= self.rollout_correction.apply(batch)
@@ -143,7 +143,7 @@ class Trainer:
                     batch.ref_log_probs = self.reference(batch).log_probs
             if self.critic:
                 with time("values"):
-                    batch.take(self.critic.infer(batch))
+                    batch.update_from(self.critic.infer(batch))
             with time("adv"):
                 batch.token_level_rewards = batch.token_level_scores
                 for transform in self.reward_transforms:
@@ -162,7 +162,7 @@ class Trainer:
                     updated = self.actor.update(learned, number - 1, critic_only=not trains_policy)
                 metrics |= _prefixed("actor", updated.metrics)
                 if self.old_log_probs == "update" and updated.outputs is not None:
-                    batch.take(updated.outputs)
+                    batch.update_from(updated.outputs)
                     metrics |= self._compare_with_sampler(batch)
                 with time("update_weights"):
                     self.rollouts.load_weights(self.actor.engine.export())

@@ -22,11 +22,11 @@ MAX_METRICS = 1000
 MAX_NAME = 250
 """Characters of the name of a metric or parameter."""
 MAX_VALUE = 6000
-"""Characters of a parameter that mlflow stores."""
+"""Number of characters of a parameter that mlflow stores."""
 
 
 class MlflowLogger:
-    """Logs to an mlflow run, which a resumed run continues; steps that mlflow already has are not logged twice."""
+    """Logs to an mlflow run, which a resumed run continues; steps that mlflow already has are not logged again."""
 
     def __init__(self, run: RunInfo) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tether.metrics.loggers import score_of_test
+from tether.metrics.loggers import evaluation_score
 from tether.trainer.parts.held_out import HeldOut
 from tether.types import StateDict
 
@@ -209,7 +209,7 @@ class Alarms:
         """Compare the score of each data source with what always giving its most frequent answer would score, and the
         score of all with those of earlier tests.
         """
-        if fall := self.held_out.take(self.step, score_of_test(metrics)):
+        if fall := self.held_out.take(self.step, evaluation_score(metrics)):
             self._watch(
                 "held-out",
                 fall.is_clear,

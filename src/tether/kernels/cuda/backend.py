@@ -1,4 +1,4 @@
-"""The operations that have a CUDA kernel, as far as the packages with them are installed."""
+"""The operations with a CUDA kernel in Liger or flash-attn, where these packages are installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Cuda(Reference):
     captures = True
 
     def describe(self) -> str:
-        """Which kernels are used, for the log."""
         norms = "Liger" if self._liger else "PyTorch (pip install liger-kernel for fused ones)"
         attention = "flash-attn" if self._flash else "PyTorch, padded (pip install flash-attn for packed)"
         return f"norms and gated MLPs: {norms}; packed attention: {attention}"
@@ -39,23 +38,20 @@ class Cuda(Reference):
         return import_module("tether.kernels.cuda.flash_attention") if find_spec("flash_attn") else None
 
     def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
-        """See `Reference`: a CUDA graph."""
         return graph.capture(function)
 
-    def rows_at_once(self, active: int, most: int) -> int:
-        """A multiple of 8, or of an eighth to a quarter of `active`: a graph is for one number of rows."""
+    def rows_at_once(self, active: int, max_rows: int) -> int:
+        # A graph is recorded for one number of rows: round up to a multiple of 8, or of an eighth to a quarter of them.
         step = max(8, 1 << max(0, active.bit_length() - 3))
-        return min(most, -(-active // step) * step)
+        return min(max_rows, -(-active // step) * step)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """See `Reference`."""
         if self._liger is None:
             return super().rms_norm(x, weight, eps, offset)
         normed: Tensor = self._liger.rms_norm(x, weight, eps, offset)
         return normed
 
     def gated_mlp(self, gate: Tensor, up: Tensor, down: nn.Module) -> Tensor:
-        """See `Reference`."""
         if self._liger is None:
             return super().gated_mlp(gate, up, down)
         out: Tensor = down(self._liger.silu_mul(gate, up))
@@ -70,7 +66,6 @@ class Cuda(Reference):
         prefixes: tuple[int | None, ...] | None,
         spec: AttentionSpec,
     ) -> Tensor:
-        """See `Reference`."""
         if self._flash is None or not self._flash.can_attend(query, value):
             return super().packed_attention(query, key, value, lengths, prefixes, spec)
         attended: Tensor = self._flash.attention(query, key, value, lengths, prefixes, spec)

@@ -31,41 +31,40 @@ from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, lo
 from tether.types import AutogradContext
 
 Result = TypeVar("Result")
-_ONEDNN_ROWS = 64  # what oneDNN chooses the shape of its blocks for
-_ROWS_PER_SUM = 64  # of the norm weight's gradient: a fixed number, so that it does not depend on the threads
+_ONEDNN_ROWS = 64  # rows for which oneDNN chooses the shape of its blocks
+_ROWS_PER_SUM = 64  # a fixed number, so that the norm weight's gradient does not depend on the threads
 _EPILOGUES = {
     Epilogue.NONE: (linear_plain.PLAIN, "none"),
     Epilogue.SILU: (linear_plain.SILU, "swish"),
     Epilogue.TIMES: (linear_plain.TIMES, "mul"),
     Epilogue.PLUS: (linear_plain.PLUS, "add"),
 }
-"""In our kernels and in oneDNN's."""
+"""Each epilogue in our kernels and in oneDNN's."""
 
 
 class Cpu(Reference):
-    """Compiled kernels; each method takes bfloat16 tensors on the CPU.
+    """Compiled kernels; each method expects bfloat16 tensors on the CPU.
 
-    A linear layer wants its weight in an order of its own, and making that again at every call can cost as much as the
-    product, so `pack_linears` does it once. By AMX or AVX-512 the product is then a kernel of ours, or with AMX and
-    very many rows oneDNN's, which may then as well put the weights in order. Elsewhere it is oneDNN's, but for a row or
-    two, for which a kernel reads plain weights as fast as memory gives them.
+    A linear kernel needs its weight in a memory order of its own. Reordering at every call can cost as much as the
+    product, so `pack_linears` does it once. With AMX or AVX-512 the product is a kernel of ours, or with AMX and very
+    many rows oneDNN's, which then reorders the weights itself. Elsewhere it is oneDNN's, except for one or two rows:
+    for those a kernel reads plain weights at the speed of the memory.
     """
 
     name = "cpu"
 
     def describe(self) -> str:
-        """Which kernels are used, for the log."""
         linear = {linear_amx: "AMX", linear_avx512: "AVX-512"}.get(self.linear_kernels, "oneDNN")
         attention = "AVX-512" if has_avx512_bf16() else "PyTorch"
         return f"compiled kernels (linear layers while sampling: {linear}; packed attention: {attention})"
 
     @cached_property
     def linear_kernels(self) -> Any:
-        """The module with kernels for linear layers and new tokens that this processor's instructions run, or None."""
+        """The module with kernels for linear layers and new tokens that suits this processor's instructions,
+        or None."""
         return linear_amx if has_amx() else linear_avx512 if has_avx512_bf16() else None
 
     def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        """See `Reference`."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
         heads = x if x.dim() == 3 and x.stride()[1:] == (x.shape[2], 1) else x.contiguous().view(-1, 1, x.shape[-1])
@@ -76,34 +75,32 @@ class Cpu(Reference):
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, offset: float, needs_weight: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Reference`."""
         grad_x = torch.empty_like(x)
-        parts = scale.new_zeros(-(-scale.numel() // _ROWS_PER_SUM), x.shape[-1])
+        group_sums = scale.new_zeros(-(-scale.numel() // _ROWS_PER_SUM), x.shape[-1])
         elementwise.rms_norm_backward(
             x=x.flatten(0, -2),
             weight=weight,
             scale=scale.flatten(),
             grad=grad.flatten(0, -2),
             grad_x=grad_x.flatten(0, -2),
-            grad_weight=parts,
+            grad_weight=group_sums,
             offset=offset,
         )
-        return grad_x, parts.sum(0) if needs_weight else None
+        return grad_x, group_sums.sum(0) if needs_weight else None
 
     def gated_mlp(self, gate: Tensor, up: Tensor, down: nn.Module) -> Tensor:
-        """See `Reference`; for the backward pass only `gate` and `up` are kept."""
+        # Saves only `gate` and `up` for the backward pass.
         gate, up = gate.contiguous(), up.contiguous()
         if type(down) is not nn.Linear or down.bias is not None or down.weight.dtype != torch.bfloat16:
             out: Tensor = down(_SiluMul.apply(gate, up))
             return out
         out = _SiluMulLinear.apply(gate, up, down.weight)
-        # After the tensors are saved: a layer that is recomputed stops there, before the product that it does not need.
+        # After the tensors are saved: a recomputed layer stops there, before this product, which it does not need.
         with torch.no_grad():
             torch.mm(silu_mul(gate, up).flatten(0, -2), down.weight.T, out=out.flatten(0, -2))
         return out
 
     def rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """See `Reference`."""
         turned: Tensor = _Rotation.apply(heads, cosine, sine)
         return turned
 
@@ -116,7 +113,6 @@ class Cpu(Reference):
         prefixes: tuple[int | None, ...] | None,
         spec: AttentionSpec,
     ) -> Tensor:
-        """See `Reference`; without padding."""
         if has_avx512_bf16() and packed_attention.can_attend(query.shape[2], value.shape[2]):
             return packed_attention.attention(query, key, value, lengths, prefixes, spec)
         return super().packed_attention(query, key, value, lengths, prefixes, spec)
@@ -124,7 +120,6 @@ class Cpu(Reference):
     def attention_weights_backward(
         self, scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Reference`."""
         weights, grad_scores = (torch.empty_like(scores, dtype=torch.bfloat16) for _ in range(2))
         causal_attention.weights_backward(
             scores=scores.flatten(0, 1).contiguous(),
@@ -150,7 +145,6 @@ class Cpu(Reference):
         spec: AttentionSpec,
         biases: dict[int | None, Tensor],
     ) -> Tensor:
-        """See `Reference`."""
         rows, heads, size = query.shape
         out = query.new_empty(rows, heads, 1, values.shape[3])
         kernels, value_size = self.linear_kernels, values.shape[3]
@@ -171,7 +165,6 @@ class Cpu(Reference):
         return out
 
     def pack_linears(self, layers: Sequence[nn.Linear]) -> PackedLinears | None:
-        """See `Reference`."""
         kernels, is_ours = self.linear_kernels, self._multiplies(layers)
         if not is_ours and not has_onednn_bfloat16():
             return None
@@ -190,10 +183,9 @@ class Cpu(Reference):
         epilogue: Epilogue,
         other: Tensor | None,
     ) -> Tensor:
-        """See `Reference`."""
         ours, onednn = _EPILOGUES[epilogue]
         is_ours = self._multiplies(layers)
-        if packed is not None and is_ours and len(x) <= self.linear_kernels.MOST_ROWS:
+        if packed is not None and is_ours and len(x) <= self.linear_kernels.MAX_ROWS:
             outputs = sum(layer.out_features for layer in layers)
             product: Tensor = self.linear_kernels.linear(x, packed.weight, outputs, packed.bias, ours, other)
             return product
@@ -212,7 +204,7 @@ class Cpu(Reference):
         return self.linear_kernels is not None and self.linear_kernels.can_multiply(layers[0].in_features)
 
     def sample(self, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """See `Reference`; only the weights of the block in which the number ends are ever written."""
+        # Writes weights only for the block of the drawn token.
         rows, size = logits.shape
         top, mass = torch.empty(rows), torch.empty(rows, -(-size // BLOCK))
         vocabulary.exp_sums(logits=logits.contiguous(), largest=top, sums=mass, block=BLOCK, factor=1.0 / temperature)
@@ -230,13 +222,13 @@ class Cpu(Reference):
         self,
         chunks: VocabularyChunks,
         targets: Tensor,
-        kept: KeptTokenSets | None,
+        candidates: KeptTokenSets | None,
         with_entropy: bool,
         with_sum_pi_squared: bool,
     ) -> tuple[Tensor, ...]:
-        """See `Reference`; all sums at once, whichever are asked for."""
-        if not _is_plain(chunks, kept):
-            return super().log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
+        # Computes all sums together, requested or not.
+        if not _is_plain(chunks, candidates):
+            return super().log_sums(chunks, targets, candidates, with_entropy, with_sum_pi_squared)
         factor = chunks.transform.scale / chunks.transform.temperature
         target_z = torch.zeros(len(targets), 1, dtype=chunks.dtype)
         sums = torch.tensor([torch.finfo(chunks.dtype).min, 0, 0, 0]).repeat(len(targets), 1)
@@ -250,16 +242,15 @@ class Cpu(Reference):
         self,
         chunks: VocabularyChunks,
         targets: Tensor,
-        kept: KeptTokenSets | None,
+        candidates: KeptTokenSets | None,
         log_normalizer: Tensor,
         entropy: Tensor,
         from_log_prob: Tensor,
         from_entropy: Tensor | None,
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """See `Reference`."""
-        if not _is_plain(chunks, kept):
+        if not _is_plain(chunks, candidates):
             upstream = (from_log_prob, from_entropy)
-            yield from super().grad_logits(chunks, targets, kept, log_normalizer, entropy, *upstream)
+            yield from super().grad_logits(chunks, targets, candidates, log_normalizer, entropy, *upstream)
             return
         factor = chunks.transform.scale / chunks.transform.temperature
         from_entropy = torch.zeros_like(from_log_prob) if from_entropy is None else from_entropy
@@ -270,24 +261,24 @@ class Cpu(Reference):
             yield span, weight, logits
 
     def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
-        """See `Reference`."""
         return recording.record(function, watched=watched)
 
 
 def has_onednn_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 numbers natively here."""
+    """Return whether oneDNN multiplies bfloat16 numbers natively on this processor."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, without gradient."""
+    """Return silu(gate) * up, without gradient."""
     out = torch.empty_like(gate)
     elementwise.silu_mul(gate=gate.flatten(), up=up.flatten(), out=out.flatten())
     return out
 
 
 def _silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """With s = sigmoid(gate): d gate = grad * up * s * (1 + gate * (1 - s)), d up = grad * gate * s."""
+    """Return the gradients: with s = sigmoid(gate), d gate = grad * up * s * (1 + gate * (1 - s)) and d up = grad *
+    gate * s."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     elementwise.silu_mul_backward(
         gate=gate.flatten(),
@@ -300,7 +291,7 @@ def _silu_mul_backward(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, 
 
 
 class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up; only `gate` and `up` are saved."""
+    """Computes silu(gate) * up and saves only `gate` and `up`."""
 
     @staticmethod
     def forward(ctx: AutogradContext, gate: Tensor, up: Tensor) -> Tensor:
@@ -333,7 +324,7 @@ class _SiluMulLinear(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is rotated by the opposite angle."""
+    """Rotates heads; the gradient is rotated by the opposite angle."""
 
     @staticmethod
     def forward(ctx: AutogradContext, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -363,11 +354,11 @@ def _linears_of_few_rows(x: Tensor, layers: Sequence[nn.Linear], epilogue: int, 
     widths = [layer.out_features for layer in layers]
     out = x.new_empty(len(x), sum(widths))
     others = [None] * len(layers) if other is None else other.contiguous().split(widths, dim=1)
-    for layer, to, beside in zip(layers, out.split(widths, dim=1), others, strict=True):
-        tensors = {"x": x, "weight": layer.weight, "bias": layer.bias, "other": beside, "out": to}
+    for layer, to, operand in zip(layers, out.split(widths, dim=1), others, strict=True):
+        tensors = {"x": x, "weight": layer.weight, "bias": layer.bias, "other": operand, "out": to}
         linear_plain.linear_few_rows(**tensors, epilogue=epilogue)
     return out
 
 
-def _is_plain(chunks: VocabularyChunks, kept: KeptTokenSets | None) -> bool:
-    return kept is None and chunks.bias is None and chunks.transform.softcap is None
+def _is_plain(chunks: VocabularyChunks, candidates: KeptTokenSets | None) -> bool:
+    return candidates is None and chunks.bias is None and chunks.transform.softcap is None
