@@ -6,7 +6,7 @@ Rank 0 of a run writes through `CheckpointStore`; whoever reads a folder asks `f
 from tether.checkpoints.manifest import PARTIAL, sha256_of
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
-from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
+from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, is_disk_full, run_of, step_of
 from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "find_checkpoint",
     "forget_other_rollbacks",
     "from_tree",
+    "is_disk_full",
     "load_state",
     "moments_beside",
     "roll_back",
