@@ -7,7 +7,7 @@ from tether.checkpoints.manifest import PARTIAL, sha256_of
 from tether.checkpoints.ownership import read_own, write_own
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_path, save_moments, save_state
-from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
+from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, is_disk_full, run_of, step_of
 from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "find_checkpoint",
     "forget_other_rollbacks",
     "from_tree",
+    "is_disk_full",
     "load_state",
     "moments_path",
     "read_own",

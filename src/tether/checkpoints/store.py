@@ -113,7 +113,7 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            full = _is_disk_full(error)
+            full = is_disk_full(error)
             written = _size(folder) if full else 0
             _discard(folder)  # another rank may be writing to it
             if full:
@@ -344,7 +344,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether an error means a full disk; torch and safetensors report it as errors of their own."""
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

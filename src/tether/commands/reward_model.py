@@ -103,7 +103,7 @@ def train_reward_model(
     from tether.runtime.global_rng import set_rng_state
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
-    from tether.trainer import Persistence
+    from tether.trainer import Persistence, check_saving
     from tether.trainer.text import ACCURACY, beats_chance, until_lost
 
     disable_progress_bar()
@@ -127,6 +127,7 @@ def train_reward_model(
                 screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
             else:
                 best.clear()
+            check_saving(work, {"reward model": engine})
             learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
             screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
             persistence = Persistence(store, identity | {_DATE: day}, json.dumps(asdict(options), indent=2))

@@ -19,13 +19,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
 
-from tether.checkpoints import CheckpointStore, as_bytes, load_state, sha256_of
+from tether.checkpoints import PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.runtime.ranks import RankLost
+from tether.training import Engine
 from tether.types import StateDict
 
 TRAINING = "training"
@@ -66,6 +70,31 @@ class Persistence:
             return complete
 
         return self.store.begin(step, start_all)
+
+
+def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
+    """Save each model once before anything is learned, in a folder below `root` that goes again.
+
+    Raises:
+        ValueError: a model cannot be saved.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    rng = rng_state()
+    with TemporaryDirectory(dir=root, prefix=PARTIAL) as folder:
+        for role, engine in engines.items():
+            try:
+                engine.check_saving(Path(folder) / role)
+            except RankLost:
+                raise
+            except Exception as error:
+                if is_disk_full(error):  # the first checkpoint says how much it needs
+                    break
+                raise ValueError(
+                    f"the {role} cannot be saved, as was tried before the first step ({type(error).__name__}: "
+                    f"{error}). Fix that, or take another model or, with LoRA, other layers "
+                    "(actor_rollout_ref.model.target_modules)."
+                ) from error
+    set_rng_state(rng)  # whatever the libraries that write draw
 
 
 def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:

@@ -23,7 +23,7 @@ from tether.metrics.timing import Timer
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import TRAINING, Persistence, restore
+from tether.trainer.checkpoint import TRAINING, Persistence, check_saving, restore
 from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
@@ -175,6 +175,8 @@ class Trainer:
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or until `interrupted` or an alarm says so after one; then a checkpoint is saved."""
         starts = self.step_number == 0
+        if self.step_number < self.schedule.total_steps:
+            self._check_saving()
         if starts:
             self.rollouts.begin(self.step_number)
         if self.unlogged:
@@ -222,6 +224,17 @@ class Trainer:
             if complaint := self.critic_warmup.never_over():
                 self.loggers.warn(complaint)
         self.collect_saved(wait=True)
+
+    def _check_saving(self) -> None:
+        """What cannot be saved is refused before the first step; a run that is not to be saved is only warned."""
+        try:
+            check_saving(
+                self.persistence.store.root, {role: learner.engine for role, learner in self._learners().items()}
+            )
+        except ValueError as error:
+            if self.schedule.save_freq:
+                raise
+            self.loggers.warn(str(error))
 
     def _judge(self, tested: dict[str, float]) -> None:
         """Compare a test with those before, and keep the checkpoint of the best."""

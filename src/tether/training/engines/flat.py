@@ -31,6 +31,7 @@ from tether.training.control.samples import Samples
 from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
+from tether.training.engines.shares import CHECKED_BYTES
 from tether.training.out_of_memory import within_memory
 from tether.training.protocol import AnyLoss, Forward, Updated, UpdatePlan
 from tether.types import StateDict
@@ -193,6 +194,11 @@ class FlatEngine:
     def save(self, folder: Path) -> None:
         """Write the policy: its spec as JSON and its weights as safetensors."""
         save_policy(self.policy, folder)
+
+    def check_saving(self, folder: Path) -> None:
+        """See `Engine.check_saving`; a large policy, which is of a published kind, is not written."""
+        if sum(value.nbytes for value in self.policy.parameters()) <= CHECKED_BYTES:
+            self.save(folder)
 
     def state_dict(self) -> StateDict:
         """State of the optimizer, the version, and the rate that is led by the KL; the weights are the policy's."""

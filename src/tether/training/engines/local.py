@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from tether.training.engines.autograd import AutogradEngine
 from tether.training.engines.copies import kept, kept_tree, with_weights
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.engines.shares import CHECKED_BYTES, writers
 from tether.training.protocol import LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 from tether.types import StateDict
@@ -64,6 +66,15 @@ class LocalEngine(AutogradEngine[Outputs]):
         assert self._save, "a frozen model is not saved"
         with self.masters.installed() if self.masters else nullcontext():
             self._save(self.model, folder)
+
+    def check_saving(self, folder: Path) -> None:
+        """See `tether.training.protocol.Engine.check_saving`."""
+        assert self._save, "a frozen model is not saved"
+        shares = writers(self.model, math.ceil(sum(p.nbytes for p in self.model.parameters()) / CHECKED_BYTES))
+        with self.masters.installed() if self.masters else nullcontext():
+            weights = zip(self.model.parameters(), shares, strict=True)
+            model = with_weights(self.model, (p.to("meta") if share else p.detach() for p, share in weights))
+        self._save(model, folder)
 
     def state_dict(self) -> StateDict:
         """All state beside the weights: the optimizer's, and the version."""

@@ -13,6 +13,9 @@ from tether.checkpoints import moments_path
 from tether.models.language.save import join_parts
 from tether.training.division import balanced
 
+CHECKED_BYTES = 2**30
+"""Of the weights that are written before the first step, to see that they can be: seconds, and no full disk."""
+
 
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     """The rank that writes each of `model.parameters()`, about as much each; a layer stays together, since classes
