@@ -9,7 +9,7 @@ from tether.config.loading.foreign_words import KEYS
 from tether.config.loading.typos import nearest
 from tether.config.support.verl_keys import unread_keys
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs/guides"
 TRL = {
     "GRPOTrainer, LoraConfig": "model reward_funcs args train_dataset eval_dataset processing_class peft_config",
     "GRPOConfig": """

@@ -76,7 +76,9 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
         problems += [*imported.refusals(), *imported.problems]
         notes += _import_notes(imported, path)
     elif path is not None and shipped is not None:
-        notes.append(f"{path.stem} stands for verl's defaults; docs/coming-from-verl.md lists those that differ here")
+        notes.append(
+            f"{path.stem} stands for verl's defaults; see docs/guides/coming-from-verl.md for those that differ"
+        )
         chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
         problems += _store(given, chosen, path.stem, 0)
     elif path is not None:
