@@ -168,7 +168,10 @@ def test_named_files_exist() -> None:
 def test_what_is_wrong_on_a_page_is_found(tmp_path: Path) -> None:
     """The negative control of the lists above."""
     page = tmp_path / "page.md"
-    page.write_text("# A b\n`algorithm.gama` `tests/nothing.py` [1](nowhere.md) [2](#a-b) [3](#c)\n```bash\ntether config explain x\n```\n")
+    page.write_text(
+        "# A b\n`algorithm.gama` `tests/nothing.py` [1](nowhere.md) [2](#a-b) [3](#c)\n"
+        "```bash\ntether config explain x\n```\n"
+    )
     assert unknown_keys(page) == {"algorithm.gama"}
     assert missing_files(page) == {"tests/nothing.py"}
     assert dead_links(page) == ["nowhere.md", "#c"]
