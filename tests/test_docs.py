@@ -21,7 +21,13 @@ from tether.config.support.verl_keys import renamed, unread
 from tether.metrics.keys import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
+]
 TOP = "|".join(sorted({path.split(".")[0] for path in keys()}))
 ALGORITHM_PAGES = [page for page in PAGES if "algorithms" in page.parts and page.name != "index.md"]
 FOLDERS = "benchmarks|docs|recipes|scripts|src|tests"
@@ -72,16 +78,22 @@ def test_there_are_pages() -> None:
 def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The examples of a page are one module, in a folder with the recipes, where they may write.
 
-    One that begins with the name of a file is that file, too.
+    One that begins with the name of a file is that file, too, and a `run.yaml` is sound.
     """
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     # "__main__" parts reach out to the network; they are compiled, not run.
     module: dict[str, object] = {"__name__": "example"}
+    for text in [*blocks(page, "python"), *blocks(page, "yaml")]:
+        if file := re.match(r"# (\w+\.(?:py|yaml))\n", text):
+            Path(file[1]).write_text(text)
     for number, code in enumerate(blocks(page, "python")):
-        if file := re.match(r"# (\w+\.py)\n", code):
-            Path(file[1]).write_text(code)
         exec(compile(code, f"{page.name}, example {number + 1}", "exec"), module)
+    if Path("run.yaml").exists():  # with the data that the examples wrote
+        monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "empty"))
+        result = CliRunner().invoke(app, ["config", "check", "run.yaml"])
+        wrong = str(result.exception).splitlines() if result.exit_code else []
+        assert [line for line in wrong if not re.search(r"model.path: .* is not in the cache", line)] == []
 
 
 def failing_commands(page: Path) -> Iterable[str]:
@@ -186,8 +198,10 @@ def test_every_page_is_in_the_index_in_the_navigation_and_short() -> None:
     assert sorted(navigation) == sorted(listed)
     for name in sorted(name for name in listed if name != "index.md" and "algorithms/" not in name):
         assert f"({name})" in index
+        # Without its generated tables, and the files that it has the reader write.
         text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text_of(pages[name]), flags=re.DOTALL)
-        assert name == "evidence/oracles.md" or len(text.splitlines()) <= 120, name  # without its generated tables
+        text = re.sub(r"^```(python|yaml)\n# \w+\.(py|yaml)\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert name == "evidence/oracles.md" or len(text.splitlines()) <= 120, name
 
 
 @pytest.mark.parametrize(

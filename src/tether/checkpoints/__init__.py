@@ -3,7 +3,7 @@
 Rank 0 of a run writes through `CheckpointStore`; whoever reads a folder asks `find_checkpoint` and `load_state`.
 """
 
-from tether.checkpoints.manifest import PARTIAL, sha256_of
+from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_beside, save_moments, save_state
 from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
@@ -11,6 +11,7 @@ from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
     "BEST",
+    "CARD",
     "PARTIAL",
     "CheckpointStore",
     "Rollback",

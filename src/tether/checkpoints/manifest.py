@@ -18,6 +18,8 @@ from typing import TypedDict
 from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
+CARD = ("README.md", "curve.png")
+"""Files for readers that `tether card` adds to a checkpoint later: nothing that is loaded depends on them."""
 PARTIAL = ".writing_"
 """Prefix of what is still being written; a killed process may leave it behind."""
 FORMAT = 1
@@ -72,7 +74,8 @@ def find_damage(folder: Path, step: int) -> str | None:
         )
     if not intact:
         return f"{path}: damaged, it is not what was saved"
-    unlisted = sorted(_names(folder) - manifest["files"].keys() - {MANIFEST})
+    added = {name for name in _names(folder) - manifest["files"].keys() if Path(name).name not in CARD}
+    unlisted = sorted(added - {MANIFEST})
     if unlisted:
         return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
