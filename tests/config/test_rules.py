@@ -472,7 +472,7 @@ CASES |= {
         [f"{FILTER}.metric=acc"],
     ),
 }
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/coming-from-verl.md"
 CASES |= {
     f"shards_of_{model}_divide_the_devices": (
         [f"{model}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],

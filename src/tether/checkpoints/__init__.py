@@ -3,7 +3,7 @@
 Rank 0 of a run writes through `CheckpointStore`; use `find_checkpoint` and `load_state` to read a folder.
 """
 
-from tether.checkpoints.manifest import PARTIAL, sha256_of
+from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of
 from tether.checkpoints.ownership import read_own, write_own
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_path, save_moments, save_state
@@ -12,6 +12,7 @@ from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
     "BEST",
+    "CARD",
     "PARTIAL",
     "CheckpointStore",
     "Rollback",

@@ -19,6 +19,8 @@ from tether.runtime.disk import read_json
 from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
+CARD = ("README.md", "curve.png")
+"""Files for readers that `tether card` adds to a checkpoint later: nothing that is loaded depends on them."""
 PARTIAL = ".writing_"
 """Prefix of names that are still being written; a killed process may leave such files."""
 FORMAT = 1
@@ -78,7 +80,8 @@ def find_damage(folder: Path, step: int) -> str | None:
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
         return f"{path}: damaged, it does not list files"
-    unlisted = sorted(_names(folder) - listed.keys() - {MANIFEST})
+    added = {name for name in _names(folder) - listed.keys() if Path(name).name not in CARD}
+    unlisted = sorted(added - {MANIFEST})
     if unlisted:
         return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:

