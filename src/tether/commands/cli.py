@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import signal
 import sys
@@ -20,6 +21,7 @@ from tether import __version__
 from tether.commands.data import data_app
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
+from tether.commands.recipes import recipe, recipe_file
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
@@ -47,6 +49,7 @@ reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_i
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
+app.command()(recipe)
 
 
 def _print_version(asked: bool) -> None:
@@ -110,9 +113,11 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """The file, if one comes first, and the overrides."""
+    """Return the file, or that of the recipe, which comes first, if one does, and the overrides."""
     rest = list(arguments or [])
     is_file = bool(rest) and (rest[0].endswith((".yaml", ".yml")) or ("=" not in rest[0] and Path(rest[0]).is_file()))
+    if rest and not is_file and re.fullmatch(r"[\w.-]+", rest[0]) and (named := recipe_file(rest[0])):
+        return named, rest[1:]
     return (Path(rest.pop(0)), rest) if is_file else (None, rest)
 
 
