@@ -430,7 +430,7 @@ def test_another_simulator_leaves_out_what_only_the_old_one_reads(imported):
     assert (result.native["env.train.total_num_envs"], result.native["env.train.seed"]) == (8, 7)
 
 
-def test_a_simulator_of_tethers_is_described_by_its_keys(imported):
+def test_a_simulator_that_is_not_translated_is_set_in_native_keys(imported):
     mlp = LIBERO.replace("model_type: gr00t, gr00t: {noise_level: 0.5}", "model_type: mlp_policy")
     for eval_too in ([], ["env.eval.env_type=libero"]):
         result = imported(mlp, "env.train.env_type=libero", *eval_too, "env.train.id=libero_10/3")

@@ -63,7 +63,7 @@ REMARKS = {
         "RLinf samples for it while the policy learns; here sampling and learning take turns in embodied runs"
     ),
 }
-"""Key and value -> what is said of them, although they are taken."""
+"""Key and value that are accepted -> what differs from RLinf."""
 HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
 """Groups whose presets set up sharding and weight transfer, which one process does without: they may be missing."""
 
@@ -102,9 +102,9 @@ class Imported:
     """Keys of the file that belong to another simulator, task or policy than the one that the overrides name."""
 
     def remarks(self) -> list[str]:
-        """Return what is to be said of values that are taken."""
-        said = [line for line in self.lines if line.why and (line.key, str(line.value)) in REMARKS]
-        return [f"{line.key}={show(line.value)}: {line.why}" for line in said if line.status == "mapped"]
+        """Return a note on each accepted value that RLinf treats differently."""
+        lines = [line for line in self.lines if line.why and (line.key, str(line.value)) in REMARKS]
+        return [f"{line.key}={show(line.value)}: {line.why}" for line in lines if line.status == "mapped"]
 
     def refusals(self) -> list[Problem]:
         """Return a problem for each key that is not supported."""
@@ -240,12 +240,11 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
 
 def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
     converted = {name: convert(value, values) for name, convert in row.to.items()}
-    # RLinf's code asks for the truth of such a value, and null is none.
-    return {name: _truth(name) if new is None else new for name, new in converted.items() if new is not UNSET}
+    return {name: _for_null(name) if new is None else new for name, new in converted.items() if new is not UNSET}
 
 
-def _truth(name: str) -> object:
-    """Return what a native key takes for null: false, where it is true or false."""
+def _for_null(name: str) -> object:
+    """Return the value of a native key for null: false for a flag, as in RLinf's code, where None is not true."""
     return False if name in keys() and keys()[name].type_text == "true or false" else None
 
 

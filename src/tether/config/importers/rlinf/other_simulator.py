@@ -17,8 +17,8 @@ POLICY_NAMES = ("model_type", "model_name")
 """Keys of `actor.model` that name a policy, today and in older files."""
 SHARED_ARGUMENTS = ("maniskill",)
 """Simulators whose constructors take the same arguments for all tasks."""
-DESCRIBED_ANEW = ("libero", "metaworld")
-"""Simulators that tether has and that a file describes in RLinf's way: overrides describe them by tether's keys."""
+NOT_TRANSLATED = ("libero", "metaworld")
+"""Simulators of tether's whose sections in RLinf's files are not translated: overrides set them in tether's keys."""
 OF_NETWORKS = ("mlp_policy", "cnn_policy")
 """Policies that have none of the options below."""
 OF_LARGE_POLICIES = (
@@ -34,7 +34,7 @@ def without_old_simulator(
 ) -> list[str]:
     """Take out of a file what describes another simulator, or another task, than the overrides name.
 
-    A new ``env.train.env_type``, or one of `DESCRIBED_ANEW`, takes along all that the file's simulator was set up with,
+    A new ``env.train.env_type``, or one of `NOT_TRANSLATED`, takes along all that the file's simulator was set up with,
     and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its arguments where they
     are not the same for all tasks of a simulator.
 
@@ -51,10 +51,10 @@ def without_old_simulator(
     old_type, old_id = train.get("env_type"), _task(train)
     new_type = given.get("env.train.env_type", old_type)
     new_id = next((given[key] for key in _names_of("train") if key in given), old_id)
-    is_anew = new_type in DESCRIBED_ANEW and "env.train.env_type" in given
-    is_new = new_type != old_type or is_anew
+    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in given
+    is_new = new_type != old_type or replaces_file
     if is_new:
-        dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if is_anew else OF_SIMULATOR
+        dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if replaces_file else OF_SIMULATOR
     elif new_id != old_id:
         dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
     else:
@@ -94,9 +94,9 @@ def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable
 
 
 def names_own_simulator(override: Override) -> bool:
-    """Whether an override gives a simulator that it describes by tether's keys, of which this is one."""
+    """Whether an override sets one of `NOT_TRANSLATED`, which makes it an override in tether's keys."""
     is_simulator = override.path in ("env.train.env_type", "env.eval.env_type")
-    return is_simulator and not override.delete and override.value in DESCRIBED_ANEW
+    return is_simulator and not override.delete and override.value in NOT_TRANSLATED
 
 
 def names_task(override: Override) -> bool:
