@@ -49,6 +49,14 @@ def test_two_penalties_for_the_same_distance_are_noted():
     assert load(*both[:1]).notes == load(*both[1:]).notes == ()
 
 
+def test_a_lower_clip_that_no_ratio_reaches_is_noted():
+    low = f"{ACTOR}.clip_ratio_low=10"
+    (note,) = load(low).notes
+    assert note == f"{low}.0: nothing is clipped below, as no ratio of probabilities is below 1 - 10"
+    assert load(f"{ACTOR}.clip_ratio_low=1").notes == ()
+    assert load(low, f"{ACTOR}.policy_loss.loss_mode=geo_mean").notes == ()  # its clip is of log-ratios
+
+
 @pytest.mark.parametrize(
     ("context", "setting", "reason"),
     [

@@ -447,6 +447,12 @@ CASES |= {
         "optimal_token_baseline needs the pass over the old policy",
         [f"{CORRECTION}.bypass_mode=False"],
     ),
+    "bypass_has_no_full_kl_in_reward": (
+        [f"{CORRECTION}.bypass_mode=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"],
+        "algorithm.kl_penalty",
+        "full needs the pass over the old policy",
+        ["algorithm.kl_penalty=kl"],
+    ),
     "filtered_groups_have_peers": (
         [f"{FILTER}.enable=True"],
         f"{ROLLOUT}.n",
@@ -466,7 +472,7 @@ CASES |= {
         [f"{FILTER}.metric=acc"],
     ),
 }
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/coming-from-verl.md"
 CASES |= {
     f"shards_of_{model}_divide_the_devices": (
         [f"{model}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
@@ -600,6 +606,12 @@ CASES |= {
         "batch needs custom_reward_function.path",
         ["custom_reward_function.path=mine.py"],
     ),
+    "megatron_has_one_model_before_an_update": (
+        [*ON_MEGATRON, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"],
+        "algorithm.kl_penalty",
+        "full runs the reference beside the policy",
+        ["algorithm.kl_penalty=low_var_kl"],
+    ),
     "megatron_has_one_model_at_a_time": (
         [*ON_MEGATRON, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
         f"{ACTOR}.kl_loss_type",
@@ -647,6 +659,7 @@ NOT_TAKEN_BY_VERL = {
     *(
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
+        "bypass_has_no_full_kl_in_reward",
         *(f"shards_of_{model}_divide_the_devices" for model in SHARDED),
     ),
 }
@@ -684,6 +697,11 @@ def test_what_verl_takes_stands_in_the_table_of_differences():
 def test_bounds_of_rejection(modes, threshold, message):
     overrides = [f"{CORRECTION}.rollout_rs='{modes}'", f"{CORRECTION}.rollout_rs_threshold={threshold}"]
     assert message in problems_of(*overrides)[f"{CORRECTION}.rollout_rs_threshold"]
+
+
+def test_a_mode_of_rejection_is_named_once():
+    overrides = [f"{CORRECTION}.rollout_rs='token_k2,token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold=2"]
+    assert "token_k2 is named twice" in problems_of(*overrides)[f"{CORRECTION}.rollout_rs"]
 
 
 @pytest.mark.parametrize(

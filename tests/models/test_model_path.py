@@ -122,5 +122,5 @@ def test_directories_that_are_no_model(tmp_path):
 @pytest.mark.parametrize(("index", "message"), [("{", "is not JSON"), ("{}", "has no weight_map")])
 def test_an_index_of_weights_that_cannot_be_read_is_named(tmp_path: Path, index: str, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}.*Copy the model again"):
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}.*Copy the model's files again"):
         weight_files(tmp_path)

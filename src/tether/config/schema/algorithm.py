@@ -29,11 +29,6 @@ AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
     "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "raw",
 ]  # fmt: skip
-FULL_KL = Refuses(
-    ("full", "full+"),
-    "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
-    "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
-)
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
@@ -167,8 +162,10 @@ class AlgorithmConfig(Section):
     """Scale scores to mean 0 and std 1: by all scores so far, or by those of the step. (tether's own key.)"""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
-    kl_penalty: Annotated[KlKind, FULL_KL, ActsIf(".use_kl_in_reward", on=(True,))] = "kl"
-    """Estimator of that penalty."""
+    kl_penalty: Annotated[
+        KlKind, Refuses(("full+",), "a reward has no gradient: write full"), ActsIf(".use_kl_in_reward", on=(True,))
+    ] = "kl"
+    """Estimator of that penalty; full is exact, over the vocabulary, and the same whichever token was sampled."""
     kl_ctrl: KlControlConfig
     use_pf_ppo: bool = False
     """PF-PPO: draw the batch again by reward."""

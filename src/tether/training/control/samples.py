@@ -117,7 +117,7 @@ def loss_weights(
         loss: whose shape is asked for.
         mask: [B, L]: elements that count; None: all.
         episode_weights: [B, 1]: for ``masked_mean_ratio``.
-        max_length: the divisor of ``seq-mean-token-sum-norm``.
+        max_length: the divisor of modes with ``-norm``.
         whole: rows and elements that count in the mini-batch that `loss` is a part of; None: it is all of it.
     """
     rows, columns = loss.shape

@@ -30,7 +30,7 @@ class Aggregation:
     mode: str = "token-mean"
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
-    """Divisor of ``seq-mean-token-sum-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
+    """Divisor of modes with ``-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
     the width."""
     width: int | None = None
     """Tokens that a response may have. None: the longest response of the batch, so that what a row weighs in these two
