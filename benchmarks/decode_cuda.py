@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tether.kernels.cuda.maker import Cuda
+from tether.kernels.cuda.backend import Cuda
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import NoiseKey, SamplingParams
 

@@ -72,22 +72,22 @@ def kind_of(name: str) -> str:
 @contextmanager
 def kernels_recorded() -> Iterator[None]:
     """PyTorch's profiler sees compiled kernels too, under their names: all start from Python, none are replayed."""
-    maker = kernels_for(torch.empty(0, dtype=torch.bfloat16))
-    if maker is REFERENCE:
+    backend = kernels_for(torch.empty(0, dtype=torch.bfloat16))
+    if backend is REFERENCE:
         yield
         return
     kind = import_module("tether.kernels.cpu.openmp_loop").Kernel
-    plain, record = kind.__call__, maker.record
+    plain, record = kind.__call__, backend.record
 
     def recorded(kernel: Any, **arguments: Any) -> None:
         with record_function(f"kernel::{kernel.name}"):
             plain(kernel, **arguments)
 
-    kind.__call__, maker.record = recorded, REFERENCE.record
+    kind.__call__, backend.record = recorded, REFERENCE.record
     try:
         yield
     finally:
-        kind.__call__, maker.record = plain, record
+        kind.__call__, backend.record = plain, record
 
 
 class Recorder:

@@ -1,7 +1,7 @@
 """Does asynchronous training learn as well? The same task at several stalenesses, three seeds each, as a table.
 
     python -m benchmarks.staleness                           # about ten minutes of one core
-    python -m benchmarks.staleness --write docs/async.md
+    python -m benchmarks.staleness --write docs/evidence/async.md
     python -m benchmarks.staleness --task quickstart         # hours of one core; what is done is kept in --results
 
 The task is `spell` of `benchmarks.algorithms`: letters to spell, a random model of two layers, GRPO with four optimizer
@@ -22,7 +22,7 @@ import tether
 from benchmarks.algorithms.cases import ACTOR, ALGORITHM, CORRECTION, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, write_inputs
 from benchmarks.resumable import QUICKSTART, ROOT, all_runs, arguments_of_runs, plot_scores, schedule, write_between
-from tether.metrics.loggers.headline import score_of_test
+from tether.metrics.loggers.headline import evaluation_score
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.machine import set_threads
 
@@ -90,7 +90,7 @@ def train(task: str, mode: str, seed: int, steps: int) -> Run:
         metrics = read_metrics(tether.train(recipe, [*settings, *MODES[mode]]).folder)
     curve = [metrics[step]["critic/score/mean"] for step in range(1, steps + 1)]
     ages = [metrics[step].get("training/staleness", 0.0) for step in range(1, steps + 1)]
-    return Run(score_of_test(metrics[steps]), curve, fmean(ages))
+    return Run(evaluation_score(metrics[steps]), curve, fmean(ages))
 
 
 def table(runs: Mapping[str, Sequence[Run]], steps: int) -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/oracles.md."""
+"""The tables of docs/evidence/oracles.md."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
         "Written by",
         "",
         "```sh",
-        "python -m benchmarks.oracles --write docs/oracles.md",
+        "python -m benchmarks.oracles --write docs/evidence/oracles.md",
         "```",
         "",
         f"on {date.today()}, with {peers}, torch {torch}, Python {platform.python_version()}.",

@@ -2,8 +2,8 @@
 
 Legend: B = rows (one sampled response each), P = prompt width, T = response width. Rows are right-padded, never
 left-padded: row b holds prompt tokens ``prompt_ids[b, :prompt_length[b]]`` and then response tokens
-``response_ids[b, :response_length[b]]``. What stands beyond a length or outside ``response_mask`` is never read.
-Batches lie in the memory of the host: engines move what a micro-batch needs to their device.
+``response_ids[b, :response_length[b]]``. Values beyond a length or outside ``response_mask`` are never read.
+Batches are in host memory: engines move what a micro-batch needs to their device.
 
 Worked example, one prompt [5, 6, 7] sampled twice, answers [8, 2] and [9] (2 = end of sequence, width T = 3)::
 
@@ -38,29 +38,29 @@ class Prompt:
     """One row of a prompt dataset, ready to be sampled."""
 
     token_ids: TokenIds
-    """The templated prompt, as the policy reads it; any sequence of integers is taken, and made an array here."""
+    """The templated prompt, as the policy reads it; any sequence of integers is accepted and converted to an array."""
     data_source: str
-    """Which reward scores it, for example ``openai/gsm8k``."""
+    """Name of the dataset, which selects the reward, for example ``openai/gsm8k``."""
     ground_truth: object
-    """The reference that the reward compares the answer with; None where the reward needs none."""
+    """The reference that the reward compares the response with; None if the reward needs none."""
     messages: tuple[dict[str, object], ...] = ()
     """The conversation before the chat template."""
     extra_info: ExtraInfo = field(default_factory=dict)
-    """The row's `extra_info`, passed to the reward as it is."""
+    """The row's `extra_info`, passed to the reward unchanged."""
     index: int = 0
     """Row number in the concatenated dataset: the sample's identity in logs."""
     agent_name: str | None = None
-    """Who answers the policy between its turns; None: the default of the run."""
+    """The agent that replies to the policy between its turns; None: the default of the run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids, "Prompt.token_ids"))
 
 
 def as_token_ids(ids: Sequence[int] | TokenIds, name: str) -> TokenIds:
-    """An array of token ids; one that is an array already stays the same.
+    """Return an array of token ids; arrays are returned unchanged.
 
     Raises:
-        ValueError: not a flat sequence of integers, of 0 or more.
+        ValueError: `ids` is not a flat sequence of non-negative integers.
     """
     array = np.asarray(ids)
     integers = array.ndim == 1 and (array.size == 0 or array.dtype.kind in "iu")
@@ -70,38 +70,38 @@ def as_token_ids(ids: Sequence[int] | TokenIds, name: str) -> TokenIds:
 
 
 def on_device(record: Record, device: torch.device) -> Record:
-    """A dataclass with its tensors on a device."""
+    """Return a copy of a dataclass with its tensors on a device."""
     tensors = {key: value for key, value in vars(record).items() if isinstance(value, Tensor)}
     return replace(record, **{key: value.to(device) for key, value in tensors.items()})
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The weights of an engine after its last update, for those that sample with them."""
+    """The weights of an engine after its last update, for the sampler."""
 
     version: int
-    """Updates so far; rows that are sampled with these weights carry it as `policy_version`."""
+    """Number of updates so far; rows sampled with these weights carry it as `policy_version`."""
     tensors: Iterable[tuple[str, Tensor]]
-    """Name and value of each, as in the model's ``state_dict``."""
+    """Name and value of each tensor, as in the model's ``state_dict``."""
     is_copy: bool = False
-    """The tensors stay as they are while the engine learns."""
+    """Whether the tensors stay unchanged while the engine learns."""
 
     def copied(self) -> WeightUpdate:
-        """The same, which stay as they are while the engine learns."""
+        """Return an update whose tensors stay unchanged while the engine learns."""
         if self.is_copy:
             return self
         seen: dict[tuple[int, torch.Size], tuple[weakref.ref[Tensor], Tensor]] = {}  # tied weights stay tied
         tensors = []
         for name, value in self.tensors:
             key = (value.data_ptr(), value.shape)
-            if key not in seen or seen[key][0]() is None:  # it is gone, and its memory is used again
+            if key not in seen or seen[key][0]() is None:  # the previous tensor at this address was freed
                 seen[key] = (weakref.ref(value), value.detach().clone())
             tensors.append((name, seen[key][1]))
         return WeightUpdate(self.version, tensors, is_copy=True)
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
-        """Give a model these weights; tensors that share their memory with it are not copied."""
+        """Load these weights into a model; tensors that share their memory with it are not copied."""
         mine = model.state_dict(keep_vars=True)
         for name, theirs in self.tensors:
             if mine[name].data_ptr() != theirs.data_ptr():
@@ -111,36 +111,36 @@ class WeightUpdate:
 INFERRED = {"log_probs": "old_log_probs"} | {
     name: name for name in ("sum_pi_squared", "full_kl", "values", "bootstrap_values", "seen", "routed_experts")
 }
-"""Field of a model's outputs -> field of the batch that takes it."""
+"""Field of a model's outputs -> field of the batch."""
 
 
-def _take(batch: TrainBatch | EnvBatch, outputs: object) -> None:
+def _update_from(batch: TrainBatch | EnvBatch, outputs: object) -> None:
     for name, field_name in INFERRED.items():
-        value = getattr(outputs, name, None)  # a method of every tensordict is called `values`
+        value = getattr(outputs, name, None)  # every tensordict has a method `values`
         if isinstance(value, Tensor | TensorDict):
             setattr(batch, field_name, value)
 
 
 def filled(field: Tensor | None) -> Tensor:
-    """A field of a `TrainBatch` that an earlier part of the step must have filled in."""
-    assert field is not None, "this part of the step runs too early"
+    """Return a field of a `TrainBatch` that an earlier phase of the step must have computed."""
+    assert field is not None, "this phase of the step runs too early"
     return field
 
 
 def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Put the number of each row on the last token that the policy sampled, and 0 elsewhere."""
+    """Return [B, T] with the number of each row at its last sampled token, and 0 elsewhere."""
     position = torch.arange(response_mask.shape[1], device=response_mask.device)
     last = torch.where(response_mask, position, -1).amax(dim=-1, keepdim=True)
     return torch.where(position == last, per_row[:, None], 0.0)
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """Which tokens top-k and top-p left to draw from at each position; `tether.models.output.truncation_record` writes
-    and reads it.
+    """The tokens that top-k and top-p kept at each position; `tether.models.output.truncation_record` writes and reads
+    it.
 
-    The positions of a row follow each other in its `words`, each with the ids of its tokens, ascending, or with a bit
-    mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes
-    ``4 + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and so masks of two words::
+    The positions of a row follow each other in its `words`, each with the ids of its tokens in ascending order, or with
+    a bit mask of the vocabulary where that is shorter: token v is bit v % 32 of word v // 32. A position thus takes ``4
+    + min(4 * count, V / 8)`` bytes. A row of two positions, with a vocabulary of 64 and so masks of two words::
 
         kept {5, 9}, then {0, 1, 33}     count [2, 3]     words [5, 9, 0b11, 0b10]
     """
@@ -148,14 +148,14 @@ class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
     count: Int[Tensor, "B T"]
     """Number of kept tokens; 0 where nothing was sampled."""
     words: list[Int[Tensor, " W"]]
-    """B tensors of int32, each as long as its row needs: one row of nonsense must not widen all the others."""
+    """B tensors of int32, each as long as its row needs, so that one degenerate row does not widen all the others."""
 
 
 class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """Responses as a rollout engine sampled them, in the memory of the host."""
+    """Responses as a rollout engine sampled them, in host memory."""
 
     uid: Int[Tensor, " B"]
-    """Prompt group: rows share it only if they answer the same prompt, which a micro-batch then holds once."""
+    """Prompt group: rows share it only if they have the same prompt, which a micro-batch then stores once."""
     prompt_ids: Int[Tensor, "B P"]
     prompt_length: Int[Tensor, " B"]
     response_ids: Int[Tensor, "B T"]
@@ -163,51 +163,51 @@ class RolloutBatch(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
     response_mask: Bool[Tensor, "B T"]
     """True where the policy itself sampled the token."""
     rollout_log_probs: Float[Tensor, "B T"]
-    """Log-probability under the distribution that the token was truly sampled from."""
+    """Log-probability under the distribution from which the token was actually sampled."""
     truncated: Bool[Tensor, " B"]
-    """The response was cut by the length limit: it did not end by itself."""
+    """Whether the response was cut by the length limit instead of ending by itself."""
     policy_version: Int[Tensor, " B"] | None = None
-    """Updates that the policy had had when the row was sampled (`tether.training.protocol.WeightUpdate`); the fewest of
-    its tokens where weights changed within it."""
+    """Number of updates of the policy when the row was sampled (`WeightUpdate.version`); the smallest one where weights
+    changed within the row."""
     token_versions: Int[Tensor, "B T"] | None = None
-    """The same of each token; None: no weights changed while the batch was sampled."""
+    """The policy version of each token; None: no weights changed while the batch was sampled."""
     kept: KeptTokens | None = None
-    """Tokens that top-k and top-p left to draw from; None where they left everything. Log-probabilities and entropies
-    are of the distribution over these tokens."""
+    """Tokens that top-k and top-p kept; None if they kept all. Log-probabilities and entropies are of the distribution
+    over these tokens."""
     turn_scores: Float[Tensor, "B T"] | None = None
-    """The parts of the score, each on the last token of its turn; None: all of it is on the last token."""
+    """Scores of the turns, each on the last token of its turn; None: the full score is on the last token."""
     routed_experts: Int[Tensor, "B W L k"] | None = None
-    """The experts that each token of prompt and response went to, one after the other from the row's first, in each
-    decoder layer; W = P + T, int16. -1 where that is not known, as beyond a row's end and in layers without experts.
-    None: the routers choose in training."""
+    """The experts of each token of prompt and response, consecutively from the row's first token, in each decoder
+    layer; W = P + T, int16. -1 where unknown, as beyond a row's end and in layers without experts. None: the routers
+    choose during training."""
 
 
 class TrainBatch(RolloutBatch):
-    """A rollout with everything that the losses need; the optional fields are filled in along the step.
+    """A rollout with everything that the losses need; the phases of a step compute the optional fields.
 
-    A row that has no score has lost its whole `response_mask`.
+    The `response_mask` of rows without a score is all False.
     """
 
-    # Both are always given; after a field with a default, a dataclass wants one.
+    # Both are always set; the defaults exist because a dataclass requires them after a field with a default.
     token_level_scores: Float[Tensor, "B T"] = None  # type: ignore[assignment]
-    """The reward as given: for text, the score at the last response token."""
+    """The reward before shaping: for text, the score at the last response token."""
     scored: Bool[Tensor, " B"] = None  # type: ignore[assignment]
-    """False where the reward abstained or failed: the row is left out of every statistic and of the update."""
+    """False where the reward abstained or failed: the row is excluded from all statistics and from the update."""
     old_log_probs: Float[Tensor, "B T"] | None = None
-    """Under the policy at the start of the update (the proximal policy)."""
+    """Log-probabilities under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
     full_kl: Float[Tensor, "B T"] | None = None
     """KL from the reference at each token, over the whole vocabulary, where the reward is lowered by it."""
     values: Float[Tensor, "B T"] | None = None  # type: ignore[assignment]
     """The critic's estimate before each response token."""
     token_level_rewards: Float[Tensor, "B T"] | None = None
-    """Scores after reward shaping and the KL penalty, where there are any."""
+    """Scores after reward shaping and the KL penalty."""
     sum_pi_squared: Float[Tensor, "B T"] | None = None
-    """Probability that two draws from the policy agree, for the optimal token baselines."""
+    """Probability that two samples from the policy agree, for the optimal token baselines."""
     bootstrap_values: Float[Tensor, " B"] | None = None
     """The critic's estimate after the last token of a truncated response; 0 where the response ended by itself."""
     reward_baselines: Float[Tensor, " B"] | None = None
-    """Score of a greedy answer to the row's prompt, for `remax`."""
+    """Score of a greedy response to the row's prompt, for `remax`."""
     reward_components: Float[Tensor, "B R"] | None = None
     """The components of the reward, for `gdpo`."""
     advantages: Float[Tensor, "B T"] | None = None
@@ -215,18 +215,18 @@ class TrainBatch(RolloutBatch):
     rollout_is_weights: Float[Tensor, "B T"] | None = None
     """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
     selected: Bool[Tensor, "B T"] | None = None
-    """Tokens that the policy loss treats apart, chosen among all tokens of a mini-batch (clip_cov, kl_cov)."""
+    """Tokens with a different policy loss, selected among all tokens of a mini-batch (clip_cov, kl_cov)."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:
         """Join a rollout and its rewards.
 
         Args:
-            rollout: what was sampled.
+            rollout: the sampled responses.
             scores: [B] one score per response; NaN where the reward abstained or failed.
 
-        The score lands on the last token that the policy sampled, or its parts on the ends of their turns. A row
-        without a score loses its whole ``response_mask``, so that no statistic and no loss sees it.
+        The score is placed on the last sampled token, or the scores of the turns at their ends. Rows without a score
+        get a ``response_mask`` of False, so that no statistic and no loss includes them.
         """
         _check_groups(rollout)
         scored = ~torch.isnan(scores) & rollout.response_mask.any(dim=-1)
@@ -242,12 +242,12 @@ class TrainBatch(RolloutBatch):
             batch_size=rollout.batch_size,
         )
 
-    def take(self, outputs: object) -> None:
-        """Take over what a policy or a critic gave for these rows; log-probs are those of the old policy."""
-        _take(self, outputs)
+    def update_from(self, outputs: object) -> None:
+        """Store the outputs of a policy or a critic for these rows; log-probs become `old_log_probs`."""
+        _update_from(self, outputs)
 
     def leave_out(self, rows: Bool[Tensor, " B"]) -> None:
-        """Treat these rows as rows without a score: no statistic and no loss sees them any more."""
+        """Exclude these rows from all statistics and losses, as rows without a score."""
         self.scored = self.scored & ~rows
         self.response_mask = self.response_mask & ~rows[:, None]
         self.token_level_scores = torch.where(rows[:, None], 0.0, self.token_level_scores)
@@ -260,30 +260,29 @@ class Episode:
     reward: float
     """Sum of the environment's rewards: the return."""
     length: int
-    """Steps."""
+    """Number of steps."""
     success_once: bool | None
-    """Was the task solved in any step; None where the environment does not tell."""
+    """Whether the task was solved in any step; None if the environment does not report it."""
     success_at_end: bool | None
-    """Was it solved in the last step."""
+    """Whether the task was solved in the last step."""
     info: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that the environment told in the last step."""
+    """Numbers that the environment reported in the last step."""
 
 
 @dataclass
 class EnvBatch:
-    """T steps of N environments, E times: M = E N rows, with everything that the losses need.
+    """E rollouts of T steps in N environments: M = E N rows, with everything that the losses need.
 
-    A policy decides on the actions of K steps at once, so that T = C K for C decisions; R is T, or C where rewards are
-    summed over a chunk. The optional fields are filled in along the step. The buffers are overwritten by the next
-    rollout.
+    A policy decides on a chunk of K actions at once, so that T = C K for C decisions; R is T, or C where rewards are
+    summed over a chunk. The phases of a step compute the optional fields. The next rollout overwrites the buffers.
     """
 
     obs: TensorDict
     """[M, C + 1, ...]: before each decision, and after the last step."""
     actions: Tensor
-    """[M, C, K * width]: the actions of a chunk one after the other."""
+    """[M, C, K * width]: the actions of a chunk, concatenated."""
     token_level_scores: Tensor
-    """[M, T]: rewards as the environment gave them."""
+    """[M, T]: rewards of the environment, before shaping."""
     terminated: Tensor
     """[M, T]"""
     truncated: Tensor
@@ -291,23 +290,24 @@ class EnvBatch:
     valid: Tensor
     """[M, T]: False where no action was carried out."""
     starts: Tensor
-    """[M, C + 1]: decisions that begin an episode. Where none was carried out, the next one does, too."""
+    """[M, C + 1]: whether an episode starts at a decision; if that decision is not carried out, the next one starts it
+    too."""
     state: Tensor
-    """[M, S]: of the policy's memory, before the first decision."""
+    """[M, S]: recurrent state of the policy before the first decision."""
     final_obs: TensorDict
     """[F, ...]: last observations of the episodes whose end is bootstrapped."""
     final_at: tuple[Tensor, Tensor]
-    """[F], [F]: row and step of each."""
+    """[F], [F]: row and step of each of `final_obs`."""
     episodes: tuple[Episode, ...]
-    """Those that ended, in the order in which they did."""
+    """Episodes that ended, in order of their ends."""
     policy_version: int = 0
-    """Updates that the policy had had when it acted."""
+    """Number of updates of the policy when it acted."""
     response_mask: Tensor | None = None
-    """[M, T]: steps that are learned from."""
+    """[M, T]: steps to learn from."""
     seen: Tensor | TensorDict | None = None
-    """`obs` as the networks read them: normalised, in a flat row where they take one."""
+    """`obs` as the networks read them: normalised, and flattened if they need a flat row."""
     old_log_probs: Tensor | None = None
-    """[M, C, L]: under the policy that acted; L is 1, K or K * width."""
+    """[M, C, L]: log-probabilities under the policy that acted; L is 1, K or K * width."""
     values: Tensor | None = None
     """[M, C + 1, V]: the critic's estimates before each decision, or before each of its actions."""
     bootstrap_values: Tensor | None = None
@@ -321,39 +321,40 @@ class EnvBatch:
 
     @property
     def chunk(self) -> int:
-        """K: actions that are decided on at once."""
+        """K: number of actions per decision."""
         return self.token_level_scores.shape[1] // self.actions.shape[1]
 
-    def part(self, rows: range) -> tuple[EnvBatch, Tensor]:
-        """A copy of some of the rows of a rollout that nothing was filled in yet, without its episodes; and the numbers
-        of their last observations among all.
+    def select_rows(self, rows: range) -> tuple[EnvBatch, Tensor]:
+        """Return a copy of some rows of a rollout, without its episodes, and the indices of their `final_obs` among
+        all.
+
+        Only fields that a rollout sets are copied.
         """
         row, step = self.final_at
         (finals,) = ((row >= rows.start) & (row < rows.stop)).nonzero(as_tuple=True)
-        numbers = torch.arange(rows.start, rows.stop)
+        indices = torch.arange(rows.start, rows.stop)
         names = ("obs", "actions", "token_level_scores", "terminated", "truncated", "valid", "starts", "state")
-        columns: dict[str, Any] = {name: getattr(self, name)[numbers] for name in names}
+        columns: dict[str, Any] = {name: getattr(self, name)[indices] for name in names}
         final_at = (row[finals] - rows.start, step[finals])
         return EnvBatch(**columns, final_obs=self.final_obs[finals], final_at=final_at, episodes=()), finals
 
     @property
     def decided(self) -> Tensor:
-        """[M, C]: decisions of which at least the first action was carried out."""
+        """[M, C]: decisions whose first action was carried out."""
         return self.valid[:, :: self.chunk]
 
     @property
     def carried_out(self) -> tuple[Tensor, Tensor]:
-        """[S], [S]: row and number of the `decided`, in the order of time."""
+        """[S], [S]: row and index of the `decided`, in order of time."""
         decision, row = self.decided.T.nonzero(as_tuple=True)
         return row, decision
 
-    def take(self, outputs: object) -> None:
-        """As `TrainBatch.take`."""
-        _take(self, outputs)
+    def update_from(self, outputs: object) -> None:
+        _update_from(self, outputs)
 
 
 def _check_groups(rollout: RolloutBatch) -> None:
-    """Make sure that rows of one `uid` have one prompt: training computes it once for all of them."""
+    """Check that rows of one `uid` have one prompt: training computes it once for all of them."""
     _, group = torch.unique(rollout.uid, return_inverse=True)
     rows = torch.arange(len(group))
     first = torch.full_like(rows, len(group)).scatter_reduce(0, group, rows, "amin")[group]

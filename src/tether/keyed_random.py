@@ -1,11 +1,11 @@
 """Random numbers that are addressed, not drawn in order.
 
-Every draw is a hash of (seed, step, what it is for, its number): no generator state exists, so nothing that was drawn
-before changes what comes, a token gets the same number whatever batch, slot or process it is sampled in, and nothing
-has to be saved to resume.
+Every draw is a hash of (seed, step, purpose, index). There is no generator state, so earlier draws do not affect later
+ones, a token gets the same number in any batch, slot or process, and nothing has to be saved to resume.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
-applied once for each part of the address. int64 arithmetic wraps, which is the arithmetic modulo 2**64 that it needs.
+applied once for each element of the address. int64 arithmetic wraps around, which is the arithmetic modulo 2**64 that
+it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = TypeVar("Words", int, "Tensor", NDArray[np.int64])
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     word %= 1 << 64
     return word - (1 << 64) if word >> 63 else word
 
@@ -35,13 +35,14 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def uniform(seed: int, step: int, sample: Tensor, token: Tensor) -> Tensor:
-    """One number in [0, 1) for each (sample, token): multiples of 2**-53, or of 2**-24 on MPS, which has no float64.
+    """Return a number in [0, 1) for each (sample, token): multiples of 2**-53, or of 2**-24 on MPS, which has no
+    float64.
 
     Args:
-        seed: of the run; any integer, taken modulo 2**64.
+        seed: seed of the run; any integer, reduced modulo 2**64.
         step: training step.
-        sample: [R] int64, number of the response within the step.
-        token: [R] int64, number of the token within the response.
+        sample: [R] int64, index of the response within the step.
+        token: [R] int64, index of the token within the response.
     """
     word = _hash(_hash(_hash(_hash(sample ^ sample, seed), step), sample), token)
     if word.device.type == "mps":
@@ -50,13 +51,13 @@ def uniform(seed: int, step: int, sample: Tensor, token: Tensor) -> Tensor:
 
 
 def generator(seed: int, step: int, purpose: str, *index: int) -> torch.Generator:
-    """A generator on the CPU for one purpose in one training step.
+    """Return a generator on the CPU for one purpose in one training step.
 
     Args:
-        seed: of the run; any integer, taken modulo 2**64.
-        step: training step, epoch, or whatever counts the draws of this purpose.
-        purpose: a word for what is drawn; other words give other numbers.
-        index: further numbers of the draw, such as that of a mini-batch.
+        seed: seed of the run; any integer, reduced modulo 2**64.
+        step: training step, epoch, or another counter of draws of this purpose.
+        purpose: a name for what is drawn; different names give different numbers.
+        index: further indices of the draw, such as that of a mini-batch.
     """
     import torch  # processes of environments have seeds too, and do without torch
 
@@ -64,36 +65,38 @@ def generator(seed: int, step: int, purpose: str, *index: int) -> torch.Generato
 
 
 def seed_of(seed: int, step: int, purpose: str, *index: int) -> int:
-    """A seed below 2**31, which every simulator takes; arguments as for `generator`."""
+    """Return a seed below 2**31, which every simulator accepts; arguments as for `generator`."""
     return _addressed(seed, step, purpose, *index) % 2**31
 
 
 def permutation(size: int, seed: int, step: int, purpose: str, *index: int) -> NDArray[np.int64]:
-    """``range(size)`` in a random order, the same on every machine; arguments as for `generator`."""
+    """Return ``range(size)`` in a random order, the same on every machine; arguments as for `generator`."""
     words = _hash(np.full(size, _addressed(seed, step, purpose, *index)), np.arange(size))
     return np.argsort(words, kind="stable")
 
 
 def held_out_rows(count: int, share: float, seed: int) -> list[int]:
-    """Numbers of the rows of `count`, 2 or more, that are held out: a share of them, at least one and not all."""
+    """Return the indices of the held-out rows among `count` (at least 2): a fraction of them, at least one and not
+    all."""
     size = min(max(round(share * count), 1), count - 1)
     return permutation(count, seed, 0, "held out")[:size].tolist()
 
 
 def _addressed(seed: int, step: int, purpose: str, *index: int) -> int:
-    """The hash of an address that has a purpose, whose 64 bits are no number of a sample; in Python's integers, which
-    are faster for a single word, and whose low 64 bits are the same.
+    """Return the hash of an address with a purpose, whose 64 bits cannot be the index of a sample.
+
+    It uses Python's integers, which are faster for a single word and agree in the low 64 bits.
     """
     word = 0
     digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
-    for part in (seed, step, int.from_bytes(digest), *index):
-        word = _signed(_hash(word, part))
+    for element in (seed, step, int.from_bytes(digest), *index):
+        word = _signed(_hash(word, element))
     return word
 
 
-def _hash(word: Words, part: int | Words) -> Words:
-    """The hash of an address so far, and of its next part."""
-    return _mix((word ^ (_signed(part) if isinstance(part, int) else part)) + _GAMMA)
+def _hash(word: Words, element: int | Words) -> Words:
+    """Return the hash of an address so far and of its next element."""
+    return _mix((word ^ (_signed(element) if isinstance(element, int) else element)) + _GAMMA)
 
 
 def _mix(word: Words) -> Words:

@@ -1,6 +1,7 @@
-"""Observations as named parts, each in its own type: numbers, choices, pictures of bytes, texts.
+"""Observations as named fields, each in its own type: numbers, choices, images of bytes, texts.
 
-They stay so from the simulator to the policy, and in recorded episodes; whoever reads one flat row lays it out.
+They keep these types from the simulator to the policy, and in recorded episodes; a consumer of one flat row flattens
+them itself.
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
-"""Its dtype is known at run time only."""
+"""An array whose dtype is only known at run time."""
 Observation: TypeAlias = dict[str, Array]
-"""Part -> [N, *shape]: what N environments show, or one in N steps."""
+"""Field name -> [N, *shape]: observations of N environments, or of one in N steps."""
 TASK = "task"
-"""Name of the part that is a text: what is to be done."""
+"""Name of the text field, the task description."""
 ACTION_MASK = "action_mask"
-"""Name of the part, and of the entry of an environment's infos, that says which choices are allowed."""
+"""Name of the field, and of the entry of an environment's infos, that marks the allowed choices."""
 
 
 @dataclass(frozen=True)
 class ObsPart:
-    """One part of an observation."""
+    """One field of an observation."""
 
     name: str
-    """Key in the Dict that the environment gives, keys of a nested one joined by dots; of a plain space ``state`` or
-    ``image``; of a text always ``task``."""
+    """Key in the Dict space of the environment, nested keys joined by dots; ``state`` or ``image`` for a plain space;
+    always ``task`` for a text."""
     kind: Literal["vector", "image", "text", "mask"]
     shape: tuple[int, ...]
-    """(n,) numbers; (height, width, channels) of a picture; (longest,) bytes of a text in UTF-8, zeros behind it;
-    (n,) alternatives of all choices of an action, side by side: 1 where it is allowed."""
+    """(n,) numbers; (height, width, channels) of an image; (max length,) bytes of a text in UTF-8, padded with zeros;
+    (n,) alternatives of all choices of an action, concatenated: 1 where it is allowed."""
     dtype: str = "float32"
-    """NumPy's name of it."""
+    """Name of the dtype in NumPy."""
     choices: tuple[int, ...] = ()
-    """Alternatives of each number, which counts them from 0 on; empty: the numbers are quantities."""
+    """Number of alternatives of each number, which counts them from 0; empty: the numbers are quantities."""
 
     @property
     def width(self) -> int:
-        """Entries of a flat row: one for each alternative, number, channel of a pixel or byte; none for a mask."""
+        """Width of a flat row: one entry for each alternative, number, channel of a pixel or byte; none for a mask."""
         if self.kind == "mask":
             return 0
         return sum(self.choices) or math.prod(self.shape)
 
     def zeros(self, *rows: int) -> Array:
-        """Nothing seen, [*rows, *shape]."""
+        """Return an empty observation, [*rows, *shape]."""
         return np.zeros((*rows, *self.shape), dtype=self.dtype)
 
 
@@ -55,30 +56,30 @@ ObsLayout: TypeAlias = tuple[ObsPart, ...]
 
 
 def row_width(layout: ObsLayout) -> int:
-    """Entries of a flat row of all parts."""
-    return sum(part.width for part in layout)
+    """Return the width of a flat row of all fields."""
+    return sum(field.width for field in layout)
 
 
 def describe(layout: ObsLayout) -> str:
-    """The parts in words: ``state (4,), image (7, 7, 3)``."""
-    return ", ".join(f"{part.name} {part.shape}" for part in layout)
+    """Describe the fields in words: ``state (4,), image (7, 7, 3)``."""
+    return ", ".join(f"{field.name} {field.shape}" for field in layout)
 
 
 def copied(obs: Observation) -> Observation:
-    """The same parts in memory of their own."""
-    return {name: part.copy() for name, part in obs.items()}
+    """Return a copy of the fields."""
+    return {name: array.copy() for name, array in obs.items()}
 
 
 def shapes(obs: Observation) -> dict[str, tuple[int, ...]]:
-    """Part -> shape without the rows."""
-    return {name: part.shape[1:] for name, part in obs.items()}
+    """Return field name -> shape without the rows."""
+    return {name: array.shape[1:] for name, array in obs.items()}
 
 
 def encode_text(text: str, size: int) -> NDArray[np.uint8]:
-    """The bytes of a text, zeros behind it.
+    """Return the bytes of a text, padded with zeros.
 
     Raises:
-        ValueError: it has more than `size`.
+        ValueError: the text has more than `size` bytes.
     """
     codes = text.encode()
     if len(codes) > size:
@@ -87,34 +88,34 @@ def encode_text(text: str, size: int) -> NDArray[np.uint8]:
 
 
 def decode_text(codes: Array) -> str:
-    """The text of `encode_text`."""
+    """Return the text that `encode_text` encoded."""
     return codes.tobytes().rstrip(b"\0").decode()
 
 
 def recorded(layout: ObsLayout, obs: Mapping[str, Array]) -> Observation:
-    """An observation [T, ...] as episodes keep it: texts are strings."""
+    """Return an observation [T, ...] as episodes store it, with texts as strings."""
     return {
-        part.name: np.array([decode_text(codes) for codes in obs[part.name]]) if part.kind == "text" else obs[part.name]
-        for part in layout
+        field.name: np.array(list(map(decode_text, obs[field.name]))) if field.kind == "text" else obs[field.name]
+        for field in layout
     }
 
 
 def played(layout: ObsLayout, recording: Mapping[str, Array]) -> Observation:
-    """Recorded parts [T, ...] as the environment shows them: the inverse of `recorded`.
+    """Return recorded fields [T, ...] as the environment shows them: the inverse of `recorded`.
 
     Raises:
-        ValueError: a part is missing, or of another shape or type; names it, and both.
+        ValueError: a field is missing, or has another shape or type.
     """
     obs = {}
-    for part in layout:
-        if part.name not in recording:
-            raise ValueError(f"{part.name}: the environment shows it, but here are only {', '.join(recording)}")
-        given = recording[part.name]
-        if part.kind == "text":
-            given = np.stack([encode_text(str(text), part.shape[0]) for text in given])
-        if given.shape[1:] != part.shape:
-            raise ValueError(f"{part.name}: {given.shape[1:]} here, but {part.shape} in the environment")
-        if not np.can_cast(given.dtype, part.dtype, "same_kind"):
-            raise ValueError(f"{part.name}: {given.dtype} here, but {part.dtype} in the environment")
-        obs[part.name] = given.astype(part.dtype, copy=False)
+    for field in layout:
+        if field.name not in recording:
+            raise ValueError(f"{field.name}: the environment shows it, but here are only {', '.join(recording)}")
+        array = recording[field.name]
+        if field.kind == "text":
+            array = np.stack([encode_text(str(text), field.shape[0]) for text in array])
+        if array.shape[1:] != field.shape:
+            raise ValueError(f"{field.name}: {array.shape[1:]} here, but {field.shape} in the environment")
+        if not np.can_cast(array.dtype, field.dtype, "same_kind"):
+            raise ValueError(f"{field.name}: {array.dtype} here, but {field.dtype} in the environment")
+        obs[field.name] = array.astype(field.dtype, copy=False)
     return obs

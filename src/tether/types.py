@@ -1,4 +1,4 @@
-"""Types of content that only its writer and its reader know; the code between them hands it on as it is."""
+"""Types of content that only its writer and its reader know; other code passes it on unchanged."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 StateDict: TypeAlias = dict[str, Any]
-"""State of a part in a checkpoint: names to tensors, numbers and plain containers."""
+"""State of an object in a checkpoint: names to tensors, numbers and plain containers."""
 Message: TypeAlias = Mapping[str, Any]
-"""A message of a conversation: `role`, `content`, and what else a chat template reads."""
+"""A message of a conversation: `role`, `content`, and other fields that a chat template reads."""
 ExtraInfo: TypeAlias = dict[str, Any]
-"""Further fields of a row of a dataset, or of the result of a reward function."""
+"""Further fields of a dataset row, or of the result of a reward function."""
 JsonObject: TypeAlias = dict[str, Any]
-"""An object of JSON that another program wrote: its keys are checked where they are read."""
+"""A JSON object written by another program; its keys are checked where they are read."""
 AutogradContext: TypeAlias = Any
-"""The first argument of a `torch.autograd.Function`: its forward puts attributes of its own on it for its backward."""
+"""The first argument of a `torch.autograd.Function`, on which its forward stores attributes for its backward."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tether.kernels.cuda.maker import Cuda
+from tether.kernels.cuda.backend import Cuda
 
 READS_BACK = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique")
 
@@ -48,7 +48,7 @@ class _Graph:
 
 
 class GraphsOnCpu(Cuda):
-    """The CUDA maker, on the CPU, without packages and with these graphs."""
+    """The CUDA backend, on the CPU, without packages and with these graphs."""
 
     _liger = _flash = None
 

@@ -1,4 +1,4 @@
-"""The CUDA maker hands Liger and flash-attn what they document; and without them it is PyTorch.
+"""The CUDA backend hands Liger and flash-attn what they document; and without them it is PyTorch.
 
 No GPU is needed: the packages' functions are fakes with their signatures that compute, in plain PyTorch, what their
 documentation says. That the real ones compute the same is not shown here.
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tests.pairwise import pairwise_parameters
 from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.cuda.maker import Cuda
-from tether.kernels.dispatch import REFERENCE, maker
+from tether.kernels.cuda.backend import Cuda
+from tether.kernels.dispatch import REFERENCE, backend
 
 ADAPTERS = ("tether.kernels.cuda.liger", "tether.kernels.cuda.flash_attention")
 
@@ -62,14 +62,14 @@ def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def no_maker_stays() -> Iterator[None]:
-    """A maker that was made with the fakes is no other test's."""
+    """A backend that was made with the fakes is no other test's."""
     yield
-    maker.cache_clear()
+    backend.cache_clear()
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    """A maker for which both packages seem to be there."""
+    """A backend for which both packages seem to be there."""
     functions = {
         "flash_attn": [flash_attn_varlen_func],
         "liger_kernel": [],
@@ -138,21 +138,21 @@ def test_norms_and_gated_mlps(installed: Cuda, offset: float) -> None:
 
 
 def test_the_choice_is_named(installed: Cuda, caplog: pytest.LogCaptureFixture) -> None:
-    maker.cache_clear()
+    backend.cache_clear()
     with caplog.at_level("INFO"):
-        assert maker("cuda", torch.float16) is maker("cuda", torch.float16)
+        assert backend("cuda", torch.float16) is backend("cuda", torch.float16)
     assert caplog.text.count("kernels for torch.float16 on cuda: norms and gated MLPs: ") == 1
     assert "Liger" in installed.describe()
     assert "flash-attn" in installed.describe()
-    assert maker("cuda", torch.bfloat16).name == "cuda"
-    assert maker("mps", torch.bfloat16) is REFERENCE
-    assert maker("cuda", torch.float64) is REFERENCE  # which Liger does not take
+    assert backend("cuda", torch.bfloat16).name == "cuda"
+    assert backend("mps", torch.bfloat16) is REFERENCE
+    assert backend("cuda", torch.float64) is REFERENCE  # which Liger does not take
 
 
 def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr("tether.kernels.cuda.maker.find_spec", lambda _: None)
+    monkeypatch.setattr("tether.kernels.cuda.backend.find_spec", lambda _: None)
     assert Cuda().describe().count("pip install") == 2
     x = drawn(3, 8)
     assert Cuda().rms_norm(x, x[0], 1e-5, 0.0).equal(REFERENCE.rms_norm(x, x[0], 1e-5, 0.0))

@@ -10,7 +10,7 @@ from tests.tiny import tiny_model
 from tether.kernels import dispatch
 from tether.models.layers.fused_modules import GatedMLP, replace_gated_mlps
 
-has_kernels = dispatch.maker("cpu", torch.bfloat16) is not dispatch.REFERENCE
+has_kernels = dispatch.backend("cpu", torch.bfloat16) is not dispatch.REFERENCE
 
 
 def gradients(mlp: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -32,7 +32,7 @@ def test_the_same_as_transformers(name: str) -> None:
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_bfloat16_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch, with_kernels: bool, mlp_bias: bool) -> None:
     if not with_kernels:
-        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
+        monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     exact = tiny_model("llama", dtype=torch.float64, mlp_bias=mlp_bias).model.layers[0].mlp
     x = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
     exact.load_state_dict({key: value.bfloat16() for key, value in exact.state_dict().items()})
@@ -49,7 +49,7 @@ def bfloat16_mlp() -> tuple[GatedMLP, Tensor]:
 
 @pytest.mark.skipif(not has_kernels, reason="no compiled kernels here")
 def test_gate_times_up_is_not_kept() -> None:
-    from tether.kernels.cpu import maker  # numba, which may be missing
+    from tether.kernels.cpu import backend  # numba, which may be missing
 
     mlp, x = bfloat16_mlp()
     kept = []
@@ -58,7 +58,7 @@ def test_gate_times_up_is_not_kept() -> None:
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     inner = [tensor for tensor in kept if tensor.shape == gate.shape]
     assert [tensor.equal(expected) for tensor, expected in zip(inner, (gate, up), strict=True)] == [True, True]
-    product = maker.silu_mul(gate, up)
+    product = backend.silu_mul(gate, up)
     assert out.equal(mlp.down_proj(product))
 
 

@@ -152,7 +152,7 @@ def test_no_tokens():
 def test_bfloat16_logits_with_and_without_kernels(monkeypatch, with_kernels, chunk_size, scale):
     """Against the formula in float64 of the very logits that the bfloat16 product gives."""
     if not with_kernels:
-        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
+        monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     torch.manual_seed(3)
     hidden = (2 * torch.randn(9, 4)).bfloat16().requires_grad_()
     weight = torch.eye(4).repeat(18, 1)[:70].mul(torch.randn(70, 1)).bfloat16().requires_grad_()  # exact products

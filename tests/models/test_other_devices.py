@@ -68,11 +68,13 @@ def viewed(x: Tensor, key: object) -> tuple[Tensor, list[Tensor | None]]:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    dispatch.maker.cache_clear()
-    monkeypatch.setattr("tether.kernels.cuda.maker.find_spec", lambda _: None)  # a real kernel would read their memory
+    dispatch.backend.cache_clear()
+    monkeypatch.setattr(
+        "tether.kernels.cuda.backend.find_spec", lambda _: None
+    )  # a real kernel would read their memory
     with FakeTensorMode(), WithoutCuda(), torch.no_grad():
         yield
-    dispatch.maker.cache_clear()
+    dispatch.backend.cache_clear()
     padded_batches.padded_batches.cache_clear()  # they would be found by the next test, in another mode
 
 

@@ -24,7 +24,7 @@ def both(theirs: nn.Module, offset: float, dtype: torch.dtype) -> tuple[nn.Modul
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_as_transformers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool) -> None:
     if not with_kernels:
-        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
+        monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
     for module, offset in ((LlamaRMSNorm(WIDTH, eps=1e-2), 0.0), (Gemma2RMSNorm(WIDTH, eps=1e-2), 1.0)):
         theirs, ours = both(module, offset, dtype)

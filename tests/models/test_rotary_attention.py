@@ -19,7 +19,7 @@ def test_the_same_as_transformers_and_back(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool, tolerance: float
 ) -> None:
     if not with_kernels:
-        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
+        monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     torch.manual_seed(0)
     heads = torch.randn(2, 5, 3, 8).to(dtype).requires_grad_()
     angle = torch.randn(1, 5, 4)  # the positions of both rows are the same

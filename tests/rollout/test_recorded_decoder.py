@@ -29,15 +29,15 @@ def same(left: RolloutBatch, right: RolloutBatch) -> bool:
 
 
 @pytest.fixture
-def maker() -> Reference:
+def backend() -> Reference:
     return kernels_for(torch.zeros(1, dtype=BF16))
 
 
 @pytest.fixture
-def runs(maker: Reference, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def runs(backend: Reference, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The events: a recording is made, or replayed."""
     happened: list[str] = []
-    record = maker.record
+    record = backend.record
 
     class Noted:
         def __init__(self, recording):
@@ -52,13 +52,13 @@ def runs(maker: Reference, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         happened.append("refused" if recording is None else "recorded")
         return result, recording and Noted(recording)
 
-    monkeypatch.setattr(maker, "record", noted_record)
+    monkeypatch.setattr(backend, "record", noted_record)
     return happened
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("llama", 2), *((name, 5) for name in MADE_OF_KERNELS)])
 def test_the_same_samples(
-    name: str, rows: int, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: int, runs: list[str], backend: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(name, dtype=BF16)
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(rows)]
@@ -66,7 +66,7 @@ def test_the_same_samples(
     assert runs.count("run") > 3 * runs.count("recorded") > 0
     assert "refused" not in runs
     done = len(runs)
-    monkeypatch.setattr(maker, "record", REFERENCE.record)
+    monkeypatch.setattr(backend, "record", REFERENCE.record)
     assert same(found, sample(model, prompts))
     assert len(runs) == done
 
@@ -95,14 +95,14 @@ def test_layers_that_are_not_made_of_kernels_alone_run_as_ever(name: str, runs: 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])  # with biases and with norms of queries
 def test_many_rows_are_replayed_where_products_are_kernels(
-    name: str, runs: list[str], maker: Reference, monkeypatch: pytest.MonkeyPatch
+    name: str, runs: list[str], backend: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(name, dtype=BF16, **WIDE)
     prompts = [[40 + i, 50, 60][: 1 + i % 3] for i in range(40)]
     found = sample(model, prompts, slots=24)
     assert "run" in runs
-    assert ("refused" in runs) == (maker.linear_kernels is None)
-    monkeypatch.setattr(maker, "record", REFERENCE.record)
+    assert ("refused" in runs) == (backend.linear_kernels is None)
+    monkeypatch.setattr(backend, "record", REFERENCE.record)
     assert same(found, sample(model, prompts, slots=24))
 
 

@@ -13,7 +13,7 @@ from tests.rollout.test_native import KEY, PROMPTS, responses
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
 from tether.kernels import dispatch
-from tether.kernels.cuda.maker import Cuda
+from tether.kernels.cuda.backend import Cuda
 from tether.rollout.native.engine import NativeEngine
 from tether.rollout.protocol import SamplingParams
 
@@ -22,11 +22,11 @@ LONG = SamplingParams(max_new_tokens=40, n=2)
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphsOnCpu]:
-    maker = GraphsOnCpu()
-    monkeypatch.setattr(dispatch, "_choose", lambda *_: maker)
-    dispatch.maker.cache_clear()
-    yield maker
-    dispatch.maker.cache_clear()
+    backend = GraphsOnCpu()
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: backend)
+    dispatch.backend.cache_clear()
+    yield backend
+    dispatch.backend.cache_clear()
 
 
 def generated(sampling: SamplingParams, name: str, slots: int, device: str = "cpu") -> RolloutBatch:

@@ -154,7 +154,7 @@ def test_low_precision_logits_are_summed_in_fp32(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, with_kernels: bool
 ) -> None:
     if not with_kernels:
-        monkeypatch.setattr(dispatch, "maker", lambda *_: dispatch.REFERENCE)
+        monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     logits = random_logits(8, 5000, dtype)
     u = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
     low, high = draw(logits, u, params(0.8)), draw(logits.double(), u, params(0.8))

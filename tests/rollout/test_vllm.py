@@ -373,14 +373,14 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/servers.md"),
+        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/guides/servers.md"),
         (
             "another_model",
             r"runs .*config, of model_type llama; actor_rollout_ref.model.path has model_type qwen2. Start",
         ),
         ("another_width", r"of intermediate_size 96; actor_rollout_ref.model.path has intermediate_size 48. Start"),
         ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
-        ("no_extension", r"no attribute 'about'. This is no vLLM server that tether can use; docs/servers.md"),
+        ("no_extension", r"no attribute 'about'. This is no vLLM server that tether can use; docs/guides/servers.md"),
     ],
 )
 def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:

@@ -6,7 +6,7 @@ from tether.training.control.forward import RolloutForward
 
 def make_samples(batch, policy, gamma, lam, *, logprob_level="action_level", episode_length=None, **options):
     """The samples of a batch without advantages, and its metrics; `options` are of `ControlAdvantages`."""
-    batch.take(RolloutForward(logprob_level)(policy, batch))
+    batch.update_from(RolloutForward(logprob_level)(policy, batch))
     batch.token_level_rewards = batch.token_level_scores
     metrics = ControlAdvantages(gamma, lam, **options)(batch)
     samples, _ = LearnedDecisions(policy.state_width > 0, episode_length)(batch, 1)

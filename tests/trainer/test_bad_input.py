@@ -248,7 +248,7 @@ def test_one_flipped_byte(file: str, saved, tmp_path: Path):
     with pytest.raises(CheckpointDamaged) as caught:
         train(overrides)
     assert str(path) in str(caught.value)
-    offered = str(caught.value).partition("To train on from it: ")[2].split()
+    offered = str(caught.value).partition("To continue from it: ")[2].split()
     assert offered == [
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_1'}",

@@ -10,7 +10,7 @@ from tests.trainer.tiny_run import same
 from tether.commands.evaluate import evaluate
 from tether.commands.result import read_result, run_scores
 from tether.config import load_config
-from tether.metrics.loggers import score_of_test
+from tether.metrics.loggers import evaluation_score
 
 KEEPS = "trainer.keep_best=True"
 IN_A_ROW = ["trainer.total_training_steps=6", "trainer.test_freq=1", "trainer.val_before_train=True"]
@@ -90,10 +90,10 @@ def test_a_score_that_is_enough_ends_the_run(golden: Golden, tmp_path: Path) -> 
 
 def test_the_score_of_a_test_is_the_mean_over_data_sources() -> None:
     tested = {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@1": 0.25, "val-core/a/acc/best@4/mean": 1.0}
-    assert score_of_test(tested) == 0.375
-    assert score_of_test({"eval/return": 12.0, "eval/episode_len": 20.0}) == 12.0
-    assert score_of_test({"timing_s/testing": 1.0}) == float("-inf")
-    assert score_of_test({"val-core/a/acc/mean@4": float("nan")}) == float("-inf")
+    assert evaluation_score(tested) == 0.375
+    assert evaluation_score({"eval/return": 12.0, "eval/episode_len": 20.0}) == 12.0
+    assert evaluation_score({"timing_s/testing": 1.0}) == float("-inf")
+    assert evaluation_score({"val-core/a/acc/mean@4": float("nan")}) == float("-inf")
 
 
 def test_without_tests_both_are_said_to_do_nothing() -> None:

@@ -1,6 +1,6 @@
-"""The manifest of a folder: size and sha256 of every file in it, so that one changed byte is noticed.
+"""The manifest of a folder: size and sha256 of every file in it, so that a single changed byte is detected.
 
-Written last, after every other file is on the disk: a folder with a manifest is complete.
+It is written last, after every other file is on disk: a folder with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+from tether.runtime.disk import read_json
 from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
+CARD = ("README.md", "curve.png")
+"""Files for readers that `tether card` adds to a checkpoint later: nothing that is loaded depends on them."""
 PARTIAL = ".writing_"
-"""Prefix of what is still being written; a killed process may leave it behind."""
+"""Prefix of names that are still being written; a killed process may leave such files."""
 FORMAT = 1
 MAX_HASH_THREADS = 8
 
@@ -32,12 +35,13 @@ class Entry(TypedDict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Bring every file of a folder to the disk, record its hash, then write the manifest.
+    """Sync every file of a folder to disk, record its hash, then write the manifest.
 
-    Weights get the permissions that the umask gives to new files: safetensors writes them for the owner alone.
+    Weights get the permissions that the umask gives to new files, because safetensors makes them readable by the owner
+    only.
 
     Args:
-        folder: what the manifest is of.
+        folder: the folder to describe.
         step: the training step that the folder belongs to.
     """
     names = sorted(_names(folder))
@@ -54,40 +58,45 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Say which file of a folder is not what the manifest says, and how; None if all are."""
+    """Return a message about the first file of a folder that differs from the manifest; None if all agree."""
     path = folder / MANIFEST
     if not path.is_file():
         gone = f" (a link to {folder.readlink()})" if folder.is_symlink() and not folder.exists() else ""
         return f"{folder}: not whole{gone}, its {MANIFEST} is missing"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found = manifest["format"]
+        manifest = read_json(path, dict, "")
+        format_version = manifest["format"]
         body = {key: value for key, value in manifest.items() if key != "checksum"}
         intact = manifest["checksum"] == _checksum(body) and manifest["step"] == step
-    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, or JSON of another shape
+    except (ValueError, KeyError):  # no JSON, or JSON of another shape
         return f"{path}: damaged, it is not what was saved"
-    if found != FORMAT:
+    if format_version != FORMAT:
         return (
-            f"{path}: has format {found!r}, and this version of tether reads {FORMAT}; take the version that saved it"
+            f"{path}: has format {format_version!r}, and this version of tether reads {FORMAT}; use the version of "
+            "tether that saved it"
         )
     if not intact:
         return f"{path}: damaged, it is not what was saved"
-    unlisted = sorted(_names(folder) - manifest["files"].keys() - {MANIFEST})
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+        return f"{path}: damaged, it does not list files"
+    added = {name for name in _names(folder) - listed.keys() if Path(name).name not in CARD}
+    unlisted = sorted(added - {MANIFEST})
     if unlisted:
         return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
-        problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), manifest["files"].items())
+        problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), listed.items())
         return next((problem for problem in problems if problem is not None), None)
 
 
 def sha256_of(paths: Sequence[Path]) -> list[str]:
-    """Hash the content of files, several at a time."""
+    """Return the sha256 of each file, hashing several at a time."""
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
         return [entry["sha256"] for entry in pool.map(lambda path: _entry(path, durable=False), paths)]
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file so that, whenever the process or the machine dies, it holds the old text or the new one."""
+    """Write a small file so that it has either the old or the new text, whenever the process or the machine dies."""
     new = path.with_name(f"{PARTIAL}{path.name}")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -98,7 +107,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk: a rename lasts only after this."""
+    """Sync the names in a folder to disk: a rename is durable only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,7 +116,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _names(folder: Path) -> set[str]:
-    """Every file below a folder, and every link to one or to a folder; not what NFS keeps of a deleted open file."""
+    """Return every file below a folder, and every link; without NFS's placeholders of deleted open files."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return {str(path.relative_to(folder)) for path in paths if not path.name.startswith(".nfs")}
 
@@ -115,8 +124,8 @@ def _names(folder: Path) -> set[str]:
 def _file_damage(path: Path, expected: Mapping[str, object]) -> str | None:
     if not path.is_file():
         return f"{path}: missing, though the manifest lists it"
-    if path.stat().st_size != expected["size"]:
-        return f"{path}: damaged, {path.stat().st_size} bytes instead of {expected['size']}"
+    if path.stat().st_size != expected.get("size"):
+        return f"{path}: damaged, {path.stat().st_size} bytes instead of {expected.get('size')}"
     if _entry(path, durable=False) != expected:
         return f"{path}: damaged, its sha256 is not that of the file that was saved"
     return None

@@ -1,4 +1,4 @@
-"""Runs that go back to an earlier checkpoint, and a note of it in their folder, which every later start reads."""
+"""Rollbacks of a run to an earlier checkpoint, recorded in a file of its folder that every later start reads."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from pathlib import Path
 
 from tether.checkpoints.manifest import write_durably
 from tether.checkpoints.store import CheckpointStore, step_of
+from tether.runtime.disk import read_json, reading
 
 NOTE = "rollbacks.json"
+FORGET = "Delete it to go on as if nothing had been rolled back"
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """One of a run's."""
+    """One rollback of a run."""
 
     collapsed: int
     """First step with signs of the collapse."""
     to: int
-    """Step of the checkpoint that the run went back to, or of an older one that it went back to afterwards."""
+    """Step of the checkpoint that the run went back to, or of an older one that it went back to later."""
 
 
 def rollbacks_of(root: Path, checkpoint: Path | None) -> list[Rollback]:
-    """The rollbacks that a run which starts at a checkpoint has behind it; those of another course do not count.
+    """Return the rollbacks that precede a checkpoint; those of abandoned steps do not count.
 
     Raises:
-        ValueError: the note is no longer what was written.
+        ValueError: the file is damaged.
     """
     if checkpoint is None:
         return []
@@ -37,19 +39,15 @@ def _noted(root: Path) -> list[Rollback]:
     note = root / NOTE
     if not note.is_file():
         return []
-    try:
-        return [Rollback(**entry) for entry in json.loads(note.read_text())]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{note}: cannot be read ({error}). Delete it to go on as if nothing had been rolled back"
-        ) from error
+    with reading(note, FORGET):
+        return [Rollback(int(entry["collapsed"]), int(entry["to"])) for entry in read_json(note, list, FORGET)]
 
 
-def forget_other_rollbacks(root: Path, kept: list[Rollback]) -> None:
-    """Leave only these in the note: a run that starts elsewhere, or afresh, has no others."""
+def forget_other_rollbacks(root: Path, rollbacks: list[Rollback]) -> None:
+    """Keep only these rollbacks in the file: a run that starts elsewhere, or from scratch, has no others."""
     note = root / NOTE
-    if kept:
-        write_durably(note, json.dumps([asdict(rollback) for rollback in kept]))
+    if rollbacks:
+        write_durably(note, json.dumps([asdict(rollback) for rollback in rollbacks]))
     else:
         note.unlink(missing_ok=True)
 
@@ -57,13 +55,13 @@ def forget_other_rollbacks(root: Path, kept: list[Rollback]) -> None:
 def roll_back(store: CheckpointStore, to: Path, collapsed: int) -> Path | None:
     """Make a checkpoint the one that the run resumes from.
 
-    A process killed in between has the run go back without a note, from where it can collapse, and go back, again.
+    If the process is killed in between, the run goes back without a record; it may then collapse and roll back again.
 
     Returns:
-        The folder that later checkpoints are in now; None if there were none.
+        The folder to which later checkpoints were moved; None if there were none.
     """
     step = step_of(to)
-    done = [replace(one, to=min(one.to, step)) for one in _noted(store.root)]  # they led here, from wherever they began
+    done = [replace(one, to=min(one.to, step)) for one in _noted(store.root)]  # they lead to this step now
     aside = store.set_aside(to)
     forget_other_rollbacks(store.root, [*done, Rollback(collapsed, step)])
     return aside

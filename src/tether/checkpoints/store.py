@@ -1,15 +1,16 @@
-"""The checkpoint store: a folder is saved whole or not at all, and is known to be undamaged when it is loaded.
+"""The checkpoint store: a folder is saved completely or not at all, and verified before it is loaded.
 
-What is in a checkpoint is the caller's business. On the disk::
+The caller decides on the content of a checkpoint. On disk::
 
     <root>/global_step_20/...                 what the caller wrote
     <root>/global_step_20/manifest.json       size and sha256 of every file
     <root>/latest_checkpointed_iteration.txt  the tracker: "20"
 
-A save goes in this order, each part on the disk before the next begins: the files under a temporary name, the manifest,
-the rename, the tracker, the removal of old checkpoints. A process killed anywhere in between leaves at most names with
-a leading dot, which `CheckpointStore.resolve` clears when the next run starts. One run at a time writes to a root, and
-its checkpoints are the only ones there: `CheckpointStore.set_aside` moves those of an earlier run into a folder.
+A save has these stages, each of which is on disk before the next begins: the files under a temporary name, the
+manifest, the rename, the tracker, the removal of old checkpoints. A process killed anywhere in between leaves at most
+names with a leading dot, which `CheckpointStore.resolve` clears when the next run starts. One run at a time writes to a
+root, and its checkpoints are the only ones in it: `CheckpointStore.set_aside` moves those of an earlier run into a
+folder.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ from tether.checkpoints.manifest import (
 )
 
 BEST = "best"
-"""Folder, below that of a run, that holds the checkpoint of its best test."""
+"""Folder, inside that of a run, for the checkpoint of its best evaluation."""
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = re.compile(r"global_step_(\d+)")
 REPLACED, DOOMED = ".replaced_", ".doomed_"
-"""Prefixes of checkpoints that were moved aside: for a new one of the same step, and to be deleted."""
+"""Prefixes of checkpoints that were moved aside: replaced by a new one of the same step, or about to be deleted."""
 GIB = 2**30
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 
 
 class CheckpointDamaged(ValueError):
-    """A checkpoint is not what was saved; the message names the file and a good checkpoint to take instead."""
+    """A checkpoint is damaged; the message names the file and a good checkpoint to use instead."""
 
 
 class DiskFull(OSError):
-    """There was no room for a checkpoint; the message names the folder and the space that is needed."""
+    """There was no space for a checkpoint; the message names the folder and the space that is needed."""
 
 
 class CheckpointStore:
     """Saves, finds and prunes the checkpoints under one folder.
 
     Args:
-        root: where they are, `trainer.default_local_dir`.
-        keep: how many with the highest steps stay, whichever process saved them; None keeps all.
+        root: folder of the checkpoints, `trainer.default_local_dir`.
+        keep: number of checkpoints with the highest steps to keep, whichever process saved them; None keeps all.
     """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
@@ -66,27 +67,27 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
         self.spared: Path | None = None
-        """A checkpoint that stays beside those, because the run is about to go back to it."""
+        """A checkpoint that is kept in addition, because the run is about to go back to it."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Save what `write` puts into the folder that it is given, as the newest checkpoint.
+        """Save the files that `write` writes to a folder as the newest checkpoint.
 
-        A checkpoint of the same step is replaced. Whatever goes wrong, those saved before stay as they are.
+        A checkpoint of the same step is replaced. On any error, earlier checkpoints are unchanged.
 
         Raises:
-            DiskFull: there is no room.
+            DiskFull: there is not enough space.
         """
         return self.begin(step, lambda folder: partial(write, folder))()
 
     def begin(self, step: int, start: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
-        """Save as `save` does, in two parts.
+        """Save as `save` does, in two stages.
 
         Args:
-            step: of the checkpoint.
-            start: begins to fill the folder that it is given; what it returns does the rest.
+            step: step of the checkpoint.
+            start: begins to write to a folder and returns a function that completes the writing.
 
         Returns:
-            What completes the checkpoint, in any thread; nothing else may be saved before.
+            A function that completes the checkpoint, in any thread; nothing else may be saved before it returns.
         """
         final = self.root / f"global_step_{step}"
         folder = self.root / f"{PARTIAL}{final.name}"
@@ -94,11 +95,11 @@ class CheckpointStore:
         with self._whole_or_absent(folder, final):
             _remove(folder)
             folder.mkdir()
-            rest = start(folder)
+            finish = start(folder)
 
         def complete() -> Path:
             with self._whole_or_absent(folder, final):
-                rest()
+                finish()
                 write_manifest(folder, step)
                 self._put_in_place(folder, final)
                 write_durably(self.root / TRACKER, str(step))
@@ -112,18 +113,18 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            full = _is_disk_full(error)
+            full = is_disk_full(error)
             written = _size(folder) if full else 0
-            _discard(folder)  # if it can: another rank may be writing there
+            _discard(folder)  # another rank may be writing to it
             if full:
                 raise self._disk_full(final, written) from error
             raise
 
     def latest(self) -> Path | None:
-        """Find the checkpoint to resume from; its content is not verified. None if there is none.
+        """Return the checkpoint to resume from, without verifying its content; None if there is none.
 
         Raises:
-            CheckpointDamaged: the tracker names none, or a folder that is named like a checkpoint is not whole.
+            CheckpointDamaged: the tracker names no checkpoint, or a folder with the name of a checkpoint is incomplete.
         """
         broken = next((path for path in _named(self.root) if not is_checkpoint(path)), None)
         if broken is not None:
@@ -137,45 +138,47 @@ class CheckpointStore:
         return saved
 
     def last_saved(self) -> Path | None:
-        """The checkpoint that the tracker names, else the one with the highest step; None if there is none."""
+        """Return the checkpoint that the tracker names, else the one with the highest step; None if there is none."""
         return self._tracked() or max(_checkpoints(self.root), key=step_of, default=None)
 
     def newest_before(self, step: int) -> Path | None:
-        """The checkpoint with the highest step below `step`; None if there is none."""
+        """Return the checkpoint with the highest step below `step`; None if there is none."""
         return max((path for path in _checkpoints(self.root) if step_of(path) < step), key=step_of, default=None)
 
     def resolve(self, resume_mode: ResumeMode, resume_from_path: Path | None = None) -> Path | None:
-        """Clear what killed processes left, and say which checkpoint to start from, verified; None: from scratch.
+        """Delete what killed processes left, and return the verified checkpoint to start from; None: from scratch.
 
         Args:
-            resume_mode: ``auto``: the latest, if there is one; ``disable``: none; ``resume_path``: the one given.
+            resume_mode: ``auto``: the latest, if there is one; ``disable``: none; ``resume_path``: `resume_from_path`.
             resume_from_path: a ``global_step_<N>`` folder, for ``resume_path``.
 
         Raises:
-            ValueError: ``resume_path`` without a checkpoint there.
-            CheckpointDamaged: see `verify` and `latest`.
+            ValueError: ``resume_path`` without a checkpoint at the path.
+            CheckpointDamaged: from `verify` or `latest`.
         """
+        if (tracker := self.root / TRACKER).is_dir():
+            raise CheckpointDamaged(f"{tracker}: is a folder; the file of that name has the last step. Move it away")
         self._clear_leftovers()
         if resume_mode == "disable":
             return None
-        chosen = _given(resume_from_path) if resume_mode == "resume_path" else self.latest()
+        chosen = _explicit_checkpoint(resume_from_path) if resume_mode == "resume_path" else self.latest()
         if chosen is not None:
             verify(chosen)
         return chosen
 
     def set_aside(self, start: Path | None) -> Path | None:
-        """Move the checkpoints that do not lead to `start` out of the way of the run that begins there.
+        """Move checkpoints that are not ancestors of `start` aside, for a run that begins at `start`.
 
         Args:
             start: a checkpoint; None: the run begins from scratch.
 
         Returns:
-            The folder that they are in now, ``earlier_<N>`` of the root; None if there were none.
+            The folder to which they were moved, ``earlier_<N>`` of the root; None if there were none.
         """
         is_here = start is not None and start.parent.resolve() == self.root.resolve()
         step = step_of(start) if start is not None and is_here else -1
         others = [path for path in _named(self.root) if step_of(path) > step or not is_checkpoint(path)]
-        if is_here:  # before they move: a process killed in between leaves a run that has gone back
+        if is_here:  # before the move, so that a process killed in between leaves a run that has gone back
             write_durably(self.root / TRACKER, str(step))
         aside = self._move_aside(others) if others else None
         if not is_here:
@@ -189,7 +192,7 @@ class CheckpointStore:
         aside.mkdir()
         for path in paths:
             if path.is_symlink():
-                (aside / path.name).symlink_to(path.resolve())  # a relative link would lead elsewhere from there
+                (aside / path.name).symlink_to(path.resolve())  # a relative link would point elsewhere from there
                 path.unlink()
             else:
                 path.rename(aside / path.name)
@@ -220,13 +223,13 @@ class CheckpointStore:
         for path in sorted(older, key=step_of, reverse=True)[self.keep - 1 :]:
             doomed = self.root / f"{DOOMED}{path.name}"
             _remove(doomed)
-            path.rename(doomed)  # first out of sight: a half deleted folder must not look like a checkpoint
+            path.rename(doomed)  # rename first: a half-deleted folder must not look like a checkpoint
             _discard(doomed)
 
     def _clear_leftovers(self) -> None:
         for replaced in self.root.glob(f"{REPLACED}*"):
             final = self.root / replaced.name.removeprefix(REPLACED)
-            if not final.exists():  # killed between the two renames of a replacement
+            if not final.exists():  # the process was killed between the two renames of a replacement
                 replaced.rename(final)
         for prefix in (PARTIAL, REPLACED, DOOMED):
             for leftover in self.root.glob(f"{prefix}*"):
@@ -235,40 +238,41 @@ class CheckpointStore:
     def _disk_full(self, final: Path, written: int) -> DiskFull:
         previous = self.last_saved()
         if previous is None:
-            needed, kept = f"more than {_readable(written)}", "No checkpoint was saved before."
+            needed, note = f"more than {_readable(written)}", "No checkpoint was saved before."
         else:
-            needed, kept = _readable(max(written, _size(previous))), f"{previous} is untouched."
+            needed, note = _readable(max(written, _size(previous))), f"{previous} is untouched."
         free = _readable(shutil.disk_usage(self.root).free)
         return DiskFull(
             errno.ENOSPC,
             f"disk full while saving {final}: it needs {needed}, {free} are free. "
             f"Free space there, point trainer.default_local_dir to another disk, or keep fewer checkpoints "
-            f"(trainer.max_actor_ckpt_to_keep). {kept}",
+            f"(trainer.max_actor_ckpt_to_keep). {note}",
         )
 
 
 def step_of(checkpoint: Path) -> int:
-    """Read the step off the name of a checkpoint, ``global_step_<N>``."""
+    """Return the step in the name of a checkpoint, ``global_step_<N>``."""
     match = NAME.fullmatch(checkpoint.name)
     assert match is not None, f"{checkpoint} is not named global_step_<N>"
     return int(match[1])
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint is of, wherever that was copied to."""
+    """Return the folder of the run of a checkpoint, also after the run was copied."""
     return checkpoint.parent.parent if checkpoint.parent.name == BEST else checkpoint.parent
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder has the name of a checkpoint and is complete; its content is not verified."""
+    """Return whether a folder has the name of a checkpoint and is complete; its content is not verified."""
     return NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Find the checkpoint that a path names, verified: itself, or the latest in the folder of a run; None: no such.
+    """Return the verified checkpoint at a path: the path itself, or the latest in the folder of a run; None if there is
+    none.
 
     Raises:
-        CheckpointDamaged: see `verify` and `CheckpointStore.latest`.
+        CheckpointDamaged: from `verify` or `CheckpointStore.latest`.
     """
     is_named = NAME.fullmatch(path.name) is not None and os.path.lexists(path)
     checkpoint = path if is_named else CheckpointStore(path).latest()
@@ -281,7 +285,7 @@ def verify(checkpoint: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
     Raises:
-        CheckpointDamaged: a file is missing, not listed, or differs, be it by one byte.
+        CheckpointDamaged: a file is missing, not listed, or differs in any byte.
     """
     damage = find_damage(checkpoint, step_of(checkpoint))
     if damage is not None:
@@ -289,19 +293,19 @@ def verify(checkpoint: Path) -> None:
 
 
 def _offer(broken: Path) -> str:
-    """The advice for a run whose checkpoint is broken."""
+    """Return the advice for a run whose checkpoint is broken."""
     others = sorted(_checkpoints(broken.parent), key=step_of, reverse=True)
     good = next((path for path in others if path != broken and find_damage(path, step_of(path)) is None), None)
     if good is None:
         return "There is no other good checkpoint here; to train, start again with trainer.resume_mode=disable"
     return (
-        f"The last good one in that folder is {good}. To train on from it: trainer.resume_mode=resume_path "
+        f"The last good one in that folder is {good}. To continue from it: trainer.resume_mode=resume_path "
         f"trainer.resume_from_path={good}"
     )
 
 
 def _named(root: Path) -> list[Path]:
-    """Whatever is named like a checkpoint."""
+    """Return all paths that are named like a checkpoint."""
     return [path for path in root.glob("global_step_*") if NAME.fullmatch(path.name)]
 
 
@@ -309,12 +313,12 @@ def _checkpoints(root: Path) -> list[Path]:
     return [path for path in _named(root) if is_checkpoint(path)]
 
 
-def _given(path: Path | None) -> Path:
+def _explicit_checkpoint(path: Path | None) -> Path:
     if path is None:
         raise ValueError("trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_<N> folder")
     if not is_checkpoint(path):
-        found = sorted([*_checkpoints(path), *_checkpoints(path.parent)], key=step_of)
-        near = f"Near it: {', '.join(map(str, found))}" if found else "There is none near it."
+        nearby = sorted([*_checkpoints(path), *_checkpoints(path.parent)], key=step_of)
+        near = f"Near it: {', '.join(map(str, nearby))}" if nearby else "There is none near it."
         raise ValueError(
             f"trainer.resume_from_path={path}: not a checkpoint. "
             f"Name a global_step_<N> folder that has a {MANIFEST}. {near}"
@@ -330,7 +334,8 @@ def _remove(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove what is out of sight; what cannot be (NFS keeps files that are still open) is left to the next start."""
+    """Remove a path that is no longer visible; what cannot be removed (NFS keeps open files) is left to the next
+    start."""
     with suppress(OSError):
         _remove(path)
 
@@ -339,8 +344,8 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    """Tell a full disk from other failures; torch and safetensors report it as errors of their own."""
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error means a full disk; torch and safetensors report it as errors of their own."""
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "inline_container"))

@@ -1,6 +1,6 @@
-"""Objects of known classes as trees that `load_state` reads without running code.
+"""Objects of known classes as trees that `load_state` reads without executing code.
 
-A tree is a tensor, a number, a text, bytes or None, or a tuple of a kind and its content: ("list", items), ("tuple",
+A tree is a tensor, a number, a text, bytes or None, or a tuple of a kind and the content: ("list", items), ("tuple",
 items), ("dict", pairs), ("array", tensor) or ("object", class name, batch size, fields).
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Classes = Mapping[str, type]
-"""Dataclasses and tensor classes by name; no other class is stored, or made."""
+"""Dataclasses and tensor classes by name; other classes are neither saved nor created."""
 
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -24,7 +24,7 @@ def to_tree(value: Any, classes: Classes) -> object:
     """Return a value as a tree.
 
     Raises:
-        TypeError: it holds an object of another class.
+        TypeError: it contains an object of another class.
     """
     kind = type(value)
     if value is None or kind in _PLAIN or isinstance(value, Tensor):
@@ -47,10 +47,10 @@ def to_tree(value: Any, classes: Classes) -> object:
 
 
 def from_tree(tree: Any, classes: Classes) -> Any:
-    """Return the value that `to_tree` made a tree of; arrays of objects come back as lists.
+    """Return the value of a tree of `to_tree`; arrays of objects become lists.
 
     Raises:
-        ValueError: it is not such a tree.
+        ValueError: it is not a tree of `to_tree`.
     """
     if not isinstance(tree, tuple):
         return tree

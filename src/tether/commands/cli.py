@@ -316,6 +316,17 @@ def plot(
 
 
 @app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+) -> None:
+    """Write the README of a trained policy next to its weights: task, curve, seed, configuration, command."""
+    with _importing():
+        from tether.commands.card import write_card
+
+    typer.echo(write_card(run))
+
+
+@app.command()
 def doctor() -> None:
     """Show what is installed, which device and dtype a run would use, and what each extra would add."""
     from tether.commands.doctor import show_doctor
@@ -473,9 +484,8 @@ def main() -> None:
         message = _for_the_user(error)
         code = 1 if message is None else 2
         with suppress(BrokenPipeError):
-            typer.secho(
-                printable(message or traceback.format_exc()), fg=typer.colors.RED if message else None, err=True
-            )
+            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:

@@ -10,9 +10,11 @@ import sys
 import time
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
-from tether.kernels import maker
+from tether.kernels import backend
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
@@ -48,7 +50,7 @@ def show_doctor() -> None:
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process, {num_threads()} threads")
     console.print(f"dtype: {_dtype_advice(device)}")
-    console.print(f"kernels in bfloat16: {maker(device.type, torch.bfloat16).describe()}")
+    console.print(f"kernels in bfloat16: {backend(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
     if address := os.environ.get("RAY_ADDRESS"):
@@ -56,13 +58,23 @@ def show_doctor() -> None:
             console.print(line, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("package", "version", "what it adds", "install"):
-        table.add_column(column)
-    for name in CORE:
-        table.add_row(name, _version(name) or "MISSING", "core", "" if _version(name) else "pip install tether")
-    for name, (extra, adds) in EXTRAS.items():
-        version = _version(name)
-        table.add_row(name, version or "-", adds, "" if version else f"pip install 'tether[{extra}]'")
+        table.add_column(column, overflow="fold")
+    for name, (extra, adds) in (dict.fromkeys(CORE, ("", "core")) | EXTRAS).items():
+        version, supported = _version(name), supported_versions(name, extra)
+        if version is None:
+            target = f"'tether[{extra}]'" if extra else "tether"
+            table.add_row(name, "-" if extra else "MISSING", adds, f"pip install {target}")
+        else:
+            fits = supported.contains(version, prereleases=True)
+            table.add_row(name, version, adds, "" if fits else f"pip install '{name}{supported}'")
     console.print(table)
+
+
+def supported_versions(package: str, extra: str = "") -> SpecifierSet:
+    """Return the versions of a package that tether, with one of its extras, supports."""
+    needed = [Requirement(text) for text in importlib.metadata.requires("tether") or []]
+    ours = [one for one in needed if one.name == package and (not one.marker or one.marker.evaluate({"extra": extra}))]
+    return SpecifierSet(",".join(str(one.specifier) for one in ours))
 
 
 def _cluster(address: str) -> list[str]:

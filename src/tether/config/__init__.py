@@ -7,7 +7,7 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, saved_values
+from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
 from tether.config.devices import device_count, models_of, placed, pools
 from tether.config.explanations import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
@@ -59,6 +59,7 @@ __all__ = [
     "live_keys",
     "load_config",
     "masked_command",
+    "minimal_tree",
     "models_of",
     "part_problems",
     "placed",

@@ -29,7 +29,7 @@ class ShardedFlatEngine(EngineHandle):
 
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
         """See `tether.training.protocol.Engine.infer`; each rank gets rows of the rollout."""
-        parts = [batch.part(range(*bounds)) for bounds in _bounds(len(batch.actions), self._group.size)]
+        parts = [batch.select_rows(range(*bounds)) for bounds in _bounds(len(batch.actions), self._group.size)]
         answers: list[RolloutOutputs] = self._call("infer", [(part, forward) for part, _ in parts])
         last = _joined([answer.bootstrap_values for answer in answers])
         if last is not None:

@@ -1,11 +1,12 @@
-"""Fused operations for the models: one interface, made by PyTorch (reference), compiled for a CPU, or for CUDA.
+"""Fused operations for the models: one interface, implemented in PyTorch (the reference), compiled for CPUs, or for
+CUDA.
 
-`kernels_for` chooses a maker for a tensor's device and dtype; the reference defines what each operation returns.
+`kernels_for` chooses a backend for a tensor's device and dtype; the reference defines what each operation returns.
 """
 
 from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
 from tether.kernels.causal_attention import masked_attention, visible_keys
-from tether.kernels.dispatch import kernels_for, maker
+from tether.kernels.dispatch import backend, kernels_for
 from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.padded_batches import select_rows
 from tether.kernels.reference import Recording, Reference
@@ -29,10 +30,10 @@ __all__ = [
     "Recording",
     "Reference",
     "VocabularyChunks",
+    "backend",
     "default_chunk_size",
     "inverse_sample",
     "kernels_for",
-    "maker",
     "masked_attention",
     "matmul_dtype",
     "rows_in_scratch",

@@ -1,4 +1,5 @@
-"""The inputs of attention besides its tensors: a layer's settings, and a layout: which query sees which key."""
+"""The inputs of attention besides its tensors: the settings of a layer, and a layout that says which query sees which
+key."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A layer's settings."""
+    """Settings of one attention layer."""
 
     layer: int
     scale: float
@@ -19,8 +20,8 @@ class AttentionSpec:
 
 
 class AttentionLayout(Protocol):
-    """Knows which query sees which key."""
+    """Decides which query sees which key."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Attend: query [R, H, Q, D], key and value [R, K, Q, D] of the same tokens -> [R, H, Q, Dv]."""
+        """Attend with query [R, H, Q, D], key and value [R, K, Q, D] of the same tokens and return [R, H, Q, Dv]."""
         ...

@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch: under any mask; and causal on a CPU, by PyTorch's flash kernels, with a backward pass of
-our own for short sequences.
+"""Attention in plain PyTorch: under any mask, and causal on a CPU with PyTorch's flash kernels.
 
-The flash backward kernel multiplies small blocks, and on the sequences of reinforcement learning takes far longer than
-its arithmetic. There the scores of several rows at a time are made again as whole matrices, which large products read.
+The flash backward kernel multiplies small blocks. On the short sequences of reinforcement learning it takes far longer
+than its arithmetic, so a backward pass of our own recomputes the scores of several rows at a time as full matrices,
+which large matrix products handle well.
 
 Legend: R rows, W tokens, K key/value heads, H = K * G query heads, D head size.
 """
@@ -23,7 +23,8 @@ from tether.types import AutogradContext
 
 
 def visible_keys(query_position: Tensor, key_position: Tensor, spec: AttentionSpec) -> Tensor:
-    """Boolean [..., Q, L]: may the query at a position see the key at a position (causal, and in the window)."""
+    """Return a boolean [..., Q, L]: whether each query sees each key, which is causal and limited to the sliding
+    window."""
     distance = query_position[..., :, None] - key_position[..., None, :]
     visible = distance >= 0
     if spec.sliding_window is not None:
@@ -32,7 +33,7 @@ def visible_keys(query_position: Tensor, key_position: Tensor, spec: AttentionSp
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, spec: AttentionSpec) -> Tensor:
-    """Grouped-query attention under a boolean mask `visible`, which broadcasts over [R, K, G, Q, L].
+    """Return grouped-query attention under a boolean mask `visible`, which broadcasts over [R, K, G, Q, L].
 
     Query heads are grouped by the key head that they share, so keys and values are never repeated.
     """
@@ -54,9 +55,9 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
 
 
 WeightsBackward: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""See `weights_backward`."""
-_SHORT = 384  # tokens; from here on the kernel is faster
-_SCORES = 1 << 20  # of the scores held at once, which then stay in the cache
+"""Signature of `weights_backward`."""
+_SHORT = 384  # tokens; for longer sequences PyTorch's kernel is faster
+_SCORES = 1 << 20  # number of scores computed at once, so that they stay in the cache
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -64,22 +65,22 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, weights_backward: WeightsBackward
 ) -> Tensor:
-    """``softmax(scale * query @ key^T) @ value``, each query over its own key and those before.
+    """Return ``softmax(scale * query @ key^T) @ value`` where each query attends to its own and earlier keys.
 
     Args:
         query: [R, H, W, D] on the CPU.
         key: [R, K, W, D]; G query heads share one of its heads.
         value: [R, K, W, D].
-        scale: of the scores.
-        weights_backward: the function of this name, or the same in a compiled kernel.
+        scale: factor of the scores.
+        weights_backward: the function of this name, or a compiled kernel with the same signature.
     """
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated ones in float32
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated queries and keys in float32
     attended: Tensor = _CausalAttention.apply(query, key, value, scale, weights_backward)
     return attended
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Keeps keys and values as they are, not repeated for each query head."""
+    """Saves keys and values unrepeated, not once for each query head."""
 
     @staticmethod
     def forward(
@@ -96,8 +97,8 @@ class _CausalAttention(torch.autograd.Function):
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
         if query.shape[2] < _SHORT:
-            found = _short_backward(grad, query, key, value, out, log_sum, ctx.scale, ctx.weights_backward)
-            return *found, None, None
+            grads = _short_backward(grad, query, key, value, out, log_sum, ctx.scale, ctx.weights_backward)
+            return *grads, None, None
         keys, values = _repeated(ctx.groups, key, value)
         grads = _backward(grad, query, keys, values, out, log_sum, 0.0, True, attn_mask=None, scale=ctx.scale)
         grad_query, *by_head = grads
@@ -115,35 +116,35 @@ def _short_backward(
     scale: float,
     weights_backward: WeightsBackward,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value.
+    """Return the gradients of query, key and value.
 
     With P = exp(scale Q K^T - log_sum) under the diagonal and dO the gradient of the output (Dao et al.,
     "FlashAttention", 2022, appendix B.2)::
 
         dV = P^T dO    dS = P * (dO V^T - rowsum(dO * O))    dQ = scale dS K    dK = scale dS^T Q
 
-    The first product goes into an exponent, and from dO V^T about as much is subtracted: these two are made in at least
-    float32, the others in the tensors' own dtype.
+    Q K^T goes into an exponent, and from dO V^T a number of similar size is subtracted: these two are computed in at
+    least float32, the others in the dtype of the tensors.
 
     Args:
-        grad: [R, H, W, D] of the output.
+        grad: [R, H, W, D] gradient of the output.
         query: [R, H, W, D].
         key: [R, K, W, D].
         value: [R, K, W, D].
         out: [R, H, W, D].
-        log_sum: [R, H, W] of the exponentials of each query's scores.
-        scale: of the scores.
-        weights_backward: see `causal_attention`.
+        log_sum: [R, H, W] logarithm of the sum of the exponentials of each query's scores.
+        scale: factor of the scores.
+        weights_backward: as in `causal_attention`.
     """
     rows, heads, width, _ = query.shape
     groups = (key.shape[1], heads // key.shape[1])
     exact = log_sum.dtype
-    found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    outputs = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     inputs = (query, key, value, grad, out, log_sum)
     at_once = max(1, _SCORES // (heads * width * width))
     for first in range(0, rows, at_once):
         chosen = slice(first, first + at_once)
-        # The G query heads of one key head stand one below the other: [r * K, G * W, ..].
+        # The G query heads of one key head are stacked: [r * K, G * W, ..].
         q, k, v, g, o, log_s = (
             (x[chosen].unflatten(1, groups).flatten(2, 3) if x.shape[1] == heads else x[chosen]).flatten(0, 1)
             for x in inputs
@@ -151,15 +152,15 @@ def _short_backward(
         scores, grad_weights = torch.bmm(q.to(exact), k.to(exact).mT), torch.bmm(g.to(exact), v.to(exact).mT)
         p, s = weights_backward(scores, grad_weights, log_s, o, g, scale)
         by_head = (torch.bmm(s, k).mul_(scale), torch.bmm(s.mT, q).mul_(scale), torch.bmm(p.mT, g))
-        for whole, part in zip(found, by_head, strict=True):
-            whole[chosen] = part.view(whole[chosen].shape)
-    return found
+        for target, values in zip(outputs, by_head, strict=True):
+            target[chosen] = values.view(target[chosen].shape)
+    return outputs
 
 
 def weights_backward(
     scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """P and dS as above [B, G * W, W], from Q K^T and dO V^T, which are overwritten, and the rows of the others."""
+    """Return P and dS of `_short_backward` [B, G * W, W]; Q K^T and dO V^T are overwritten."""
     width, dtype = scores.shape[2], grad.dtype
     weights = scores.mul_(scale).sub_(log_sum[..., None]).exp_()
     weights.unflatten(1, (-1, width)).tril_()

@@ -1,14 +1,14 @@
-"""Packed tokens and the padded batches that attention runs on: how they go from one to the other, and back.
+"""Conversion between packed tokens and the padded batches that attention runs on.
 
-Sequences of like length run together as a padded batch, since one kernel call each would cost more than the padding;
-and a prompt that several responses continue stands once among the packed tokens, but in each of their sequences::
+Sequences of similar length run together as a padded batch, because one kernel call for each would cost more than the
+padding. A prompt that several responses continue occurs once among the packed tokens, but in each of their sequences::
 
     tokens     [ p0 p1 | a0 a1 | b0 ]          a prompt of two tokens and its two responses
     sequences    p0 p1   a0 a1                 one batch of two rows; padding repeats a sequence's last token,
-                 p0 p1   b0 (b0)               and stands where no causal query looks
+                 p0 p1   b0 (b0)               at positions that no causal query sees
 
-PyTorch's own gradient of an indexed tensor adds up one number at a time, and in fp32 in no fixed order. These add up
-whole rows, in fp32 and in the order of the sequences.
+PyTorch's own gradient of an indexed tensor adds one number at a time, and in fp32 in no fixed order. The functions here
+add full rows, in fp32 and in the order of the sequences.
 
 Legend: N = tokens, P = slots in all batches.
 """
@@ -31,42 +31,42 @@ from tether.types import AutogradContext
 
 Ints: TypeAlias = NDArray[np.int64]
 LIKE_LENGTH = 0.75
-"""A sequence joins a batch while it is at least this share as long as the batch's longest."""
+"""A sequence joins a batch if its length is at least this fraction of the batch's longest sequence."""
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """The slots of each token; made by `padded_batches`."""
+    """The slots of each token; built by `padded_batches`."""
 
     token: Tensor  # [P] the token in a slot
     first: Tensor  # [N] the first slot of a token
-    unread: Tensor  # [P] bool: this slot is not a token's first, so its attention output is not used
+    unread: Tensor  # [P] bool: the slot is not the first one of its token, so its attention output is not used
     repeats: tuple[tuple[Tensor, Tensor], ...]
     """Tokens and their second slots, then tokens and their third slots, and so on; without padding."""
     shapes: tuple[tuple[int, int], ...]
     """Rows and width of each batch."""
 
     def spread(self, per_token: Tensor) -> Tensor:
-        """[N, ..] -> [P, ..]; the gradient of a token is the sum over its slots."""
+        """Copy [N, ..] to all slots [P, ..]; the gradient of a token is the sum over its slots."""
         spread: Tensor = _Spread.apply(per_token, self)
         return spread
 
     def collect(self, per_slot: Tensor) -> Tensor:
-        """[P, ..] -> [N, ..], from the first slot of each token."""
+        """Read [N, ..] from the first slot of each token in [P, ..]."""
         collected: Tensor = _Collect.apply(per_slot, self)
         return collected
 
     def batches(self, per_slot: Tensor) -> list[Tensor]:
-        """[P, ..] -> one [rows, width, ..] for each batch."""
+        """Split [P, ..] into one [rows, width, ..] for each batch."""
         batches = per_slot.split([rows * width for rows, width in self.shapes])
         return [batch.unflatten(0, shape) for batch, shape in zip(batches, self.shapes, strict=True)]
 
 
-@lru_cache(maxsize=8)  # every layer asks for the same, forward and backward
+@lru_cache(maxsize=8)  # every layer asks for the same batches, forward and backward
 def padded_batches(
     lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None, device: torch.device
 ) -> PaddedBatches:
-    """Batches of the sequences that `tether.models.layers.attention.Packed` describes."""
+    """Return the batches of the sequences that `tether.models.layers.attention.Packed` describes."""
     starts = list(itertools.accumulate(lengths, initial=0))
     spans = [np.arange(start, stop) for start, stop in itertools.pairwise(starts)]
     if prefixes is None:
@@ -90,18 +90,18 @@ def padded_batches(
 
 @lru_cache(maxsize=8)
 def with_prefixes(lengths: tuple[int, ...], prefixes: tuple[int | None, ...], device: torch.device) -> PaddedBatches:
-    """Each segment after its prefix, end to end in one row without padding."""
+    """Return one row without padding in which each segment follows its prefix."""
     starts = list(itertools.accumulate(lengths, initial=0))
     spans = [np.arange(start, stop) for start, stop in itertools.pairwise(starts)]
-    parts = [[spans[prefix]] if prefix is not None else [] for prefix in prefixes]
-    token = np.concatenate([x for part, own in zip(parts, spans, strict=True) for x in (*part, own)])
+    before = [[spans[prefix]] if prefix is not None else [] for prefix in prefixes]
+    token = np.concatenate([span for prefix, segment in zip(before, spans, strict=True) for span in (*prefix, segment)])
     return _slots(token, np.ones(len(token), dtype=bool), ((1, len(token)),), device)
 
 
 def _slots(
     token: Ints, is_real: NDArray[np.bool_], shapes: tuple[tuple[int, int], ...], device: torch.device
 ) -> PaddedBatches:
-    """The slots of each token, given the token in each slot and whether it is no padding."""
+    """Return the slots of each token, computed from the token in each slot and whether the slot is not padding."""
     (_, first), *repeats = _occurrences(token, is_real)
     unread = np.ones(len(token), dtype=bool)
     unread[first] = False
@@ -114,7 +114,7 @@ def _slots(
 
 
 def _of_like_length(sequences: Sequence[Ints]) -> list[list[Ints]]:
-    """Groups of like length, the longest sequence of each first."""
+    """Group sequences by similar length, the longest sequence of each group first."""
     groups: list[list[Ints]] = []
     for sequence in sorted(sequences, key=len, reverse=True):
         if not groups or len(sequence) < LIKE_LENGTH * len(groups[-1][0]):
@@ -124,9 +124,9 @@ def _of_like_length(sequences: Sequence[Ints]) -> list[list[Ints]]:
 
 
 def _occurrences(token: Ints, is_real: NDArray[np.bool_]) -> list[tuple[Ints, Ints]]:
-    """(tokens, their n-th slots) for n = 1, 2, ..; no token occurs twice in an entry, and each in the first."""
+    """Return (tokens, their n-th slots) for n = 1, 2, ..; an entry has no token twice, and the first entry has all."""
     slot = is_real.nonzero()[0]
-    order = slot[token[slot].argsort(kind="stable")]  # slots by token
+    order = slot[token[slot].argsort(kind="stable")]  # sorted by token
     owner, start, count = np.unique(token[order], return_index=True, return_counts=True)
     return [(owner[count > n], order[start[count > n] + n]) for n in range(count.max())]
 
@@ -165,7 +165,7 @@ class _Collect(torch.autograd.Function):
 
 
 def select_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]`` of [N, E], whose gradient adds up in at least fp32 where an index occurs more than once."""
+    """Return ``rows[index]`` of [N, E]; the gradient adds up in at least fp32 where an index occurs more than once."""
     selected: Tensor = _SelectRows.apply(rows, index)
     return selected
 

@@ -1,8 +1,8 @@
-"""Every operation of the model code in plain PyTorch: any device, any dtype, and what other makers are tested against.
+"""Every operation of the models in plain PyTorch, for any device and dtype; other backends are tested against it.
 
-A maker is a class with these methods; `tether.kernels.cpu.maker` and `tether.kernels.cuda` replace those for which they
-have a kernel, and leave the others, and shapes that a kernel does not take, to this one. What is returned is
-differentiable where a gradient is needed.
+A backend is a class with these methods. `tether.kernels.cpu.backend` and `tether.kernels.cuda.backend` override those
+for which they have a kernel, and fall back to this class for the others and for shapes that a kernel does not support.
+Results are differentiable where a gradient is needed.
 
 Legend: N = tokens or rows, H = query heads, K = key/value heads, D and E = head size of keys and of values, V =
 vocabulary.
@@ -27,14 +27,14 @@ from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, gr
 from tether.types import AutogradContext
 
 Result = TypeVar("Result")
-_CACHED = 1 << 17  # numbers of a few rows
+_CACHED = 1 << 17  # numbers processed at a time
 
 
 class Recording(Protocol):
-    """The kernels of one call, to be run again."""
+    """The kernels of one call, which can run again."""
 
     def run(self) -> None:
-        """Run them on the same memory."""
+        """Run the kernels again on the same memory."""
         ...
 
 
@@ -46,11 +46,12 @@ class Reference:
     """Whether `capture` records calls."""
 
     def describe(self) -> str:
-        """Which kernels are used, for the log."""
+        """Describe in words which kernels are used, for the log."""
         return "plain PyTorch"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension, in at least float32: [.., E].
+        """Return ``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension, in at least float32: [..,
+        E].
 
         At an offset of 0 the normalised x is rounded to its dtype before the weight, as transformers does, else after.
         """
@@ -60,10 +61,10 @@ class Reference:
         return normed
 
     def rms_norm_forward(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        """The normalised x [.., E] and the factor 1 / sqrt(mean(x^2) + eps) of each row [.., 1]."""
+        """Return the normalised x [.., E] and the factor 1 / sqrt(mean(x^2) + eps) of each row [.., 1]."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.promote_types(x.dtype, torch.float32))
-        # A few rows at a time, so that what is computed in between stays in the cache.
+        # A few rows at a time, so that intermediate results stay in the cache.
         for rows, row_scale, normed in _few_rows(x, scale, out):
             exact = rows.to(scale.dtype)
             mean_square = torch.linalg.vecdot(exact, exact).div_(x.shape[-1])
@@ -77,7 +78,7 @@ class Reference:
     def rms_norm_backward(
         self, x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor, offset: float, needs_weight: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of x and of the weight, the latter in float32 if it is needed.
+        """Return the gradients of x and of the weight, the latter in float32, and None unless it is needed.
 
         With n = x * scale: d weight = sum grad n, dx = scale (g - n mean(g n)) for g = grad * (weight + offset).
         """
@@ -94,12 +95,13 @@ class Reference:
         return grad_x, grad_weight if needs_weight else None
 
     def gated_mlp(self, gate: Tensor, up: Tensor, down: nn.Module) -> Tensor:
-        """``down(silu(gate) * up)`` of gate and up [.., E]."""
+        """Return ``down(silu(gate) * up)`` of gate and up [.., E]."""
         out: Tensor = down(F.silu(gate) * up)
         return out
 
     def rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Heads [.., H, D] turned by angles whose cosine and sine [.., D] are given, each for both halves of D.
+        """Return heads [.., H, D] rotated by angles with this cosine and sine [.., D], which repeat for both halves of
+        D.
 
         With x and y the two halves: ``x cos - y sin, y cos + x sin`` (Su et al., "RoFormer", 2021, in the order of
         halves).
@@ -119,7 +121,7 @@ class Reference:
         prefixes: tuple[int | None, ...] | None,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Causal attention of packed segments: query [N, H, D], key [N, K, D], value [N, K, E] -> [N, H, E].
+        """Return causal attention of packed segments: query [N, H, D], key [N, K, D], value [N, K, E] -> [N, H, E].
 
         `lengths` and `prefixes` are those of `tether.models.layers.attention.Packed`.
         """
@@ -132,11 +134,12 @@ class Reference:
         return batches.collect(torch.cat(outputs))
 
     def causal_attention(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """Each row by itself: query [R, H, Q, D], key [R, K, Q, D], value [R, K, Q, E] -> [R, H, Q, E]."""
+        """Return causal attention of each row: query [R, H, Q, D], key [R, K, Q, D], value [R, K, Q, E] -> [R, H, Q,
+        E]."""
         length = query.shape[2]
         windowed = spec.sliding_window is not None and spec.sliding_window < length
         if not windowed and spec.softcap is None:
-            # PyTorch's kernel wants keys and values of one head size.
+            # PyTorch's kernel requires keys and values of one head size.
             if query.device.type == "cpu" and key.shape[-1] == value.shape[-1]:
                 return causal_attention(query, key, value, spec.scale, self.attention_weights_backward)
             gqa = query.shape[1] != key.shape[1]
@@ -148,7 +151,7 @@ class Reference:
     def attention_weights_backward(
         self, scores: Tensor, grad_weights: Tensor, log_sum: Tensor, out: Tensor, grad: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `tether.kernels.causal_attention.weights_backward`."""
+        """Return what `tether.kernels.causal_attention.weights_backward` does."""
         return weights_backward(scores, grad_weights, log_sum, out, grad, scale)
 
     def decode_attention(
@@ -163,7 +166,8 @@ class Reference:
         spec: AttentionSpec,
         biases: dict[int | None, Tensor],
     ) -> Tensor:
-        """One new token per row: its key and value go into the cache, its query over the keys that it sees.
+        """Attend with one new token per row: write its key and value to the cache, then attend over the keys that it
+        sees.
 
         Args:
             query: [R, H, D].
@@ -171,10 +175,10 @@ class Reference:
             value: [R, K, E].
             keys: [S, K, C, D], of which the first R slots are used.
             values: [S, K, C, E].
-            position: [R] int64 of the new token; all under `length`.
-            length: keys that are looked at.
-            spec: of the layer.
-            biases: what layers of one window share in a step; empty at its beginning.
+            position: [R] int64 position of the new token, all below `length`.
+            length: number of cached positions that are read.
+            spec: settings of the layer.
+            biases: masks that layers with the same window share during a step; empty at its start.
 
         Returns:
             [R, H, 1, E].
@@ -188,7 +192,7 @@ class Reference:
             bias = torch.zeros(visible.shape, dtype=query.dtype, device=visible.device)
             biases[spec.sliding_window] = bias.masked_fill_(~visible, -torch.inf)
         bias = biases[spec.sliding_window]
-        # The G query heads of one key head stand in the place of G query positions: keys are never repeated.
+        # The G query heads of one key head take the place of G query positions, so that keys are never repeated.
         query = query.reshape(rows, keys.shape[1], -1, size)
         if spec.softcap is None:
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=spec.scale)
@@ -202,14 +206,14 @@ class Reference:
     def continued_attention(
         self, query: Tensor, keys: Tensor, values: Tensor, position: Tensor, spec: AttentionSpec
     ) -> Tensor:
-        """Several new tokens per row over keys that are in the cache, their own among them; no gradient.
+        """Attend with several new tokens per row over keys in the cache, which include their own; no gradient.
 
         Args:
             query: [R, H, Q, D].
             keys: [R, K, L, D]; key p is at position p.
             values: [R, K, L, E].
-            position: [R, Q] int64 of the new tokens, all under L.
-            spec: of the layer.
+            position: [R, Q] int64 positions of the new tokens, all below L.
+            spec: settings of the layer.
 
         Returns:
             [R, H, Q, E].
@@ -218,7 +222,7 @@ class Reference:
         return masked_attention(query, keys, values, visible[:, None, None], spec)
 
     def pack_linears(self, layers: Sequence[nn.Linear]) -> PackedLinears | None:
-        """A copy of the layers' weights in the order that `linears` wants; None where it uses them as they are."""
+        """Return a copy of the layers' weights in the order that `linears` needs; None if it uses them unchanged."""
         return None
 
     def linears(
@@ -229,12 +233,12 @@ class Reference:
         epilogue: Epilogue,
         other: Tensor | None,
     ) -> Tensor:
-        """The outputs of layers that read the same x [N, E], side by side, after the epilogue; no gradient.
+        """Return the concatenated outputs of layers that read the same x [N, E], after the epilogue; no gradient.
 
         Args:
             x: [N, E].
-            layers: with their current weights.
-            packed: from `pack_linears`.
+            layers: the layers, with their current weights.
+            packed: result of `pack_linears`.
             epilogue: applied before the result is rounded.
             other: [N, sum of the layers' widths], for the epilogues with a second tensor.
         """
@@ -242,11 +246,12 @@ class Reference:
         return apply_epilogue(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1), epilogue, other)
 
     def sample(self, logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Of logits [R, V] the token in which `uniform` [R] of the distribution ends, and its log-probability."""
+        """Return the token [R] at which the cumulative distribution of logits [R, V] exceeds `uniform` [R], and its
+        log-probability."""
         at_once = rows_in_scratch(logits)
-        parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
+        shards = zip(logits.split(at_once), uniform.split(at_once), strict=True)
         drawn = []
-        for rows, numbers in parts:
+        for rows, numbers in shards:
             exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
             weights = (exact if temperature == 1 else exact / temperature).softmax(dim=-1)
             drawn.append(inverse_sample(weights, numbers))
@@ -257,52 +262,55 @@ class Reference:
         self,
         chunks: VocabularyChunks,
         targets: Tensor,
-        kept: KeptTokenSets | None,
+        candidates: KeptTokenSets | None,
         with_entropy: bool,
         with_sum_pi_squared: bool,
     ) -> tuple[Tensor, ...]:
-        """See `tether.kernels.vocabulary_chunks.log_sums`."""
-        return log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
+        """Return what `tether.kernels.vocabulary_chunks.log_sums` does."""
+        return log_sums(chunks, targets, candidates, with_entropy, with_sum_pi_squared)
 
     def grad_logits(
         self,
         chunks: VocabularyChunks,
         targets: Tensor,
-        kept: KeptTokenSets | None,
+        candidates: KeptTokenSets | None,
         log_normalizer: Tensor,
         entropy: Tensor,
         from_log_prob: Tensor,
         from_entropy: Tensor | None,
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """See `tether.kernels.vocabulary_chunks.grad_logits`."""
-        return grad_logits(chunks, targets, kept, log_normalizer, entropy, from_log_prob, from_entropy)
+        """Return what `tether.kernels.vocabulary_chunks.grad_logits` does."""
+        return grad_logits(chunks, targets, candidates, log_normalizer, entropy, from_log_prob, from_entropy)
 
     def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
-        """A recording of all that a call has the device do, and where running it leaves the result.
+        """Record what a call makes the device do; running the recording writes the result to the returned location.
 
-        Where this is one that `captures`; the call neither waits for the device nor reads from it.
+        Only for backends that set `captures`; the call must neither wait for the device nor read from it.
         """
         raise TypeError(f"{self.name} kernels record no calls")
 
-    def rows_at_once(self, active: int, most: int) -> int:
-        """Rows to decode of at most so many: those that are active, and more where each number of rows is recorded."""
+    def rows_at_once(self, active: int, max_rows: int) -> int:
+        """Return the number of rows to decode, up to `max_rows`: the active ones, or more where a recording needs a
+        fixed number."""
         return active
 
     def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
-        """Call the function: its result, and a recording of it where it runs kernels that can be run again.
+        """Call a function and return its result, with a recording where its kernels can run again.
 
-        `watched` also looks for anything else that it computes, which makes the recording None.
+        `watched` also detects computation outside of these kernels; the recording is then None.
         """
         return function(), None
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, offset: float, maker: Reference) -> Tensor:
+    def forward(
+        ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float, offset: float, backend: Reference
+    ) -> Tensor:
         x = x.contiguous()
-        out, scale = maker.rms_norm_forward(x, weight, eps, offset)
+        out, scale = backend.rms_norm_forward(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, scale)
-        ctx.offset, ctx.maker = offset, maker
+        ctx.offset, ctx.backend = offset, backend
         return out
 
     @staticmethod
@@ -310,13 +318,13 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
-        found = ctx.maker.rms_norm_backward(x, weight, scale, grad.contiguous(), ctx.offset, needs_weight)
-        grad_x, grad_weight = found
+        grads = ctx.backend.rms_norm_backward(x, weight, scale, grad.contiguous(), ctx.offset, needs_weight)
+        grad_x, grad_weight = grads
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def _few_rows(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor [.., width], at a time; all at once where each operation is a kernel to launch."""
+    """Yield the same rows of each tensor [.., width], a few at a time on a CPU and all at once elsewhere."""
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, *others)]
     at_once = max(1, _CACHED // x.shape[-1]) if x.device.type == "cpu" else max(1, len(flat[0]))
     return zip(*(rows.split(at_once) for rows in flat), strict=True)

@@ -1,7 +1,7 @@
-"""One token per row from a distribution over the vocabulary, by inverting its cumulative sums at a given number.
+"""Draws one token per row from a distribution over the vocabulary by inverting its cumulative sums.
 
-Nothing of the vocabulary's size is sorted or accumulated: each row is summed in blocks, the block in which the number
-ends is found first, the token inside it second.
+Nothing of the vocabulary's size is sorted or accumulated: each row is summed in blocks, and the block that contains the
+drawn number is located first, the token in it second.
 
 Legend: R = rows, V = vocabulary.
 """
@@ -17,22 +17,24 @@ BLOCK = 128
 
 
 def rows_in_scratch(logits: Tensor) -> int:
-    """Rows of logits [R, V] whose fp32 weights are held at once.
+    """Return the number of rows of logits [R, V] whose fp32 weights are in memory at once.
 
-    On a CPU 8 MiB, about what a cache holds; 1 GiB where each operation is a kernel to launch.
+    They take 8 MiB on a CPU, about the size of a cache, and 1 GiB where each operation is a kernel launch.
     """
     return max(1, (1 << (21 if logits.device.type == "cpu" else 28)) // logits.shape[-1])
 
 
 def inverse_sample(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Of weights [R, V] the token [R] in which `uniform` [R] of each row's mass ends, and its log-probability [R]."""
+    """Return the token [R] at which the cumulative weights [R, V] exceed `uniform` [R] of their total, and its
+    log-probability [R]."""
     token, total = _invert(weights, uniform)
     chosen = weights.gather(-1, token[:, None]).squeeze(-1)
     return token, chosen.log() - total.log().to(chosen.dtype)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The token [R] in which `uniform` of each row's mass ends, and the row's mass [R] in the dtype of `uniform`."""
+    """Return the token [R] at which `uniform` of each row's total is exceeded, and the total [R] in the dtype of
+    `uniform`."""
     missing = -weights.shape[-1] % BLOCK
     blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
     mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
@@ -44,10 +46,11 @@ def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry of each row that exceeds the target, and the entry before it (0 at the start).
+    """Return the index of the first entry of each row that exceeds the target, and the entry before it (0 at the
+    start).
 
-    The target is held strictly under the row's last entry: rounding may lift it there, and an entry with no mass of its
-    own must never be the answer.
+    The target is clamped strictly below the row's last entry: rounding may lift it there, and an entry without
+    probability must never be drawn.
     """
     last = cumulative[:, -1]
     target = torch.minimum(target, last * (1 - torch.finfo(last.dtype).eps)).clamp(min=0)

@@ -1,8 +1,9 @@
-"""Passes over the vocabulary: the logits of all tokens, a chunk of vocabulary entries at a time, and sums over them.
+"""Passes over the vocabulary: the logits of all tokens for one chunk of vocabulary entries at a time, and sums over
+them.
 
-Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries a chunk. Only [N, C] logits are ever held,
-so memory is O(N * C). Chunks of the vocabulary and not of tokens, because each row of the output matrix then gets its
-gradient from one matmul, where token chunks would sum a [V, E] tensor each time.
+Legend: N = tokens, E = hidden size, V = vocabulary, C = vocabulary entries in a chunk. Only [N, C] logits exist at a
+time, so memory is O(N * C). The vocabulary is split rather than the tokens, because each row of the output matrix then
+gets its gradient from one matmul, where chunks of tokens would sum a [V, E] tensor each time.
 """
 
 from __future__ import annotations
@@ -16,47 +17,49 @@ import torch
 from torch import Tensor
 
 CUT = -1e30
-"""z of a token that sampling did not keep: its exp is 0, and unlike -inf it stays finite in products with 0."""
+"""z of a token that sampling excluded: its exp is 0, and unlike -inf it stays finite in products with 0."""
 
 
 class KeptTokenSets(Protocol):
     """The tokens that each of N positions could be sampled from."""
 
     def cut(self, span: slice) -> Tensor:
-        """[N, C] bool: the tokens of this range of the vocabulary that were not kept."""
+        """Return [N, C] bool: the tokens of this range of the vocabulary that could not be sampled."""
         ...
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """That of `hidden`, or of autocast where it is on."""
+    """Return the dtype of `hidden`, or that of autocast where it is on."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def default_chunk_size(hidden: Tensor) -> int:
-    """Chunks of 2M logits stay near the cache of a CPU; a GPU wants fewer, larger kernels."""
+    """Return a chunk size of 2M logits on a CPU, about the size of its cache; a GPU is faster with fewer, larger
+    kernels."""
     elements = 1 << (21 if hidden.device.type == "cpu" else 26)
     return max(256, elements // max(1, hidden.shape[0]))
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """From the matmul's output to z."""
+    """The transformation from the matmul's output to z."""
 
     scale: float
     softcap: float | None
     temperature: float
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Apply the transformation in place."""
         if self.softcap is not None:
             logits = logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
         elif self.scale != 1.0:
             logits = logits.mul_(self.scale)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
-    def slope_beside(self, z: Tensor) -> Tensor | None:
-        """dz / dlogits over ``scale / temperature``: with a softcap 1 - tanh^2, else 1 (None)."""
+    def softcap_slope(self, z: Tensor) -> Tensor | None:
+        """Return dz / dlogits divided by ``scale / temperature``: 1 - tanh^2 with a softcap, else None, which stands
+        for 1."""
         if self.softcap is None:
             return None
         return 1.0 - (z * (self.temperature / self.softcap)).square_()
@@ -81,7 +84,7 @@ class VocabularyChunks:
         return torch.empty_like(self._z)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yields the chunk's range of the vocabulary, its weight [C, E], z [N, C] and work space [N, C]."""
+        """Yield the chunk's range of the vocabulary, its weight [C, E], z [N, C] and work space [N, C]."""
         for span, weight, raw in self.products():
             z, work = self._shaped(self._z, len(weight)), self._shaped(self._work, len(weight))
             if z.dtype != raw.dtype:
@@ -91,14 +94,14 @@ class VocabularyChunks:
             yield span, weight, self.transform.apply_(z), work
 
     def products(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yields the chunk's range of the vocabulary, its weight [C, E] and their product with `hidden` [N, C]."""
+        """Yield the chunk's range of the vocabulary, its weight [C, E] and their product with `hidden` [N, C]."""
         for start in range(0, len(self.weight), self.size):
             span = slice(start, min(start + self.size, len(self.weight)))
             weight = self.weight[span].to(self.hidden.dtype)
             yield span, weight, torch.mm(self.hidden, weight.T, out=self._shaped(self._raw, len(weight)))
 
     def for_matmul(self, grad: Tensor) -> Tensor:
-        """`grad` [N, C] in the dtype of the matmuls; takes the buffer of raw logits."""
+        """Return `grad` [N, C] in the dtype of the matmuls, reusing the buffer of raw logits."""
         return grad if grad.dtype == self._raw.dtype else self._shaped(self._raw, grad.shape[1]).copy_(grad)
 
     def _shaped(self, buffer: Tensor, width: int) -> Tensor:
@@ -106,27 +109,31 @@ class VocabularyChunks:
 
 
 def locate(targets: Tensor, span: slice) -> tuple[Tensor, Tensor]:
-    """Which targets [N, 1] lie in a chunk, and their column there (0 for those that do not)."""
+    """Return which targets [N, 1] lie in a chunk, and their column there (0 for the others)."""
     inside = (targets >= span.start) & (targets < span.stop)
     return inside[:, None], torch.where(inside, targets - span.start, 0)[:, None]
 
 
 def log_sums(
-    chunks: VocabularyChunks, targets: Tensor, kept: KeptTokenSets | None, with_entropy: bool, with_sum_pi_squared: bool
+    chunks: VocabularyChunks,
+    targets: Tensor,
+    candidates: KeptTokenSets | None,
+    with_entropy: bool,
+    with_sum_pi_squared: bool,
 ) -> tuple[Tensor, ...]:
-    """[N, 1] each: z of the target, and with m = max z: m, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)."""
+    """Return [N, 1] each: z of the target, and with m = max z: m, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m)."""
     target_z = torch.zeros(len(targets), 1, dtype=chunks.dtype, device=targets.device)
     mass, moment, square = (torch.zeros_like(target_z) for _ in range(3))
     top = torch.full_like(target_z, torch.finfo(chunks.dtype).min)
     for span, _, z, exp_z in chunks:
-        if kept is not None:
-            z.masked_fill_(kept.cut(span), CUT)
+        if candidates is not None:
+            z.masked_fill_(candidates.cut(span), CUT)
         inside, column = locate(targets, span)
         target_z = torch.where(inside, z.gather(1, column), target_z)
         new_top = torch.maximum(top, z.amax(1, keepdim=True))
         torch.exp(z.sub_(new_top), out=exp_z)
         shift = top - new_top
-        decay = shift.exp()  # what the sums so far shrink by under the new maximum
+        decay = shift.exp()  # factor that scales the sums so far to the new maximum
         if with_entropy:
             moment = decay * (moment + shift * mass) + torch.linalg.vecdot(exp_z, z)[:, None]
         if with_sum_pi_squared:
@@ -139,20 +146,20 @@ def log_sums(
 def grad_logits(
     chunks: VocabularyChunks,
     targets: Tensor,
-    kept: KeptTokenSets | None,
+    candidates: KeptTokenSets | None,
     log_normalizer: Tensor,
     entropy: Tensor,
     from_log_prob: Tensor,
     from_entropy: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields of each chunk its span, its weight and the gradient of its logits [N, C].
+    """Yield each chunk's span, its weight and the gradient of its logits [N, C].
 
     dz = g (1[v = y] - p) - h p (log p + entropy) for upstream gradients g of the log-prob, h of the entropy.
     """
     for span, weight, z, p in chunks:
-        softcap_slope = chunks.transform.slope_beside(z)
-        if kept is not None:
-            z.masked_fill_(kept.cut(span), CUT)
+        softcap_slope = chunks.transform.softcap_slope(z)
+        if candidates is not None:
+            z.masked_fill_(candidates.cut(span), CUT)
         torch.exp(z.sub_(log_normalizer), out=p)
         if from_entropy is None:
             grad = p.mul_(-from_log_prob)

@@ -1,9 +1,9 @@
-"""Metrics of a batch: rewards, advantages, values, lengths, what an estimator rests on, and how far sampler and trainer
-disagree.
+"""Metrics of a batch: rewards, advantages, values, lengths, statistics of the estimators, and the mismatch between
+sampler and trainer.
 
 Legend: B = rows, T = response positions, N = positions where the policy sampled (``response_mask``). Every statistic
-first selects what counts and then reduces it in float64, so that nothing outside the mask can reach it. A statistic
-over nothing has no value: its keys are absent.
+first selects the valid entries and then reduces them in float64, so that nothing outside the mask can affect it. The
+keys of a statistic without entries are absent.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tether.batch import TrainBatch, filled
 
 MAX_LOG_RATIO = 20.0
 """Bounds exp(log ratio), so that a single token cannot overflow the k3 estimate."""
-SEQUENCE = 4
-"""Tokens of a sequence whose repetition is counted."""
+NGRAM = 4
+"""Length of the n-grams whose repetition is counted."""
 
 
 def data_metrics(batch: TrainBatch, *, max_prompt_length: int) -> dict[str, float]:
-    """Describe a finished batch; what a field that is still None would say is left out.
+    """Return metrics of a finished batch, without those of fields that are still None.
 
     Args:
-        batch: a batch with `token_level_scores` and whatever the step has filled in.
-        max_prompt_length: the limit that `prompt_length/clip_ratio` compares with, in tokens.
+        batch: a batch with `token_level_scores` and the fields that the step has computed.
+        max_prompt_length: limit for `prompt_length/clip_ratio`, in tokens.
     """
     mask, scored = batch.response_mask, batch.scored
     metrics = _spread("critic/score", _row_sums(batch.token_level_scores, mask)[scored])
@@ -53,7 +53,7 @@ def length_metrics(
     *,
     max_prompt_length: int,
 ) -> dict[str, float]:
-    """Lengths in tokens, and the share of rows that a limit cut or filled."""
+    """Return lengths in tokens, the fraction of truncated responses and that of prompts that fill the limit."""
     return {
         **_spread("response_length", response_length),
         "response_length/clip_ratio": truncated.double().mean().item(),
@@ -63,10 +63,10 @@ def length_metrics(
 
 
 def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: Bool[Tensor, " B"]) -> dict[str, float]:
-    """Spread of the scores among the responses to one prompt; a group counts from two scored responses on.
+    """Return the spread of scores among the responses to one prompt, over groups with at least two scored responses.
 
     Args:
-        scores: [B] score of each response; not read where not `scored`.
+        scores: [B] score of each response; ignored where not `scored`.
         uid: [B] prompt group.
         scored: [B] False where the reward abstained or failed.
     """
@@ -83,7 +83,7 @@ def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: B
 
 
 def identical_replies(batch: TrainBatch) -> dict[str, float]:
-    """Share of the scored responses that are the most frequent one; nothing without two different prompts."""
+    """Return the fraction of scored responses that equal the most frequent one; empty without two different prompts."""
     rows = batch.scored.nonzero().flatten().tolist()
     prompts = _rows_as_bytes(batch.prompt_ids, batch.prompt_length, rows)
     replies = _rows_as_bytes(batch.response_ids, batch.response_length, rows)
@@ -93,21 +93,21 @@ def identical_replies(batch: TrainBatch) -> dict[str, float]:
 
 
 def repeated_sequences(batch: TrainBatch) -> dict[str, float]:
-    """Share of a response's sequences of four sampled tokens that it has had before: 1 - distinct / all (1 - distinct-n
-    of Li et al. 2016), the mean over scored responses; nothing where none has four tokens in a row.
+    """Return the fraction of a response's 4-grams that already occurred earlier in it, as a mean over scored responses.
 
-    "abababab" has five such sequences, of which two are distinct: 0.6.
+    This is 1 - distinct / all (1 - distinct-n of Li et al. 2016); empty where no response has four consecutive tokens.
+    "abababab" has five 4-grams, of which two are distinct: 0.6.
     """
     mask = batch.response_mask & batch.scored[:, None]
-    if mask.shape[1] < SEQUENCE:
+    if mask.shape[1] < NGRAM:
         return {}
-    whole = mask.unfold(1, SEQUENCE, 1).all(dim=-1)  # [B, W]; no sequence reaches over what a tool said
-    count = whole.sum(dim=-1)
-    codes = torch.zeros_like(batch.response_ids[:, SEQUENCE - 1 :])
-    for first in range(SEQUENCE):  # a hash in 64 bits, which wraps
+    complete = mask.unfold(1, NGRAM, 1).all(dim=-1)  # [B, W]; no n-gram spans tokens of a tool
+    count = complete.sum(dim=-1)
+    codes = torch.zeros_like(batch.response_ids[:, NGRAM - 1 :])
+    for first in range(NGRAM):  # a 64-bit hash, which wraps around
         codes = codes * 6364136223846793005 + batch.response_ids[:, first : first + codes.shape[1]] + 1
-    ordered = codes.masked_fill(~whole, 0).sort(dim=-1).values
-    distinct = 1 + (ordered.diff(dim=-1) != 0).sum(dim=-1) - (count < whole.shape[1]).long()
+    ordered = codes.masked_fill(~complete, 0).sort(dim=-1).values
+    distinct = 1 + (ordered.diff(dim=-1) != 0).sum(dim=-1) - (count < complete.shape[1]).long()
     rows = count > 0
     return _mean("response/repeated_fraction", 1 - distinct[rows].double() / count[rows])
 
@@ -117,10 +117,10 @@ def mismatch_metrics(
     old_log_probs: Float[Tensor, "B T"],
     response_mask: Bool[Tensor, "B T"],
 ) -> dict[str, float]:
-    """Distance of the sampler's log-probabilities from the trainer's, for the same weights and tokens.
+    """Return distances between the log-probabilities of sampler and trainer for the same weights and tokens.
 
-    With x = log p_trainer - log p_sampler of a token that the sampler drew, KL(sampler || trainer) is estimated by
-    k1 = -x and by k3 = exp(x) - 1 - x (Schulman, "Approximating KL Divergence", 2020).
+    With x = log p_trainer - log p_sampler of a sampled token, KL(sampler || trainer) is estimated by k1 = -x and by k3
+    = exp(x) - 1 - x (Schulman, "Approximating KL Divergence", 2020).
     """
     sampler, trainer = rollout_log_probs[response_mask].double(), old_log_probs[response_mask].double()
     if not len(sampler):
@@ -157,20 +157,21 @@ def _spread(prefix: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def _correlation(left: Float[Tensor, " N"], right: Float[Tensor, " N"]) -> float:
-    """Pearson's coefficient; where one side does not vary it is undefined and 1 if both are equal, else 0."""
-    left_centered, right_centered = left - left.mean(), right - right.mean()
-    scale = left_centered.norm() * right_centered.norm()
+def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
+    """Return Pearson's coefficient; where one side is constant, it is undefined and taken as 1 if both are equal, else
+    0."""
+    x_centered, y_centered = x - x.mean(), y - y.mean()
+    scale = x_centered.norm() * y_centered.norm()
     if scale == 0:
-        return float(torch.equal(left, right))
-    return (left_centered @ right_centered / scale).item()
+        return float(torch.equal(x, y))
+    return (x_centered @ y_centered / scale).item()
 
 
 def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe the advantages of a finished batch, and the fields that only some estimators need where they are set.
+    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs.
 
     Args:
-        batch: with `advantages`.
+        batch: a batch with `advantages`.
     """
     mask, scored = batch.response_mask, batch.scored
     metrics = _mean("critic/score/nonzero_fraction", _row_sums(batch.token_level_scores, mask)[scored] != 0)

@@ -1,7 +1,7 @@
-"""Every metric key in one place, with its meaning and the range in which a healthy run keeps it.
+"""Every metric key in one place, with its meaning and the range that a healthy run stays in.
 
-Names are verl's where verl has the metric. ``<...>`` in a key stands for a part that the run decides, for example the
-phase in ``timing_s/<phase>``. Documentation and plots read this table; a test holds the code to it.
+Names are verl's where verl has the metric. ``<...>`` in a key is a placeholder, for example for the phase in
+``timing_s/<phase>``. Documentation and plots read this table; a test compares it with what runs log.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MetricInfo:
     meaning: str
     """One line, with the unit if there is one."""
     healthy: str | None = None
-    """The range of a healthy run, where one can be named."""
+    """The range of a healthy run, if there is a typical one."""
     when: str | None = None
-    """Where it is logged, if only rarely. All others are logged by the runs of tests/trainer/test_metric_keys.py."""
+    """The condition under which it is logged; None: by the runs of tests/trainer/test_metric_keys.py."""
 
 
 def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:
@@ -59,7 +59,7 @@ REWARD_AND_CRITIC: Mapping[str, MetricInfo] = {
     "critic/grad_norm": MetricInfo("Norm of the critic's gradient before clipping.", "steady; spikes are clipped"),
     "critic/lr": MetricInfo("Learning rate of the critic."),
     "reward/excluded_rows": MetricInfo(
-        "Responses left out of all statistics: without a score (abstained, failed, empty), or rejected as a whole.", "0"
+        "Responses excluded from all statistics: without a score (abstained, failed, empty), or rejected entirely.", "0"
     ),
     "reward/error_rate": MetricInfo("Share of responses on which the reward failed.", "0"),
     "reward/abstain_rate": MetricInfo("Share of responses on which the reward abstained."),
@@ -164,25 +164,28 @@ LENGTHS: Mapping[str, MetricInfo] = {
     **_spread("prompt_length", "length of a prompt, in tokens"),
     "prompt_length/clip_ratio": MetricInfo("Share of prompts that fill the prompt limit.", "near 0"),
     "global_seqlen/min": MetricInfo(
-        "Fewest tokens that a device would have if rows were dealt as they come.", when="on several devices"
+        "Smallest number of tokens of a device if rows were assigned in order, without balancing.",
+        when="on several devices",
     ),
-    "global_seqlen/max": MetricInfo("Most tokens that a device would have then.", when="on several devices"),
+    "global_seqlen/max": MetricInfo(
+        "Largest number of tokens of a device without balancing.", when="on several devices"
+    ),
     "global_seqlen/minmax_diff": MetricInfo("The difference between these two.", when="on several devices"),
-    "global_seqlen/balanced_min": MetricInfo("Fewest tokens that a device has.", when="on several devices"),
-    "global_seqlen/balanced_max": MetricInfo("Most tokens that a device has.", when="on several devices"),
-    "global_seqlen/mean": MetricInfo("Mean tokens of a device.", when="on several devices"),
+    "global_seqlen/balanced_min": MetricInfo("Smallest number of tokens of a device.", when="on several devices"),
+    "global_seqlen/balanced_max": MetricInfo("Largest number of tokens of a device.", when="on several devices"),
+    "global_seqlen/mean": MetricInfo("Mean number of tokens of a device.", when="on several devices"),
     "transfer/rows_to_ranks_bytes": MetricInfo(
-        "Bytes of prompts and rows that went to other processes in the step.", when="on several devices"
+        "Bytes of prompts and rows sent to other processes in the step.", when="on several devices"
     ),
     "transfer/rows_from_ranks_bytes": MetricInfo(
-        "Bytes of responses, log-probs and values that came back.", when="on several devices"
+        "Bytes of responses, log-probs and values received from them.", when="on several devices"
     ),
     "transfer/weights_bytes": MetricInfo(
-        "Bytes of the policy's weights that went to servers, or to the devices that sample, each the whole policy.",
+        "Bytes of policy weights sent to servers, or to the devices that sample, each of which receives all weights.",
         when="on several devices, or with servers",
     ),
     "transfer/server_failures": MetricInfo(
-        "How often a server that died or hung was started again, or one that had lost its weights got them again.",
+        "Number of restarts of servers that died or hung, and of servers that had lost their weights.",
         "0",
         when="with servers",
     ),
@@ -196,7 +199,7 @@ LENGTHS: Mapping[str, MetricInfo] = {
         "falls with the length of replies; near 1 the policy ignores the prompt",
     ),
     "response/repeated_fraction": MetricInfo(
-        "Share of a response's sequences of four tokens that it has had before; the mean over scored responses.",
+        "Share of a response's 4-grams that already occurred earlier in it; the mean over scored responses.",
         "steady; a rise towards 1 is a loop",
     ),
 }
@@ -211,15 +214,15 @@ MISMATCH: Mapping[str, MetricInfo] = {
         "Correlation of the sampler's and the trainer's token probabilities.", "above 0.99"
     ),
     "training/rollout_mismatch_alarm": MetricInfo(
-        "1 where `rollout_corr/k3_kl` is more than rounding in the number formats in use explains.", "0"
+        "1 where `rollout_corr/k3_kl` is larger than rounding in the dtypes in use explains.", "0"
     ),
     "training/staleness": MetricInfo(
         "Updates between the weights that sampled the batch and those that learn from it.", when=AHEAD
     ),
     "training/partial_rows": MetricInfo(
-        "Share of responses within which weights changed.", when="where weights changed while the batch was sampled"
+        "Share of responses during which the weights changed.", when="where weights changed while the batch was sampled"
     ),
-    **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p left to draw from"),
+    **_spread("training/rollout_kept_tokens", "number of tokens that top_k and top_p kept"),
     "rollout_corr/kl": MetricInfo("KL from sampler to trainer, k1 estimate, in nats per token.", "below 0.001"),
     "rollout_corr/k3_kl": MetricInfo("KL from sampler to trainer, k3 estimate, in nats per token.", "below 0.001"),
     "rollout_corr/training_ppl": MetricInfo("Perplexity of a response under the trainer, mean over responses."),
@@ -234,7 +237,7 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "rollout_corr/log_ppl_diff_min": MetricInfo("Smallest such difference."),
     "rollout_corr/ppl_ratio": MetricInfo("Perplexity under the trainer over that under the sampler, mean.", "near 1"),
     "rollout_corr/chi2_token": MetricInfo("Chi-squared divergence from sampler to trainer, by tokens.", "near 0"),
-    "rollout_corr/chi2_seq": MetricInfo("Chi-squared divergence from sampler to trainer, by whole responses."),
+    "rollout_corr/chi2_seq": MetricInfo("Chi-squared divergence from sampler to trainer, by responses."),
     "rollout_corr/rollout_is_mean": MetricInfo("Mean of the truncated importance weights.", "near 1"),
     "rollout_corr/rollout_is_max": MetricInfo("Largest weight; of responses before truncation."),
     "rollout_corr/rollout_is_min": MetricInfo("Smallest importance weight."),
@@ -266,10 +269,10 @@ SELECTION: Mapping[str, MetricInfo] = {
         "Share of the sampled prompts whose responses all scored the same, or not at all.", "below 0.5"
     ),
     "dynamic_sampling/missing_groups": MetricInfo(
-        "Prompts that the batch is short of because the cap on sampling was reached.", "0"
+        "Prompts missing from the batch because the limit on sampling was reached.", "0"
     ),
     "dynamic_sampling/sampled_score_mean": MetricInfo(
-        "Mean score of everything sampled; critic/score/mean is of what was kept.", "rises over the run"
+        "Mean score of all sampled responses; critic/score/mean covers the selected ones.", "rises over the run"
     ),
     "pf_ppo/distinct_fraction": MetricInfo("PF-PPO: share of the scored responses that were drawn at least once."),
     "pf_ppo/score_mean": MetricInfo("PF-PPO: mean score of the responses that were drawn."),
@@ -285,7 +288,7 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/batches_ahead": MetricInfo(
         "Sampled batches that were ready when the step began, its own among them.", when=AHEAD
     ),
-    "perf/cpu_memory_peak_gb": MetricInfo("Largest memory that this process ever held, in GiB."),
+    "perf/cpu_memory_peak_gb": MetricInfo("Peak memory of this process, in GiB."),
     "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB.", when="on a GPU"),
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB.", when="on a GPU"),
 }
@@ -325,16 +328,18 @@ EMBODIED: Mapping[str, MetricInfo] = {
 
 REWARD_MODELS: Mapping[str, MetricInfo] = {
     "rm/loss": MetricInfo("Bradley-Terry loss of a step's pairs.", "falls from 0.693", when="in tether rm train"),
-    "rm/accuracy": MetricInfo("Share of its pairs ranked as they are labelled.", "rises", when="in tether rm train"),
+    "rm/accuracy": MetricInfo(
+        "Share of the step's pairs that are ranked as labelled.", "rises", when="in tether rm train"
+    ),
     "rm/margin": MetricInfo("Mean score of chosen minus rejected sides.", "rises", when="in tether rm train"),
     "rm/held_out_accuracy": MetricInfo(
-        "Share of the held-out pairs ranked as they are labelled.", "well above 0.5", when="in tether rm train"
+        "Share of the held-out pairs that are ranked as labelled.", "well above 0.5", when="in tether rm train"
     ),
     "rm/<figure>": MetricInfo("Learning rate, norm of the gradient and skipped updates.", when="in tether rm train"),
 }
 
 TIMING: Mapping[str, MetricInfo] = {
-    "timing_s/step": MetricInfo("Seconds of the whole training step, without validation and saving."),
+    "timing_s/step": MetricInfo("Seconds of the training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses; with `trainer.async_mode`, of waiting for them."),
     "timing_s/sampling": MetricInfo(
         "Seconds of generating and scoring the batch, while earlier steps learned.", when=AHEAD
@@ -342,10 +347,10 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/env": MetricInfo("Embodied runs: seconds of timing_s/gen in the environments' own code."),
     "timing_s/gen_max": MetricInfo("Seconds of generating and scoring the greedy responses of `remax`."),
     "timing_s/reward": MetricInfo("Seconds of waiting for rewards after generation."),
-    "timing_s/rows_to_ranks": MetricInfo(
-        "Seconds in which the loop packed what went to other processes.", when="on several devices"
+    "timing_s/rows_to_ranks": MetricInfo("Seconds of packing data for other processes.", when="on several devices"),
+    "timing_s/rows_from_ranks": MetricInfo(
+        "Seconds of unpacking data from other processes.", when="on several devices"
     ),
-    "timing_s/rows_from_ranks": MetricInfo("Seconds in which it unpacked what came back.", when="on several devices"),
     "timing_s/old_log_prob": MetricInfo(
         "Seconds of recomputing the log-probabilities.", when="where the update does not give them"
     ),
@@ -359,8 +364,8 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/testing": MetricInfo("Seconds of validation."),
     "timing_s/save_checkpoint": MetricInfo("Seconds of saving a checkpoint."),
     "timing_s/<phase>": MetricInfo("Seconds of this phase of the step.", when="in loops of your own"),
-    "timing_per_token_ms/gen": MetricInfo("Milliseconds of generation a response token."),
-    "timing_per_token_ms/<phase>": MetricInfo("Milliseconds of this phase a token, prompts and responses."),
+    "timing_per_token_ms/gen": MetricInfo("Milliseconds of generation per response token."),
+    "timing_per_token_ms/<phase>": MetricInfo("Milliseconds of this phase per token of prompts and responses."),
 }
 
 VALIDATION: Mapping[str, MetricInfo] = {
@@ -384,7 +389,7 @@ VALIDATION: Mapping[str, MetricInfo] = {
         "Mean of the variable to watch over distinct questions, each counted once.", "rises over the run"
     ),
     "val-aux/<source>/majority_answer": MetricInfo(
-        "Share of the distinct questions whose answer is the most frequent one: what always giving it would score. "
+        "Share of the distinct questions with the most frequent answer: the score of always giving that answer. "
         "Absent where scores are not 0 or 1.",
         "well below the score",
     ),
@@ -406,7 +411,8 @@ METRICS: Mapping[str, MetricInfo] = {
 
 
 def describe(key: str) -> MetricInfo | None:
-    """Look up what a logged key says; an exact entry goes before one with ``<...>``. None: the key is unknown."""
+    """Return the entry of a logged key, None for unknown keys; exact entries take precedence over those with
+    ``<...>``."""
     if key in METRICS:
         return METRICS[key]
     matching = (info for template, info in METRICS.items() if _pattern(template).fullmatch(key))
@@ -414,5 +420,5 @@ def describe(key: str) -> MetricInfo | None:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    literal_parts = re.split(r"<\w+>", template)
-    return re.compile(".+".join(re.escape(part) for part in literal_parts))
+    literals = re.split(r"<\w+>", template)
+    return re.compile(".+".join(re.escape(literal) for literal in literals))

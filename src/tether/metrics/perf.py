@@ -11,12 +11,12 @@ GIB = 2**30
 
 
 def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1) -> dict[str, float]:
-    """Speed of a step.
+    """Return the speed of a step.
 
     Args:
         num_tokens: prompt and response tokens of the step.
         seconds: duration of the step.
-        num_devices: how many devices shared the work.
+        num_devices: number of devices that shared the work.
     """
     return {
         "perf/total_num_tokens": float(num_tokens),
@@ -26,7 +26,7 @@ def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1)
 
 
 def memory_metrics() -> dict[str, float]:
-    """Largest memory that this process has held so far, in GiB: of the host, and of the GPU if there is one."""
+    """Return the peak memory of this process so far, in GiB: of the host, and of the GPU if there is one."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics = {"perf/cpu_memory_peak_gb": peak / GIB}

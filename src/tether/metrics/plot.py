@@ -1,7 +1,7 @@
-"""Draws the curves of one or several runs, out of their `metrics.jsonl`, as a page of small charts.
+"""Draws the curves of one or several runs from their `metrics.jsonl`, as a page of small charts.
 
-One run: its values thin, their running mean bold. Several runs: each in a colour of its own, named in the legend. With
-`mean`, for runs that differ in their seed alone: each run thin, and bold their mean over the steps that all reached.
+One run: thin values with a bold running mean. Several runs: each in its own colour, named in the legend. With `mean`,
+for runs that differ only in their seed: each run thin, and bold their mean over the steps that all have reached.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ STYLE: Any = {
     "legend.fontsize": 8,
 }
 OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
-"""Timings that are not a part of `timing_s/step`."""
+"""Timings outside of `timing_s/step`."""
 SHORTEST_SHARE = 0.005
-"""Share of the time of a step below which a phase is not drawn."""
+"""Phases that take less than this fraction of a step are not drawn."""
 SMOOTHED_FROM = 30
-"""Steps from which on a single run gets a running mean."""
+"""Number of steps from which on a single run gets a running mean."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the keys that share a scale; `log` asks for a logarithmic one where all values are positive."""
+    """One chart of keys that share a scale; `log` requests a logarithmic scale where all values are positive."""
 
     title: str
     unit: str
@@ -65,7 +65,7 @@ class Panel:
     labels: tuple[str, ...] = ("",)
     log: bool = False
     floor: float | None = None
-    """Values below are cut off at this line: early outliers would hide the rest."""
+    """Values below it are cut off, because early outliers would hide the other values."""
     stacked: bool = False
 
 
@@ -103,10 +103,10 @@ def plot_run(
 
     Args:
         run_dirs: folders with a `metrics.jsonl`.
-        out_png: file to write; another suffix that matplotlib knows (.svg, .pdf) works too.
-        keys: metrics to draw, a chart each; None: those that tell how a run goes.
+        out_png: file to write; other suffixes that matplotlib knows (.svg, .pdf) work too.
+        keys: metrics to draw, one chart each; None: those that summarise a run.
         mean: the runs are repetitions of one experiment; draw their mean.
-        title: of the page; None: the folders' names.
+        title: title of the page; None: the names of the folders.
 
     Returns:
         `out_png`.
@@ -116,15 +116,15 @@ def plot_run(
     """
     folders = [run_dirs] if isinstance(run_dirs, Path) else list(run_dirs)
     runs = [read_metrics(folder) for folder in folders]
-    known = {key for run in runs for record in run.values() for key in record}
-    if not known:
+    logged = {key for run in runs for record in run.values() for key in record}
+    if not logged:
         raise ValueError(f"{', '.join(map(str, folders))}: no step was logged yet; plot again later")
-    by_env_steps = "perf/env_steps" in known and all(map(_counts_env_steps, runs))
+    by_env_steps = "perf/env_steps" in logged and all(map(_counts_env_steps, runs))
     if by_env_steps:
         runs = [{int(record.get("perf/env_steps", 0)): record for record in run.values()} for run in runs]
-    panels = _default_panels(runs, known)
+    panels = _default_panels(runs, logged)
     if keys is not None:
-        panels = [_panel_of(key, panels, known) for key in keys]
+        panels = [_panel_of(key, panels, logged) for key in keys]
     with mpl.rc_context(STYLE):
         names = _names(folders)
         figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names), by_env_steps)
@@ -139,16 +139,16 @@ def plot_run(
 
 
 def _counts_env_steps(run: Run) -> bool:
-    """Whether each training step says how many steps of environments there have been."""
+    """Return whether each training step logs the number of environment steps so far."""
     return all(step == 0 or "perf/env_steps" in record for step, record in run.items())
 
 
-def _default_panels(runs: Sequence[Run], known: set[str]) -> list[Panel]:
+def _default_panels(runs: Sequence[Run], logged: set[str]) -> list[Panel]:
     validation = sorted({key for run in runs for record in run.values() for key in validation_means(record)})
     names = tuple(key.removeprefix("val-core/") for key in validation)
-    timings = _phases(runs, known)
+    timings = _phases(runs, logged)
     score, *others = PANELS
-    if "perf/env_steps" in known:
+    if "perf/env_steps" in logged:
         others = [replace(panel, unit=panel.unit.replace("per token", "per action")) for panel in others]
     panels = [
         score,
@@ -156,30 +156,30 @@ def _default_panels(runs: Sequence[Run], known: set[str]) -> list[Panel]:
         *others,
         Panel("Time of a step", "seconds", tuple(timings), tuple(k.split("/")[1] for k in timings), stacked=True),
     ]
-    return [panel for panel in panels if known & set(panel.keys)]
+    return [panel for panel in panels if logged & set(panel.keys)]
 
 
-def _phases(runs: Sequence[Run], known: set[str]) -> list[str]:
-    """Keys of the phases of a step, the longest first, without those too short to be seen."""
-    phases = {key for key in known if key.startswith("timing_s/") and key.count("/") == 1} - OUTSIDE_STEP
+def _phases(runs: Sequence[Run], logged: set[str]) -> list[str]:
+    """Return the keys of the phases of a step, the longest first, without those too short to be visible."""
+    phases = {key for key in logged if key.startswith("timing_s/") and key.count("/") == 1} - OUTSIDE_STEP
     seconds = {key: sum(record.get(key, 0.0) for run in runs for record in run.values()) for key in phases}
     visible = [key for key in phases if seconds[key] >= SHORTEST_SHARE * sum(seconds.values())]
     return sorted(visible, key=lambda key: -seconds[key])
 
 
-def _panel_of(key: str, defaults: Sequence[Panel], known: set[str]) -> Panel:
-    """The default chart if it draws this key alone, else one titled by the key."""
-    if key not in known:
-        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, known)}")
+def _panel_of(key: str, defaults: Sequence[Panel], logged: set[str]) -> Panel:
+    """Return the default chart if it draws only this key, else one titled with the key."""
+    if key not in logged:
+        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, logged)}")
     for panel in defaults:
-        if known & set(panel.keys) == {key}:
+        if logged & set(panel.keys) == {key}:
             return panel
     info = describe(key)
     return Panel(key, textwrap.shorten(info.meaning, 70, placeholder=" …") if info else "", (key,))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the folders' paths that tell them apart."""
+    """Return the shortest endings of the folders' paths that are unique."""
     paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(path[-length:]) for path in paths]
@@ -189,7 +189,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], title: str, by_env_steps: bool) -> Figure:
-    num_cells = len(panels) + sum(panel.stacked for panel in panels)  # a stack takes a second cell for its legend
+    # A stacked chart uses a second cell for its legend.
+    num_cells = len(panels) + sum(panel.stacked for panel in panels)
     columns = num_cells if num_cells < 3 else 2 if num_cells == 4 else 3
     rows = math.ceil(num_cells / columns)
     figure = Figure(figsize=(4.3 * columns, 2.75 * rows + 0.6), layout="constrained")
@@ -241,11 +242,11 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
     present = [
         (k, label) for k, label in zip(panel.keys, panel.labels, strict=True) if any(_series(r, k) for r in runs)
     ]
-    for number, (key, label) in enumerate(present):
+    for index, (key, label) in enumerate(present):
         if names:
-            _draw_named(axis, [_series(run, key) for run in runs], names, label, LINES[number % len(LINES)])
+            _draw_named(axis, [_series(run, key) for run in runs], names, label, LINES[index % len(LINES)])
         else:
-            _draw_curves(axis, [_series(run, key) for run in runs], COLORS[number % len(COLORS)], label)
+            _draw_curves(axis, [_series(run, key) for run in runs], COLORS[index % len(COLORS)], label)
     if log:
         axis.set_yscale("log")
     if panel.floor is not None:
@@ -256,12 +257,12 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
 
 
 def _draw_named(axis: Axes, series: Sequence[dict[int, float]], names: Sequence[str], label: str, line: str) -> None:
-    """Each run in its own colour; the metrics of a chart differ in their line."""
-    for number, (name, one) in enumerate(zip(names, series, strict=True)):
+    """Draw each run in its own colour; the metrics of a chart differ in their line style."""
+    for index, (name, one) in enumerate(zip(names, series, strict=True)):
         if one:
             values = _running_mean(np.array(list(one.values())))
             text = ", ".join(filter(None, (name, label)))
-            axis.plot(list(one), values, line, color=COLORS[number % len(COLORS)], linewidth=1.5, label=text)
+            axis.plot(list(one), values, line, color=COLORS[index % len(COLORS)], linewidth=1.5, label=text)
 
 
 def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, label: str) -> None:
@@ -290,18 +291,18 @@ def _series(run: Run, key: str) -> dict[int, float]:
 
 
 def _mean_curve(series: Sequence[dict[int, float]]) -> tuple[Floats, Floats]:
-    """Mean over the runs at the steps that all runs with this metric have."""
+    """Return the mean over the runs at the steps that all runs with this metric have."""
     logged = [one for one in series if one]
     shared = sorted(set.intersection(*(set(one) for one in logged))) if logged else []
     return np.array(shared), np.array([np.mean([one[step] for one in logged]) for step in shared])
 
 
 def _window(length: int) -> int:
-    """Steps in a running mean: 1 for short runs, else a twentieth of the run, an odd number."""
+    """Return the number of steps in a running mean: 1 for short runs, else a twentieth of the run, an odd number."""
     return 1 if length < SMOOTHED_FROM else 2 * (length // 40) + 3
 
 
 def _running_mean(values: Floats) -> Floats:
-    """Centred mean over `_window` values, over fewer at the ends."""
+    """Return the centred mean over `_window` values, over fewer at the ends."""
     kernel = np.ones(_window(len(values)))
     return np.convolve(values, kernel, mode="same") / np.convolve(np.ones(len(values)), kernel, mode="same")

@@ -11,14 +11,13 @@ PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_ac
 
 
 class Timer:
-    """Adds up the seconds spent in named phases, which may nest: ``with timer("gen"): ...``.
+    """Sums the seconds spent in named phases, which may be nested: ``with timer("gen"): ...``.
 
-    A phase entered several times counts the sum. Kernels that a GPU still has to finish are counted where the host
-    waits for them.
+    A phase that is entered several times counts the sum. Pending GPU kernels are counted where the host waits for them.
 
     Args:
-        on_phase: called with the name of the phase that begins, and with the enclosing one when it ends.
-        around: a context for each phase, by its name: what a profiler records it with.
+        on_phase: called with the name of a phase at its start, and with the enclosing one at its end.
+        around: returns a context for a phase name, in which the phase runs, for profilers.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Timer:
                 self._announce(self._open[-1])
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count seconds that were counted as one phase as another."""
+        """Count seconds of one phase as seconds of another one."""
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
@@ -59,17 +58,17 @@ class Timer:
             self._on_phase(phase)
 
     def metrics(self) -> dict[str, float]:
-        """Give the seconds of each phase as ``timing_s/<phase>``."""
+        """Return the seconds of each phase as ``timing_s/<phase>``."""
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
 
 
 def timing_per_token_ms(seconds: Mapping[str, float], *, num_response_tokens: int, num_tokens: int) -> dict[str, float]:
-    """Milliseconds a token of the phases that scale with tokens.
+    """Return milliseconds per token of the phases that scale with tokens.
 
     Args:
         seconds: duration of each phase, as `Timer.seconds`.
-        num_response_tokens: what generation is divided by.
-        num_tokens: prompt and response tokens, what the other phases are divided by.
+        num_response_tokens: divisor of generation.
+        num_tokens: prompt and response tokens, the divisor of the other phases.
     """
     divisors = dict.fromkeys(PER_RESPONSE_TOKEN, num_response_tokens) | dict.fromkeys(PER_TOKEN, num_tokens)
     return {

@@ -1,8 +1,8 @@
-"""Validation metrics over several samples a prompt: mean, best, worst and majority of n.
+"""Validation metrics over several samples per prompt: mean, best, worst and majority of n.
 
-Each metric is taken per prompt, then averaged over the prompts of a data source. ``best@n``, ``worst@n`` and ``maj@n``
-(n = 2, 4, 8, ... up to the N samples of a prompt) are bootstrap estimates: 1000 draws of n samples with replacement,
-seed 42. A response without a score is left out and counted; nothing is scored 0 for want of a score.
+Each metric is computed per prompt, then averaged over the prompts of a data source. ``best@n``, ``worst@n`` and
+``maj@n`` (n = 2, 4, 8, ... up to the N samples of a prompt) are bootstrap estimates: 1000 draws of n samples with
+replacement, seed 42. Responses without a score are excluded and counted; a missing score never becomes 0.
 
 Worked example: a prompt with rewards [1, 0] gives mean@2 = 0.5, std@2 = 0.5 (population) and best@2/mean near 0.75,
 because one draw in four takes the 0 twice.
@@ -31,24 +31,24 @@ class ValidationRow:
 
     data_source: str
     uid: Hashable
-    """The prompt: its responses share it."""
+    """The prompt, which its responses share."""
     values: Mapping[str, object]
-    """``reward``, and what else it returned, for example ``acc``. None, NaN and what is no number are left out."""
+    """``reward`` and other values that it returned, such as ``acc``. None, NaN and non-numeric values are excluded."""
     pred: Hashable | None = None
-    """The answer read out of the response; needed for ``maj@n``."""
+    """The answer parsed from the response; needed for ``maj@n``."""
     question: Hashable | None = None
-    """The same for rows that ask the same; None: each prompt is a question of its own."""
+    """Equal for rows with the same question; None: each prompt is its own question."""
     truth: Hashable | None = None
-    """The right answer, where there is one."""
+    """The reference answer, if there is one."""
 
 
 def validation_metrics(rows: Iterable[ValidationRow]) -> dict[str, float]:
     """Compute ``val-core/<source>/<variable>/<metric>`` and the matching ``val-aux/...``.
 
-    Core is what a run is judged by: mean, best and maj over all N samples of a prompt, of ``acc`` where every scored
-    row of the source has it, else of ``reward``. A mean over the rows that happen to have ``acc`` would leave out those
-    whose format was wrong. All else is aux; ``val-aux/<source>/<variable>/missing_fraction`` is the share of scored
-    rows without a variable.
+    The core metrics judge a run: mean, best and maj over all N samples of a prompt, of ``acc`` if every scored row of
+    the source has it, else of ``reward``. A mean over the rows with ``acc`` alone would exclude those with a wrong
+    format. All other metrics are aux; ``val-aux/<source>/<variable>/missing_fraction`` is the share of scored rows
+    without a variable.
     """
     by_source: dict[str, dict[Hashable, list[ValidationRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -67,8 +67,8 @@ def _source_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]]) -> 
                 collected[variable, metric].append(value)
     missing = _missing_fractions([row for rows in prompts for row in rows])
     core_variable = "acc" if missing.get("acc") == 0 else "reward"
-    most = max(len(rows) for rows in prompts)
-    core_metrics = {f"{kind}@{most}{moment}" for kind in ("mean", "best", "maj") for moment in ("", "/mean", "/std")}
+    total = max(len(rows) for rows in prompts)
+    core_metrics = {f"{kind}@{total}{moment}" for kind in ("mean", "best", "maj") for moment in ("", "/mean", "/std")}
     metrics = {}
     for (variable, metric), values in collected.items():
         core = variable == core_variable and metric in core_metrics
@@ -80,7 +80,7 @@ def _source_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]]) -> 
 
 
 def _missing_fractions(rows: Sequence[ValidationRow]) -> dict[str, float]:
-    """Return the share of the scored rows that lack each variable which any of them has."""
+    """Return the fraction of scored rows without a variable, for each variable that any of them has."""
     numbers = [{name for name, value in row.values.items() if _number(value) is not None} for row in rows]
     scored = [names for names in numbers if "reward" in names]
     return {
@@ -90,7 +90,7 @@ def _missing_fractions(rows: Sequence[ValidationRow]) -> dict[str, float]:
 
 
 def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], variable: str) -> dict[str, float]:
-    """The score over distinct questions, and what always giving the most frequent answer would score."""
+    """Return the score over distinct questions, and the score of always giving the most frequent answer."""
     if any(rows[0].question is None for rows in prompts):
         return {}
     by_question: dict[Hashable, list[ValidationRow]] = defaultdict(list)
@@ -103,17 +103,17 @@ def _question_metrics(source: str, prompts: Sequence[Sequence[ValidationRow]], v
         metrics[f"val-aux/{source}/distinct_mean"] = math.fsum(means) / len(means)
     truths = [rows[0].truth for rows in by_question.values()]
     is_accuracy = {value for row in values for value in row} <= {0.0, 1.0, None}
-    if None not in truths and is_accuracy:  # a share of questions is no sum of rewards
+    if None not in truths and is_accuracy:  # with other rewards, a fraction of questions is not comparable to the score
         most_frequent = max(Counter(truths).values())
         metrics[f"val-aux/{source}/majority_answer"] = most_frequent / len(truths)
     return metrics
 
 
 def prompt_metrics(rows: Sequence[ValidationRow], variable: str) -> dict[str, float]:
-    """Compute the metrics of one variable over the N responses to one prompt, ``mean@N`` and so on.
+    """Return the metrics of one variable over the N responses to one prompt, ``mean@N`` and so on.
 
-    N counts all responses, so that a name means the same for every prompt; the statistics are over those that have
-    a number. Empty if none has.
+    N counts all responses, so that a name means the same for every prompt; the statistics cover those with a number.
+    Empty if no response has one.
     """
     scored = [(number, row.pred) for row in rows if (number := _number(row.values.get(variable))) is not None]
     if not scored:
@@ -135,25 +135,25 @@ def prompt_metrics(rows: Sequence[ValidationRow], variable: str) -> dict[str, fl
 
 
 def bootstrap(values: Floats, n: int, reduce: Callable[[Floats], Floats]) -> Floats:
-    """Draw n of the values with replacement, 1000 times, and reduce each draw to a number.
+    """Draw n of the values with replacement, 1000 times, and return each draw reduced to a number.
 
     Args:
-        values: [K] what to draw from.
+        values: [K] values to draw from.
         n: size of a draw.
         reduce: [draws, n] -> [draws].
 
     Raises:
-        ValueError: there is nothing to draw from.
+        ValueError: `values` is empty.
     """
     if not len(values):
         raise ValueError("bootstrap: no values to draw from; pass at least one")
-    # The legacy generator: verl's draws, hence verl's numbers.
+    # The legacy generator, because verl uses it and the numbers should agree.
     draws = np.random.RandomState(SEED).choice(values, size=(NUM_DRAWS, n), replace=True)
     return reduce(draws)
 
 
 def majority_value(values: Sequence[float], votes: Sequence[Hashable]) -> float:
-    """Value of the most frequent vote (that of its first voter); a tie goes to the vote that came first."""
+    """Return the value of the most frequent vote (that of its first voter); ties go to the earliest vote."""
     counts: dict[Hashable, int] = defaultdict(int)
     for vote in votes:
         counts[vote] += 1
@@ -171,7 +171,7 @@ def _moments(name: str, results: Floats) -> dict[str, float]:
 
 
 def _subset_sizes(total: int) -> list[int]:
-    """2, 4, 8, ... below `total`, and `total` itself."""
+    """Return 2, 4, 8, ... below `total`, and `total` itself."""
     return [2**k for k in range(1, total.bit_length()) if 2**k < total] + [total]
 
 

@@ -17,11 +17,13 @@ from typing import Any, Literal
 
 from torch.profiler import record_function
 
+from tether.checkpoints import write_own
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import TRAINING, Persistence, restore
+from tether.trainer.checkpoint import TRAINING, Persistence, check_saving, restore
 from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
@@ -132,7 +134,7 @@ class Trainer:
             elif self.old_log_probs == "recomputed":
                 with time("old_log_prob"):
                     policy = self.actor.infer(batch)
-                batch.take(policy)
+                batch.update_from(policy)
                 metrics |= self._compare_with_sampler(batch)
             if self.rollout_correction:
                 metrics |= self.rollout_correction.apply(batch)
@@ -141,7 +143,7 @@ class Trainer:
                     batch.ref_log_probs = self.reference(batch).log_probs
             if self.critic:
                 with time("values"):
-                    batch.take(self.critic.infer(batch))
+                    batch.update_from(self.critic.infer(batch))
             with time("adv"):
                 batch.token_level_rewards = batch.token_level_scores
                 for transform in self.reward_transforms:
@@ -160,7 +162,7 @@ class Trainer:
                     updated = self.actor.update(learned, number - 1, critic_only=not trains_policy)
                 metrics |= _prefixed("actor", updated.metrics)
                 if self.old_log_probs == "update" and updated.outputs is not None:
-                    batch.take(updated.outputs)
+                    batch.update_from(updated.outputs)
                     metrics |= self._compare_with_sampler(batch)
                 with time("update_weights"):
                     self.rollouts.load_weights(self.actor.engine.export())
@@ -173,6 +175,8 @@ class Trainer:
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or until `interrupted` or an alarm says so after one; then a checkpoint is saved."""
         starts = self.step_number == 0
+        if self.step_number < self.schedule.total_steps:
+            self._check_saving()
         if starts:
             self.rollouts.begin(self.step_number)
         if self.unlogged:
@@ -220,6 +224,17 @@ class Trainer:
             if complaint := self.critic_warmup.never_over():
                 self.loggers.warn(complaint)
         self.collect_saved(wait=True)
+
+    def _check_saving(self) -> None:
+        """What cannot be saved is refused before the first step; a run that is not to be saved is only warned."""
+        try:
+            check_saving(
+                self.persistence.store.root, {role: learner.engine for role, learner in self._learners().items()}
+            )
+        except ValueError as error:
+            if self.schedule.save_freq:
+                raise
+            self.loggers.warn(str(error))
 
     def _judge(self, tested: dict[str, float]) -> None:
         """Compare a test with those before, and keep the checkpoint of the best."""
@@ -327,7 +342,7 @@ class Trainer:
                 for complete in rest:
                     complete()
                 for name, content in frozen.files.items():
-                    (folder / name).write_bytes(content)
+                    write_own(folder / name, content)
 
             return write
 
@@ -338,7 +353,8 @@ class Trainer:
         """Take over all state of a checkpoint; the weights came with the models."""
         engines = {role: learner.engine.load_state for role, learner in self._learners().items()}
         self.rollouts.restore(checkpoint)
-        self.load_state(restore(checkpoint, engines))
+        with reading(checkpoint / TRAINING / "trainer.pt", ANOTHER_CHECKPOINT):
+            self.load_state(restore(checkpoint, engines))
 
     def _learners(self) -> dict[str, AnyLearner]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
@@ -387,8 +403,8 @@ class Trainer:
 
     def load_state(self, state: StateDict) -> None:
         """Take over what `state` gave."""
-        self.step_number = self.saved_step = state["step"]
-        self.unlogged = state["unlogged"]
+        self.step_number = self.saved_step = int(state["step"])
+        self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])

@@ -156,6 +156,10 @@ class Engine(Protocol[Batch, Outputs]):
         directory."""
         ...
 
+    def check_saving(self, folder: Path) -> None:
+        """Write what `save` writes, of a large model a share of the weights: before a step, to see that it can be."""
+        ...
+
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """Begin to save the model and all state beside the weights.
 

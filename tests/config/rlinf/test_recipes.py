@@ -8,7 +8,7 @@ from tether.config.importers.rlinf.importer import import_file
 from tether.config.loading.overrides import parse_overrides
 
 ON_PENDULUM = ["env.train.env_type=gymnasium", "env.eval.env_type=gymnasium", "env.train.id=Pendulum-v1"]
-"""The command of docs/coming-from-rlinf.md."""
+"""The command of docs/guides/coming-from-rlinf.md."""
 WITHOUT = ["env.eval.data_collection.enabled=False", "reward.use_reward_model=False"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from tether.config.schema.section import (
     EMBODIED,
@@ -15,9 +15,11 @@ from tether.config.schema.section import (
     Fraction,
     Inherits,
     NonNegative,
+    NullIsUnset,
     OwnFunction,
     PositiveFloat,
     Refuses,
+    Says,
     Section,
     Strings,
     as_strings,
@@ -78,7 +80,15 @@ class RolloutCorrectionConfig(Section):
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights, of each token or of each response."""
-    rollout_is_threshold: Annotated[PositiveFloat, WEIGHED] = 2.0
+    rollout_is_threshold: Annotated[
+        float,
+        Field(gt=0),
+        NullIsUnset(),
+        Says(
+            "a number above 0; to drop what lies outside 'lower_upper', set rollout_rs=token_k1, rollout_rs_threshold"
+        ),
+        WEIGHED,
+    ] = 2.0
     """Highest weight."""
     rollout_is_batch_normalize: Annotated[bool, WEIGHED] = False
     """Divide the weights by their mean."""
@@ -101,7 +111,7 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
-    metric: str = "score"
+    metric: Annotated[str, NullIsUnset()] = "score"
     """The number that must differ: score (also called seq_reward), or a key that the reward returns, such as acc."""
     max_num_gen_batches: Count = 10
     """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""

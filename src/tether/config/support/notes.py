@@ -20,7 +20,7 @@ CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decouple
 
 def notes(given: Given, values: Mapping[str, object]) -> list[str]:
     """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
-    looks = (_engine, _no_peers, _validation, _bypass, _stale, _both_kls, _no_lower_clip)
+    looks = (_engine, _first_machine, _no_peers, _validation, _bypass, _stale, _both_kls, _no_lower_clip)
     own = [_clip_ratio(given, values), _parity(given, values), *(look(values) for look in looks)]
     found = (*own, *_idle(given, values))
     return [note for note in found if note is not None]
@@ -31,6 +31,16 @@ def _engine(values: Mapping[str, object]) -> str | None:
     if name != "hf":
         return None
     return f"actor_rollout_ref.rollout.name={name}: the native engine samples instead, also of a model of transformers"
+
+
+def _first_machine(values: Mapping[str, Any]) -> str | None:
+    name, machines = values["actor_rollout_ref.rollout.name"], values["trainer.nnodes"]
+    if name not in SERVERS or machines == 1 or values["actor_rollout_ref.rollout.server_urls"]:
+        return None
+    return (
+        f"trainer.nnodes={machines} with actor_rollout_ref.rollout.name={name}: only the first machine samples, where "
+        "the servers start; actor_rollout_ref.rollout.server_urls names servers on any machine"
+    )
 
 
 def _clip_ratio(given: Given, values: Mapping[str, object]) -> str | None:

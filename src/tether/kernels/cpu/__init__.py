@@ -1,6 +1,6 @@
 """bfloat16 kernels for x86 processors with AVX-512 or AMX, compiled with numba.
 
-`maker` is the only module that others import, and only where the processor has these instructions.
+`backend` is the only module that others import, and only where the processor has these instructions.
 """
 
-__all__ = ["maker"]
+__all__ = ["backend"]

@@ -1,8 +1,8 @@
-"""AMX for compiled kernels: Intel's eight registers that hold a tile of a matrix each, and what they can do.
+"""AMX for compiled kernels: Intel's eight tile registers, each holding a small matrix, and their instructions.
 
-A tile is up to 16 rows of 64 bytes. A tile product adds to 16 x 16 float32 sums what 16 rows of 32 bfloat16 numbers
-give with 16 columns of 32 numbers. The tile of those columns holds numbers in pairs: its row p has the numbers 2p and
-2p + 1 of each column side by side. ("Intel Intrinsics Guide", AMX-TILE and AMX-BF16.)
+A tile has up to 16 rows of 64 bytes. A tile product multiplies 16 rows of 32 bfloat16 numbers with 16 columns of 32
+numbers and adds the result to 16 x 16 float32 sums. The column tile stores numbers in pairs: its row p has the numbers
+2p and 2p + 1 of each column next to each other. ("Intel Intrinsics Guide", AMX-TILE and AMX-BF16.)
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 from tether.kernels.cpu.avx512_instructions import Type, Typed, Value, declared, instruction
 
 TILE = 16
-"""Rows of a tile, and columns of sums."""
+"""Rows of a tile, and columns of its sums."""
 DEPTH = 32
-"""Numbers of a row that a tile product goes through."""
+"""Length of the dot products in one tile product."""
 LINE = 64
-"""Bytes of a tile's row."""
+"""Bytes in a row of a tile."""
 
-_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # of Linux's arch_prctl, whose number is 158
+_REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18  # arguments of Linux's arch_prctl, which is system call 158
 
 
 @cache
 def has_amx() -> bool:
-    """Whether this processor has these instructions, and Linux lets this process use them."""
+    """Return whether the processor has AMX with bfloat16 and Linux lets this process use it."""
     features = binding.get_host_cpu_features()
     if not (features.get("amx-tile") and features.get("amx-bf16")):
         return False
@@ -41,31 +41,32 @@ def has_amx() -> bool:
 
 
 def shapes_of(tiles: Mapping[int, tuple[int, int]]) -> NDArray[np.uint8]:
-    """The argument of `configure_tiles`: for each tile in use its rows and the bytes of a row."""
+    """Return the argument of `configure_tiles`: the rows of each tile in use and the bytes of a row."""
     shapes = np.zeros(64, np.uint8)
-    shapes[0] = 1  # the only palette that there is
+    shapes[0] = 1  # the only palette
     for tile, (rows, width) in tiles.items():
         shapes[16 + 2 * tile], shapes[48 + tile] = width, rows
     return shapes
 
 
 def _instruction(name: str, kinds: str, *arguments: Type) -> Typed:
-    """LLVM's function of that name; of its arguments ``t`` is a tile, ``p`` an address and ``n`` a number."""
+    """Return the type and code of a call of an LLVM intrinsic; in `kinds`, ``t`` is a tile, ``p`` an address, ``n`` a
+    number."""
     for kind, argument in zip(kinds, arguments, strict=True):
         if kind == "t" and not isinstance(argument, types.IntegerLiteral):
             raise RequireLiteralValue("which tile has to be known when a kernel is compiled")
     byte = ir.IntType(8)
-    of_kind: dict[str, ir.Type] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
-    made: dict[str, Callable[..., Value]] = {
+    llvm_types: dict[str, ir.Type] = {"t": byte, "p": byte.as_pointer(), "n": ir.IntType(64)}
+    operands: dict[str, Callable[..., Value]] = {
         "t": lambda builder, argument, value: byte(argument.literal_value),
         "p": lambda builder, argument, value: builder.inttoptr(value, byte.as_pointer()),
         "n": lambda builder, argument, value: value,
     }
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
-        function = declared(builder, f"llvm.x86.{name}", ir.VoidType(), [of_kind[kind] for kind in kinds])
-        of = zip(kinds, arguments, values, strict=True)
-        builder.call(function, [made[kind](builder, argument, value) for kind, argument, value in of])
+        function = declared(builder, f"llvm.x86.{name}", ir.VoidType(), [llvm_types[kind] for kind in kinds])
+        typed_values = zip(kinds, arguments, values, strict=True)
+        builder.call(function, [operands[kind](builder, argument, value) for kind, argument, value in typed_values])
         return context.get_dummy_value()
 
     return types.void(*arguments), code
@@ -73,13 +74,13 @@ def _instruction(name: str, kinds: str, *arguments: Type) -> Typed:
 
 @instruction
 def configure_tiles(typing: BaseContext, shapes: Type) -> Typed:
-    """Give the tiles the shapes at an address; what they held is lost."""
+    """Set the shapes of all tiles from the table at an address; their content is lost."""
     return _instruction("ldtilecfg", "p", shapes)
 
 
 @instruction
 def release_tiles(typing: BaseContext) -> Typed:
-    """Say that this thread needs no tiles for now."""
+    """Tell the processor that this thread uses no tiles for now."""
     return _instruction("tilerelease", "")
 
 
@@ -91,17 +92,17 @@ def clear_tile(typing: BaseContext, tile: Type) -> Typed:
 
 @instruction
 def load_tile(typing: BaseContext, tile: Type, address: Type, stride: Type) -> Typed:
-    """Fill a tile with rows that lie `stride` bytes from each other."""
+    """Fill a tile with rows that are `stride` bytes apart."""
     return _instruction("tileloadd64", "tpn", tile, address, stride)
 
 
 @instruction
 def store_tile(typing: BaseContext, tile: Type, address: Type, stride: Type) -> Typed:
-    """Write a tile's rows, `stride` bytes from each other."""
+    """Write the rows of a tile, `stride` bytes apart."""
     return _instruction("tilestored64", "tpn", tile, address, stride)
 
 
 @instruction
-def add_tile_product(typing: BaseContext, sums: Type, left: Type, right: Type) -> Typed:
-    """Add the product of two tiles to a third."""
-    return _instruction("tdpbf16ps", "ttt", sums, left, right)
+def add_tile_product(typing: BaseContext, sums: Type, row_tile: Type, column_tile: Type) -> Typed:
+    """Add the product of two tiles to a third one."""
+    return _instruction("tdpbf16ps", "ttt", sums, row_tile, column_tile)

@@ -1,4 +1,4 @@
-"""Blocks of 32 tokens of packed segments: what a thread of packed attention takes at a time, as a table of numbers."""
+"""Blocks of 32 tokens of packed segments, the unit of work of packed attention, as a table of integers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ FIELDS = 9
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of 32 tokens lie; made by `blocks_of`."""
+    """The blocks of 32 tokens of a packed batch; built by `blocks_of`."""
 
     table: Tensor
-    """[B, 9] int64: first token, number of tokens, position of the first in its segment; first block of the segment and
-    the one after its last; first block of its prefix and the prefix's tokens (0: none); where among `continuations`
-    those of its segment begin, and how many they are."""
+    """[B, 9] int64, the columns being: first token, number of tokens, position of the first token in its segment; first
+    block of the segment and the end of its blocks; first block of its prefix and the prefix's tokens (0: none);
+    start and number of the segment's entries in `continuations`."""
     continuations: Tensor
-    """Blocks of the segments whose prefix a segment is: these and the later blocks of the segment see its keys."""
+    """Blocks of the segments that continue a segment: these, and the segment's own later blocks, see its keys."""
     longest: int
-    """Keys that a query can see, rounded up to whole blocks."""
+    """The largest number of keys that a query can see, rounded up to full blocks."""
 
 
 @lru_cache(maxsize=8)  # every layer asks for the same, forward and backward
 def blocks_of(lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None) -> Blocks:
-    """The blocks of the segments that `tether.models.layers.Packed` describes."""
+    """Return the blocks of the segments that `tether.models.layers.Packed` describes."""
     counts = [-(-length // COLUMNS) for length in lengths]
     start = [sum(counts[:segment]) for segment in range(len(counts))]
     prefixes = prefixes or (None,) * len(lengths)
@@ -54,10 +54,10 @@ def blocks_of(lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None)
     for segment, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
         before = (0, 0) if prefix is None else (start[prefix], lengths[prefix])
         longest = max(longest, counts[segment] + -(-before[1] // COLUMNS))
-        own = (start[segment], start[segment] + counts[segment])
+        of_segment = (start[segment], start[segment] + counts[segment])
         after = (len(continuations), len(continuing[segment]))
         for position in range(0, length, COLUMNS):
-            table.append((token + position, min(COLUMNS, length - position), position, *own, *before, *after))
+            table.append((token + position, min(COLUMNS, length - position), position, *of_segment, *before, *after))
         continuations.extend(continuing[segment])
         token += length
     return Blocks(torch.tensor(table), torch.tensor(continuations, dtype=torch.int64), longest * COLUMNS)

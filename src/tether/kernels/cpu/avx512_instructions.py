@@ -1,8 +1,8 @@
-"""AVX-512 for compiled kernels: products of bfloat16 numbers with float32 sums, and what goes with them.
+"""AVX-512 for compiled kernels: products of bfloat16 numbers with float32 sums, and the instructions around them.
 
-`add_products` takes rows, and columns in pairs: the numbers 2p and 2p + 1 of 32 columns stand side by side and fill two
-registers, and what a row's numbers 2p and 2p + 1 give with them is added to its 32 sums. ("Intel Intrinsics Guide",
-AVX512_BF16; AMD's processors have it since Zen 4.)
+`add_products` multiplies rows with columns stored in pairs: the numbers 2p and 2p + 1 of 32 columns are next to each
+other and fill two registers. The products of a row's numbers 2p and 2p + 1 with them are added to the 32 sums of the
+row. ("Intel Intrinsics Guide", AVX512_BF16; AMD's processors have it since Zen 4.)
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from numba.core.typing.templates import Signature
 from numba.extending import intrinsic
 
 COLUMNS = 32
-"""Columns whose sums are held at once, in two registers a row."""
-_AT_ONCE = 12  # rows whose sums are: with a pair of columns and one of a row this takes 27 of 32 registers
-_PAIRS_AT_ONCE = 4  # between which nothing is counted
-_PAIR = 4 * COLUMNS  # bytes that one pair of all columns takes
-_AHEAD = 32  # bytes that are fetched while a pair is multiplied
+"""Columns whose sums are in registers at once, two registers for each row."""
+# Rows whose sums are in registers: with a pair of columns and a pair of the row this uses 27 of 32 registers.
+_AT_ONCE = 12
+_PAIRS_AT_ONCE = 4  # loop unrolling
+_PAIR = 4 * COLUMNS  # bytes of one pair of all columns
+_AHEAD = 32  # bytes that are prefetched while a pair is multiplied
 
 
-class _BFloat(ir.types.Type):  # llvmlite has none
+class _BFloat(ir.types.Type):  # llvmlite has no bfloat16
     def _to_string(self) -> str:
         return "bfloat"
 
@@ -45,19 +46,20 @@ _PAIRS = ir.VectorType(_PAIR_OF_ROW, 16)
 Type: TypeAlias = types.Type
 Value: TypeAlias = ir.Value
 Typed: TypeAlias = tuple[Signature, Callable[..., Value]]
-"""Of an instruction the types that it takes, and what makes its code."""
-instruction: Any = intrinsic  # of what is decorated it makes a function for compiled code, with other arguments
+"""The signature of an instruction, and the function that generates its code."""
+# A decorated function becomes an intrinsic of compiled code, whose arguments differ from those of its definition.
+instruction: Any = intrinsic
 
 
 @cache
 def has_avx512_bf16() -> bool:
-    """Whether this processor multiplies pairs of bfloat16 numbers."""
+    """Return whether the processor multiplies pairs of bfloat16 numbers."""
     features = binding.get_host_cpu_features()
     return all(features.get(name) for name in ("avx512f", "avx512bw", "avx512bf16"))
 
 
 def declared(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: list[ir.Type]) -> Value:
-    """LLVM's function of that name."""
+    """Return LLVM's function of that name, declared in the module that is being built."""
     module: ir.Module = builder.module
     return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, arguments), name)
 
@@ -75,7 +77,7 @@ def _add_products(
     is_new: Type,
     ahead: Type,
 ) -> Typed:
-    """`add_products` of up to 12 rows; from `ahead` on is fetched."""
+    """Add products of up to 12 rows as `add_products` does, prefetching from the address `ahead` on."""
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         rows = values[2]
@@ -105,19 +107,19 @@ def _add_products_of(
     is_new: Value,
     ahead: Value,
 ) -> None:
-    """Code for so many rows, whose sums stay in registers from one pair to the next, two of a row after another's."""
+    """Generate the code for a fixed number of rows, whose sums stay in registers over all pairs."""
     starts = [b.add(x, b.mul(stride, _WORD(row))) for row in range(rows)]
-    of_rows = [b.add(out, b.mul(to, _WORD(row))) for row in range(rows)]
-    places = [_pointer(b, b.add(of_row, _WORD(64 * half)), _SUMS) for of_row in of_rows for half in range(2)]
+    row_sums = [b.add(out, b.mul(to, _WORD(row))) for row in range(rows)]
+    addresses = [_pointer(b, b.add(start, _WORD(64 * half)), _SUMS) for start in row_sums for half in range(2)]
     nothing, is_first = ir.Constant(_SUMS, [0.0] * 16), b.icmp_signed("!=", is_new, _WORD(0))
-    before = [b.select(is_first, nothing, b.load(place, align=4)) for place in places]
+    before = [b.select(is_first, nothing, b.load(address, align=4)) for address in addresses]
     entry, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
     b.branch(loop)
 
     b.position_at_end(loop)
-    pair, sums = b.phi(_WORD), [b.phi(_SUMS) for _ in places]
+    pair, sums = b.phi(_WORD), [b.phi(_SUMS) for _ in addresses]
     now: list[Value] = list(sums)
-    each = _PAIR if rows < _AT_ONCE // 2 else _AHEAD  # few rows go through the columns only once
+    each = _PAIR if rows < _AT_ONCE // 2 else _AHEAD  # with few rows, all columns are read only once
     for line in range(0, each * _PAIRS_AT_ONCE, 64):
         _prefetch(b, b.add(ahead, b.add(b.mul(pair, _WORD(each)), _WORD(line))))
     for more in range(_PAIRS_AT_ONCE):
@@ -137,12 +139,12 @@ def _add_products_of(
     b.cbranch(b.icmp_signed("<", following, pairs), loop, after)
 
     b.position_at_end(after)
-    for number, place in zip(now, places, strict=True):
-        b.store(number, place, align=4)
+    for number, address in zip(now, addresses, strict=True):
+        b.store(number, address, align=4)
 
 
 def _dot(b: ir.IRBuilder, sums: Value, row: Value, columns: Value) -> Value:
-    """Add to 16 sums the products of 16 pairs of bfloat16 numbers with 16 others."""
+    """Add to 16 sums the products of 16 pairs of bfloat16 numbers with 16 other pairs."""
     function = declared(b, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _NUMBERS, _NUMBERS])
     return b.call(function, [sums, b.bitcast(row, _NUMBERS), b.bitcast(columns, _NUMBERS)])
 
@@ -155,40 +157,41 @@ def _pointer(b: ir.IRBuilder, address: Value, kind: ir.Type) -> Value:
 def add_products(
     x: int, stride: int, rows: int, weight: int, pairs: int, out: int, out_stride: int, is_new: int
 ) -> None:
-    """Add to sums [R, 32] float32 at `out` what R rows at `x` give with 32 columns at `weight` [pairs, 32, 2].
+    """Add to sums [R, 32] float32 at `out` the products of R rows at `x` with 32 columns at `weight` [pairs, 32, 2].
 
-    Strides are bytes; the number of pairs is a multiple of 4. `is_new`: begin at 0, whatever is at `out`. Meanwhile
-    what follows the columns in memory is fetched, which are the next ones where there are more.
+    Strides are in bytes; the number of pairs is a multiple of 4. `is_new` starts the sums at 0 and ignores what is at
+    `out`. The memory behind the columns is prefetched meanwhile, because the next columns usually follow there.
     """
-    parts = (rows + _AT_ONCE - 1) // _AT_ONCE
-    for part in range(parts):
-        first, last = rows * part // parts, rows * (part + 1) // parts
-        of, to, ahead = x + first * stride, out + first * out_stride, weight + _PAIR * pairs + part * _AHEAD * pairs
-        _add_products(of, stride, last - first, weight, pairs, to, out_stride, is_new, ahead)
+    num_groups = (rows + _AT_ONCE - 1) // _AT_ONCE
+    for group in range(num_groups):
+        first, last = rows * group // num_groups, rows * (group + 1) // num_groups
+        source, target = x + first * stride, out + first * out_stride
+        ahead = weight + _PAIR * pairs + group * _AHEAD * pairs
+        _add_products(source, stride, last - first, weight, pairs, target, out_stride, is_new, ahead)
 
 
 @instruction
 def transpose_pairs(typing: BaseContext, x: Type, stride: Type, rows: Type, nothing: Type, out: Type) -> Typed:
-    """16 pairs of numbers of each of up to 16 rows -> the rows as 16 of 32 columns at `out`.
+    """Transpose 16 pairs of numbers of up to 16 rows into 16 of the 32 columns at `out`.
 
-    `stride` is in bytes; a row that there is none of has the numbers at `nothing`.
+    `stride` is in bytes; rows from `rows` on have the numbers at `nothing`.
     """
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         x, stride, rows, nothing, out = values
         numbers = []
         for row in range(16):
-            there = builder.icmp_signed("<", _WORD(row), rows)
-            address = builder.select(there, builder.add(x, builder.mul(stride, _WORD(row))), nothing)
+            exists = builder.icmp_signed("<", _WORD(row), rows)
+            address = builder.select(exists, builder.add(x, builder.mul(stride, _WORD(row))), nothing)
             numbers.append(builder.load(_pointer(builder, address, _PAIRS), align=2))
-        for step in (1, 2, 4, 8):  # each swaps the upper right and the lower left of squares of this size
-            left = [place if not place & step else 16 + place - step for place in range(16)]
-            right = [place + step if not place & step else 16 + place for place in range(16)]
+        for step in (1, 2, 4, 8):  # each step swaps the upper right and the lower left of squares of this size
+            lower = [lane if not lane & step else 16 + lane - step for lane in range(16)]
+            upper = [lane + step if not lane & step else 16 + lane for lane in range(16)]
             for row in range(16):
                 if not row & step:
                     two = numbers[row], numbers[row + step]
-                    numbers[row] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, left))
-                    numbers[row + step] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, right))
+                    numbers[row] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, lower))
+                    numbers[row + step] = builder.shuffle_vector(*two, ir.Constant(_PAIRS, upper))
         for pair, columns in enumerate(numbers):
             builder.store(columns, _pointer(builder, builder.add(out, _WORD(_PAIR * pair)), _PAIRS), align=4)
         return context.get_dummy_value()
@@ -197,15 +200,15 @@ def transpose_pairs(typing: BaseContext, x: Type, stride: Type, rows: Type, noth
 
 
 def _prefetch(b: ir.IRBuilder, address: Value) -> None:
-    number, place = ir.IntType(32), _BYTES.as_pointer()
-    function = declared(b, "llvm.prefetch.p0", ir.VoidType(), [place, number, number, number])
+    number, address_type = ir.IntType(32), _BYTES.as_pointer()
+    function = declared(b, "llvm.prefetch.p0", ir.VoidType(), [address_type, number, number, number])
     to_read, second_level, data = number(0), number(2), number(1)
-    b.call(function, [b.inttoptr(address, place), to_read, second_level, data])
+    b.call(function, [b.inttoptr(address, address_type), to_read, second_level, data])
 
 
 @instruction
 def prefetch(typing: BaseContext, address: Type) -> Typed:
-    """Ask for the line at an address, into the second level of the cache."""
+    """Prefetch the cache line at an address into the second level of the cache."""
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         _prefetch(builder, values[0])
@@ -216,14 +219,14 @@ def prefetch(typing: BaseContext, address: Type) -> Typed:
 
 @instruction
 def interleave(typing: BaseContext, even: Type, odd: Type, out: Type) -> Typed:
-    """32 bfloat16 numbers at one address and 32 at another, in turns, to a third: a pair of 32 columns."""
+    """Interleave 32 bfloat16 numbers at one address with 32 at another: a pair of 32 columns at `out`."""
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
-        half, whole = ir.VectorType(ir.IntType(16), COLUMNS), ir.VectorType(ir.IntType(16), 2 * COLUMNS)
-        left, right = (builder.load(builder.inttoptr(at, half.as_pointer()), align=2) for at in values[:2])
-        order = [place for n in range(COLUMNS) for place in (n, COLUMNS + n)]
-        pairs = builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COLUMNS), order))
-        builder.store(pairs, builder.inttoptr(values[2], whole.as_pointer()), align=2)
+        half, full = ir.VectorType(ir.IntType(16), COLUMNS), ir.VectorType(ir.IntType(16), 2 * COLUMNS)
+        evens, odds = (builder.load(builder.inttoptr(at, half.as_pointer()), align=2) for at in values[:2])
+        order = [lane for n in range(COLUMNS) for lane in (n, COLUMNS + n)]
+        pairs = builder.shuffle_vector(evens, odds, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COLUMNS), order))
+        builder.store(pairs, builder.inttoptr(values[2], full.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(even, odd, out), code
@@ -231,9 +234,7 @@ def interleave(typing: BaseContext, even: Type, odd: Type, out: Type) -> Typed:
 
 @instruction
 def round_to_bfloat16(typing: BaseContext, numbers: Type, out: Type) -> Typed:
-    """32 float32 numbers at an address -> the nearest bfloat16 ones: `tether.kernels.cpu.openmp_loop.rounded` of
-    each.
-    """
+    """Round 32 float32 numbers at an address to bfloat16, as `tether.kernels.cpu.openmp_loop.rounded` does."""
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         words, halves = ir.VectorType(ir.IntType(32), COLUMNS), ir.VectorType(ir.IntType(16), COLUMNS)

@@ -1,4 +1,5 @@
-"""The elementwise part of causal attention's backward pass; see `tether.kernels.causal_attention`."""
+"""The elementwise step of the backward pass of causal attention: a compiled
+`tether.kernels.causal_attention.weights_backward`."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def weights_backward(
     size: int,
     queue: int,
 ) -> None:
-    """Q K^T and dO V^T [N, W], log sums [N], O and dO [N, D] -> `weights` P and `grad_scores` dS [N, W].
+    """Compute `weights` P and `grad_scores` dS [N, W] from Q K^T and dO V^T [N, W], log sums [N], O and dO [N, D].
 
-    N counts matrices of W queries, one below the other; what a query does not see becomes 0.
+    N counts the rows of stacked matrices of W queries each; entries that a query does not see become 0.
     """
     for row in tasks(queue, rows):
         of, back, to, to_grad, seen = scores[row], grad_weights[row], weights[row], grad_scores[row], row % width + 1

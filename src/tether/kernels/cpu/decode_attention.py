@@ -1,7 +1,7 @@
-"""Attention of one new token per row over its cached keys and values, without AVX-512 or AMX; see `attend`.
+"""Attention of one new token per row over its cached keys and values, without AVX-512 or AMX.
 
-Legend: R rows, K key/value heads, G query heads per key/value head, C = tokens that the cache has room for, D and E =
-head size of keys and of values.
+Legend: R rows, K key/value heads, G query heads per key/value head, C = capacity of the cache in tokens, D and E = head
+size of keys and of values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Out = Annotated[BFloat16s, bfloat16("rows", "heads", "value_size")]
 
 @inline
 def _load_four(rows: BFloat16s, first: int, last: int, four: Floats, width: int) -> None:
-    """Rows `first` to `first + 3`, the last one again where there are no more -> float32 [4, width]."""
+    """Convert rows `first` to `first + 3` to float32 [4, width], repeating row `last` where there are fewer."""
     for i in range(4):
         of, to = rows[min(first + i, last)], four[i]
         for d in range(width):
@@ -44,13 +44,13 @@ def _load_four(rows: BFloat16s, first: int, last: int, four: Floats, width: int)
 
 @inline
 def softmax(scores: Floats, seen: int, softcap: float) -> None:
-    """In place over the first `seen`; what follows up to a multiple of four becomes 0."""
+    """Apply softmax in place to the first `seen` scores; the following ones up to a multiple of four become 0."""
     padded = (seen + 3) // 4 * 4
     if softcap > 0:
         for n in range(padded):
             scores[n] = capped(scores[n], softcap)
     m0, m1, m2, m3 = scores[0], scores[1], scores[2], scores[3]
-    for n in range(4, padded, 4):  # four chains: each comparison waits for the one before
+    for n in range(4, padded, 4):  # four independent maxima: otherwise each comparison waits for the previous one
         m0 = scores[n] if scores[n] > m0 else m0
         m1 = scores[n + 1] if scores[n + 1] > m1 else m1
         m2 = scores[n + 2] if scores[n + 2] > m2 else m2
@@ -67,7 +67,7 @@ def softmax(scores: Floats, seen: int, softcap: float) -> None:
 
 @inline
 def copy(source: int, count: int, target: int) -> None:
-    """So many bfloat16 numbers from one address to another."""
+    """Copy `count` bfloat16 numbers from one address to another."""
     of, to = array_bfloat16(source, (count,)), array_bfloat16(target, (count,))
     for n in range(count):
         to[n] = of[n]
@@ -75,9 +75,10 @@ def copy(source: int, count: int, target: int) -> None:
 
 @inline
 def attention_weights(scores: Floats, before: int, seen: int, softcap: float, weights: BFloat16s) -> None:
-    """Scores of a query -> its weights, rounded; 0 for the keys before, and for those after up to a multiple of 32."""
+    """Turn the scores of a query into rounded weights, 0 for the keys before, and for those after up to a multiple of
+    32."""
     of, end = scores[before:], before + seen
-    for n in range(seen, seen + 3):  # up to which `softmax` may look
+    for n in range(seen, seen + 3):  # `softmax` reads up to three scores further
         of[n] = of[seen - 1]
     softmax(of, seen, softcap)
     for n in range(before):
@@ -113,12 +114,12 @@ def attend(
     value_row: int,
     value_head: int,
 ) -> None:
-    """One new token per row: its key and value go into the cache, its queries over the keys that it sees.
+    """Attend with one new token per row: write its key and value to the cache, then attend over the keys that it sees.
 
     query [R, K * G, D], key [R, K, D], value [R, K, E]; the cache: keys [S, K, C, D] and values [S, K, C, E], of which
-    the first R slots are used; position [R] of the token; out [R, K * G, E]. A softcap or window of 0 means none. A
-    thread has a share of the R * K key heads. Four keys at a time are made float32 once for the G queries that share
-    them.
+    the first R slots are used; position [R] of the token; out [R, K * G, E]. A softcap or window of 0 means none. Each
+    thread has a share of the R * K key heads. Four keys at a time are converted to float32, once for the G queries that
+    share them.
     """
     groups = heads // kv_heads
     all_keys = array_bfloat16(keys, (rows * kv_heads, capacity, size))
@@ -129,12 +130,12 @@ def attend(
     first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head, row_keys, row_values = task // kv_heads, task % kv_heads, all_keys[task], all_values[task]
-        here = position[row]
-        start = max(0, here + 1 - window) if window > 0 else 0
-        seen = here + 1 - start
-        copy(key + 2 * (row * key_row + head * key_head), size, keys + 2 * (task * capacity + here) * size)
+        newest = position[row]
+        start = max(0, newest + 1 - window) if window > 0 else 0
+        seen = newest + 1 - start
+        copy(key + 2 * (row * key_row + head * key_head), size, keys + 2 * (task * capacity + newest) * size)
         new_value = value + 2 * (row * value_row + head * value_head)
-        copy(new_value, value_size, values + 2 * (task * capacity + here) * value_size)
+        copy(new_value, value_size, values + 2 * (task * capacity + newest) * value_size)
         for group in range(groups):
             new = array_bfloat16(query + 2 * (row * query_row + (head * groups + group) * query_head), (size,))
             of, to_sums = queries[group], sums[group]
@@ -144,7 +145,7 @@ def attend(
                 to_sums[d] = f32(0)
 
         for n in range(0, seen, 4):
-            _load_four(row_keys, start + n, here, four, size)
+            _load_four(row_keys, start + n, newest, four, size)
             for group in range(groups):
                 of, to_scores = queries[group], scores[group]
                 s0, s1, s2, s3 = f32(0), f32(0), f32(0), f32(0)
@@ -157,7 +158,7 @@ def attend(
         for group in range(groups):
             softmax(scores[group], seen, softcap)
         for n in range(0, seen, 4):
-            _load_four(row_values, start + n, here, four, value_size)
+            _load_four(row_values, start + n, newest, four, value_size)
             for group in range(groups):
                 of, to_sums = scores[group], sums[group]
                 s0, s1, s2, s3 = of[n], of[n + 1], of[n + 2], of[n + 3]

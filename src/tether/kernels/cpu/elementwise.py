@@ -1,7 +1,7 @@
-"""Kernels over bfloat16 numbers in memory, on a CPU under Linux: what lies between a model's matrix products.
+"""Kernels over bfloat16 numbers on a CPU under Linux: the operations between the matrix products of a model.
 
-In PyTorch that is a chain of small operations: each reads and writes all its numbers, and starts its threads again.
-Here such a chain is one kernel that computes in float32 and rounds once. `tether.kernels.reference` has the same
+In PyTorch these are chains of small operations, each of which reads and writes all its numbers and starts its threads
+again. Here a chain is one kernel that computes in float32 and rounds once. `tether.kernels.reference` has the same
 operations, with their formulas, in PyTorch.
 
 Legend: N rows, H heads, D = head size, E = width.
@@ -27,7 +27,7 @@ from tether.kernels.cpu.openmp_loop import (
 )
 
 LINE = 32
-"""Numbers in a line of the cache, which two threads should not write to."""
+"""Numbers in a cache line, which two threads should not both write to."""
 
 
 @kernel
@@ -44,7 +44,7 @@ def rms_norm(
     row_stride: int,
     queue: int,
 ) -> None:
-    """x [N, H, E], weight [E] -> out [N, H, E] and scale [N, H], the factor of each head."""
+    """Normalise x [N, H, E] with weight [E] to out [N, H, E], and store the factor of each head in scale [N, H]."""
     for task in tasks(queue, rows * heads):
         row, head = task // heads, task % heads
         of, to = array_bfloat16(x + 2 * (row * row_stride + head * width), (width,)), out[row, head]
@@ -53,7 +53,7 @@ def rms_norm(
             total += load(of[e]) * load(of[e])
         factor = f32(1) / np.sqrt(total / f32(width) + eps)
         scale[row, head] = factor
-        if offset == 0:  # then transformers rounds before the weight
+        if offset == 0:  # transformers rounds before the weight in this case
             for e in range(width):
                 to[e] = rounded(load(rounded(load(of[e]) * factor)) * load(weight[e]))
         else:
@@ -68,17 +68,18 @@ def rms_norm_backward(
     scale: Annotated[Floats, float32("rows")],
     grad: Annotated[BFloat16s, bfloat16("rows", "width")],
     grad_x: Annotated[BFloat16s, bfloat16("rows", "width")],
-    grad_weight: Annotated[Floats, float32("parts", "width")],
+    grad_weight: Annotated[Floats, float32("row_groups", "width")],
     offset: float,
     rows: int,
-    parts: int,
+    row_groups: int,
     width: int,
     queue: int,
 ) -> None:
-    """x and grad [N, E] -> grad_x [N, E]; added to grad_weight [P, E]: the gradient of the weight by parts of rows."""
-    for part in tasks(queue, parts):
-        sums = grad_weight[part]
-        for row in range(rows * part // parts, rows * (part + 1) // parts):
+    """Compute grad_x [N, E] from x and grad [N, E], and add the gradient of the weight for each group of rows to
+    grad_weight [P, E]."""
+    for group in tasks(queue, row_groups):
+        sums = grad_weight[group]
+        for row in range(rows * group // row_groups, rows * (group + 1) // row_groups):
             of, back, to, factor = x[row], grad[row], grad_x[row], scale[row]
             along = f32(0)
             for e in range(width):
@@ -98,7 +99,7 @@ def silu_mul(
     count: int,
     queue: int,
 ) -> None:
-    """gate, up [N] -> silu(gate) * up [N]."""
+    """Compute out = silu(gate) * up, all [N]."""
     for first, last in chunks(queue, count, LINE):
         of_gate, of_up, to = gate[first:last], up[first:last], out[first:last]
         for i in range(len(to)):
@@ -115,15 +116,15 @@ def silu_mul_backward(
     count: int,
     queue: int,
 ) -> None:
-    """gate, up, grad [N] -> the gradients of gate and up [N]."""
+    """Compute the gradients of gate and up [N] from gate, up and grad [N]."""
     for first, last in chunks(queue, count, LINE):
         of_gate, of_up, of_grad = gate[first:last], up[first:last], grad[first:last]
         to_gate, to_up = grad_gate[first:last], grad_up[first:last]
         for i in range(len(of_grad)):
             g, x = load(of_grad[i]), load(of_gate[i])
-            open_ = sigmoid(x)
-            to_gate[i] = rounded(g * load(of_up[i]) * open_ * (f32(1) + x * (f32(1) - open_)))
-            to_up[i] = rounded(g * x * open_)
+            s = sigmoid(x)
+            to_gate[i] = rounded(g * load(of_up[i]) * s * (f32(1) + x * (f32(1) - s)))
+            to_up[i] = rounded(g * x * s)
 
 
 @kernel
@@ -139,13 +140,14 @@ def rotate(
     row_stride: int,
     queue: int,
 ) -> None:
-    """x [N, H, D] -> out [N, H, D], turned by `sign` times the angles of cosine and sine [N, D] (for both halves)."""
+    """Rotate x [N, H, D] to out [N, H, D] by `sign` times the angles of cosine and sine [N, D], which repeat for both
+    halves."""
     half = size // 2
     for row in tasks(queue, rows):
         c, s, heads_of_row = cosine[row], sine[row], array_bfloat16(x + 2 * row * row_stride, (heads, size))
         for head in range(heads):
             of, to = heads_of_row[head], out[row, head]
             for d in range(half):
-                left, right, up = load(of[d]), load(of[half + d]), sign * load(s[d])
-                to[d] = rounded(left * load(c[d]) - right * up)
-                to[half + d] = rounded(right * load(c[d]) + left * up)
+                low, high, sin = load(of[d]), load(of[half + d]), sign * load(s[d])
+                to[d] = rounded(low * load(c[d]) - high * sin)
+                to[half + d] = rounded(high * load(c[d]) + low * sin)

@@ -1,4 +1,4 @@
-"""The one declaration of a compiled kernel's arguments, which both its callers and its compiled code are made from.
+"""The declaration of a compiled kernel's arguments, from which both the calling and the compiled code are generated.
 
 A kernel is written as a function whose annotations declare each argument::
 
@@ -12,9 +12,9 @@ A kernel is written as a function whose annotations declare each argument::
         x_stride: int,
     ) -> None: ...
 
-and is called with names alone: ``scaled(x=x, out=out, factor=2.0)``. What is named as a size or a stride of a tensor is
-read off that tensor; two tensors that disagree on it, another dtype or another order in memory are refused. An argument
-``queue: int`` is not for callers: it is the address of a number that is 0 when the kernel starts, for
+and is called with keyword arguments only: ``scaled(x=x, out=out, factor=2.0)``. Names of sizes and strides are read off
+the tensors. A tensor with another dtype or memory order is refused, and so are two tensors with different values of one
+size. Callers do not pass ``queue: int``: it is the address of a number that is 0 when the kernel starts, for
 `tether.kernels.cpu.openmp_loop.tasks`.
 """
 
@@ -42,22 +42,23 @@ QUEUE = "queue"
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor on the CPU as a kernel wants it."""
+    """The declaration of a tensor argument on the CPU."""
 
     dtype: torch.dtype
     sizes: tuple[str | int, ...]
-    """Names, or the number itself."""
+    """The name of each size, or the size itself."""
     strides: tuple[str, ...]
-    """Names of the strides of the first dimensions, which may be any; the other dimensions are contiguous."""
+    """Names of the strides of the first dimensions, which are unrestricted; the other dimensions are contiguous."""
     optional: bool
-    """None is allowed, and its address is 0."""
+    """Whether None is allowed; its address is 0."""
 
     def __str__(self) -> str:
-        """As it is declared, for errors."""
+        """Describe the declaration for an error message."""
         return f"{self.dtype} {list(self.sizes)} on the CPU, {'its last dimensions ' if self.strides else ''}contiguous"
 
-    def checks(self, name: str, known: set[str]) -> Iterator[str]:
-        """Lines of code that refuse the tensor `name` if it is not as declared, and name its sizes and strides."""
+    def checks(self, name: str, bound: set[str]) -> Iterator[str]:
+        """Yield lines of code that refuse the tensor `name` if it differs from the declaration, and bind its sizes and
+        strides."""
         indices = range(len(self.sizes))
         sizes, strides = (", ".join(f"{kind}{i}" for i in indices) + "," for kind in "nt")
         dense = [f"(n{i} == 1 or t{i} == {' * '.join(f'n{k}' for k in indices[i + 1 :]) or 1})" for i in indices]
@@ -72,36 +73,36 @@ class TensorArgument:
             is_dense = f"{name}.is_contiguous()"
         expected = [
             is_dense,
-            *(f"n{i} == {size}" for i, size in enumerate(self.sizes) if size in known or isinstance(size, int)),
+            *(f"n{i} == {size}" for i, size in enumerate(self.sizes) if size in bound or isinstance(size, int)),
         ]
         yield f"if not ({' and '.join(expected)}):"
         yield f"    refuse({name!r}, {name})"
         for kind, names in (("n", self.sizes), ("t", self.strides)):
-            yield from (f"{x} = {kind}{i}" for i, x in enumerate(names) if isinstance(x, str) and x not in known)
+            yield from (f"{x} = {kind}{i}" for i, x in enumerate(names) if isinstance(x, str) and x not in bound)
 
 
 def bfloat16(*sizes: str | int, strides: tuple[str, ...] = (), optional: bool = False) -> TensorArgument:
-    """A bfloat16 tensor of sizes with these names."""
+    """Declare a bfloat16 tensor with sizes of these names."""
     return TensorArgument(torch.bfloat16, sizes, strides, optional)
 
 
 def float32(*sizes: str | int, strides: tuple[str, ...] = ()) -> TensorArgument:
-    """A float32 tensor of sizes with these names."""
+    """Declare a float32 tensor with sizes of these names."""
     return TensorArgument(torch.float32, sizes, strides, False)
 
 
 def int64(*sizes: str | int) -> TensorArgument:
-    """An int64 tensor of sizes with these names."""
+    """Declare an int64 tensor with sizes of these names."""
     return TensorArgument(torch.int64, sizes, (), False)
 
 
 def uint8(*sizes: str | int) -> TensorArgument:
-    """A uint8 tensor of sizes with these names."""
+    """Declare a uint8 tensor with sizes of these names."""
     return TensorArgument(torch.uint8, sizes, (), False)
 
 
 class Signature:
-    """The declared arguments of a kernel; each is one number of 64 bits in the array that compiled code is handed."""
+    """The declared arguments of a kernel; each is one 64-bit number in the array that compiled code receives."""
 
     def __init__(self, body: Callable[..., None]) -> None:
         self.name = body.__name__
@@ -112,25 +113,25 @@ class Signature:
             name: get_args(hints[name])[1] for name in self._kinds if get_origin(hints[name]) is Annotated
         }
         read_off = [name for x in self._tensors.values() for name in (*x.sizes, *x.strides) if isinstance(name, str)]
-        self._given = [name for name in self._kinds if name not in read_off and name != QUEUE]
+        self._parameters = [name for name in self._kinds if name not in read_off and name != QUEUE]
         self._slots = [*(name for name in dict.fromkeys([*self._kinds, *read_off]) if name != QUEUE), QUEUE]
 
     @cached_property
     def pack(self) -> Callable[..., ctypes.Array[ctypes.c_int64]]:
-        """Takes the arguments by their names and makes the array of them.
+        """Return the function that takes the arguments by name and packs them into an array.
 
         Raises:
             TypeError: an argument is missing, or there is none of that name.
             ValueError: a tensor is not as declared, or disagrees with another one on a size.
         """
-        lines, known = [f"def pack(*, {', '.join(self._given)}):"], set[str]()
+        lines, bound = [f"def pack(*, {', '.join(self._parameters)}):"], set[str]()
         for name, declared in self._tensors.items():
-            checks = [*declared.checks(name, known), f"{name} = {name}.data_ptr()"]
-            new = [x for x in (*declared.sizes, *declared.strides) if isinstance(x, str) and x not in known]
+            checks = [*declared.checks(name, bound), f"{name} = {name}.data_ptr()"]
+            new = [x for x in (*declared.sizes, *declared.strides) if isinstance(x, str) and x not in bound]
             if declared.optional:
                 nothing = f"    {' = '.join([name, *new])} = 0"
                 checks = [f"if {name} is None:", nothing, "else:", *(f"    {line}" for line in checks)]
-            known.update(new)
+            bound.update(new)
             lines += [f"    {line}" for line in checks]
         lines.append(f"    return array(numbers({', '.join(self._slots[:-1])}, 0))")
         numbers = struct.Struct("".join("d" if self._kinds.get(slot) is float else "q" for slot in self._slots)).pack
@@ -146,13 +147,13 @@ class Signature:
         packer: Callable[..., ctypes.Array[ctypes.c_int64]] = space["pack"]
         return packer
 
-    def _refuse(self, name: str, found: object) -> None:
-        if isinstance(found, Tensor):
-            found = f"{found.dtype} {list(found.shape)} on {found.device} with strides {list(found.stride())}"
-        raise ValueError(f"{self.name}: {name} is {found}, declared {self._tensors[name]}; sizes of one name are equal")
+    def _refuse(self, name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            value = f"{value.dtype} {list(value.shape)} on {value.device} with strides {list(value.stride())}"
+        raise ValueError(f"{self.name}: {name} is {value}, declared {self._tensors[name]}; sizes of one name are equal")
 
     def unpacking(self) -> str:
-        """Code of the compiled function that calls the body with what is in the array."""
+        """Return the code of the compiled function that calls the body with the numbers of the array."""
 
         def value(name: str) -> str:
             if name == QUEUE:

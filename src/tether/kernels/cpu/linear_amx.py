@@ -1,4 +1,4 @@
-"""Linear layers over any number of rows and attention of new tokens by AMX.
+"""Linear layers over any number of rows, and attention of new tokens, with AMX.
 
 Legend: N rows, E and O = width of the input and output of a linear layer; R rows of one new token each, K key/value
 heads, G query heads per key/value head, D = head size.
@@ -40,26 +40,27 @@ from tether.kernels.cpu.openmp_loop import (
     tasks,
 )
 
-_BLOCK = 2 * TILE  # rows and columns of the sums that are held at once: four tiles, made of two and two
-_ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
-MOST_ROWS = 512
-"""Rows over which the matrix library is faster."""
-_CHUNK = 4 * TILE  # numbers of a value that are summed up at once, in four tiles
+_BLOCK = 2 * TILE  # rows and columns of the sums in registers: four tiles, from two tiles of rows and two of columns
+_ROWS_AT_ONCE = 256  # rows of x that stay in the cache while a thread goes through its share of the weight
+MAX_ROWS = 512
+"""Number of rows above which the matrix library is faster."""
+_CHUNK = 4 * TILE  # numbers of a value that are summed at once, in four tiles
 
 
 def can_multiply(width: int) -> bool:
-    """Whether `linear` takes rows of this width."""
+    """Return whether `linear` supports rows of this width."""
     return width % DEPTH == 0
 
 
 def can_attend(groups: int, size: int, value_size: int) -> bool:
-    """Whether `attend` takes heads like these."""
+    """Return whether `attend` supports heads of these sizes."""
     return size % _CHUNK == value_size % _CHUNK == 0 and groups <= TILE
 
 
 @inline
 def _sums(x: int, lower: int, stride: int, weight: int, steps: int, out: int, ahead: int, lines: int) -> None:
-    """Float32 sums [32, 32], to `out`, of 16 rows at `x` and 16 at `lower`; each step prefetches `lines` at `ahead`."""
+    """Compute float32 sums [32, 32] at `out` from 16 rows at `x` and 16 at `lower`; each step prefetches `lines` at
+    `ahead`."""
     clear_tile(0)
     clear_tile(1)
     clear_tile(2)
@@ -94,7 +95,8 @@ def product(
     width: int,
     outputs: int,
 ) -> None:
-    """See `linear`. A thread has a share of the weight's blocks; while one is multiplied, the next is prefetched."""
+    """Compute `linear`: each thread has a share of the weight's blocks and prefetches the next one while it
+    multiplies."""
     steps, configured = width // DEPTH, 0
     sums = np.empty((_BLOCK, _BLOCK), np.float32)
     at_sums = address_of(sums)
@@ -130,7 +132,7 @@ def _shapes_of_rows(rows: int) -> NDArray[np.uint8]:
 
 
 _TILE_SHAPES = torch.from_numpy(np.stack([_shapes_of_rows(rows) for rows in range(_BLOCK + 1)]))
-"""For each number of rows in a block."""
+"""The tile shapes for each number of rows in a block."""
 
 
 @kernel
@@ -141,7 +143,8 @@ def pack(
     width: int,
     queue: int,
 ) -> None:
-    """A weight [O, E] -> blocks of 32 outputs, of steps of 32 numbers, of two tiles; after the last output zeros."""
+    """Pack a weight [O, E] into blocks of 32 outputs, each in steps of 32 numbers and two tiles; missing outputs are
+    zeros."""
     pairs = width // 2
     blocks, steps = (outputs + _BLOCK - 1) // _BLOCK, width // DEPTH
     for tile in tasks(queue, blocks * steps * 2):
@@ -159,7 +162,7 @@ def pack(
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A weight [O, E] as `linear` wants it; `can_multiply(E)`."""
+    """Return a weight [O, E] packed for `linear`; requires `can_multiply(E)`."""
     outputs, width = weight.shape
     out = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
     pack(weight=weight.contiguous(), out=out)
@@ -167,13 +170,13 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, epilogue: int, other: Tensor | None) -> Tensor:
-    """x [N, E] times a `packed` weight, plus bias [O], and the epilogue: [N, O].
+    """Return [N, O]: x [N, E] times a `packed` weight, plus bias [O], after the epilogue.
 
     Args:
-        x: bfloat16, as all of them.
+        x: bfloat16, as all tensors here.
         weight: from `packed`.
         outputs: O.
-        bias: or None.
+        bias: [O] or None.
         epilogue: ``PLAIN``, ``SILU``, ``TIMES`` or ``PLUS`` of `tether.kernels.cpu.linear_plain`.
         other: [N, O], for the last two.
     """
@@ -185,15 +188,15 @@ def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, epilogu
 
 @inline
 def _scores(keys: int, size: int, queries: int, out: int) -> None:
-    """32 keys [32, D] times 16 queries [D / 2, 16], in pairs -> float32 [32, 16] to `out`."""
+    """Multiply 32 keys [32, D] with 16 queries [D / 2, 16], stored in pairs, and write float32 [32, 16] to `out`."""
     clear_tile(4)
     clear_tile(5)
     for step in range(size // _CHUNK):
-        here = keys + 2 * LINE * step
-        load_tile(0, here, 2 * size)
-        load_tile(1, here + LINE, 2 * size)
-        load_tile(2, here + 2 * TILE * size, 2 * size)
-        load_tile(3, here + 2 * TILE * size + LINE, 2 * size)
+        chunk = keys + 2 * LINE * step
+        load_tile(0, chunk, 2 * size)
+        load_tile(1, chunk + LINE, 2 * size)
+        load_tile(2, chunk + 2 * TILE * size, 2 * size)
+        load_tile(3, chunk + 2 * TILE * size + LINE, 2 * size)
         load_tile(6, queries + 2048 * step, LINE)
         load_tile(7, queries + 2048 * step + 1024, LINE)
         add_tile_product(4, 0, 6)
@@ -206,7 +209,8 @@ def _scores(keys: int, size: int, queries: int, out: int) -> None:
 
 @inline
 def _pair_up(values: int, stride: int, seen: int, zeros: int, pairs: int, ahead: int) -> None:
-    """32 values of which a chunk is wanted -> [16, chunk]: those of two keys side by side, 0 for what is not seen."""
+    """Interleave one chunk of 32 values into [16, chunk]: those of two keys next to each other, and 0 for
+    unseen keys."""
     for n in range(TILE):
         even, odd = values + 4 * n * stride, values + 4 * n * stride + 2 * stride
         interleave(even if 2 * n < seen else zeros, odd if 2 * n + 1 < seen else zeros, pairs + 4 * _CHUNK * n)
@@ -221,7 +225,7 @@ def _pair_up(values: int, stride: int, seen: int, zeros: int, pairs: int, ahead:
 
 @inline
 def _add_values(weights: int, stride: int, pairs: int) -> None:
-    """16 weighted sums of a chunk of 32 values, to those in the first four tiles."""
+    """Add 16 weighted sums of a chunk of 32 values to the first four tiles."""
     load_tile(4, weights, stride)
     load_tile(5, pairs, 4 * _CHUNK)
     load_tile(6, pairs + LINE, 4 * _CHUNK)
@@ -259,11 +263,12 @@ def attend_tiles(
     value_row: int,
     value_head: int,
 ) -> None:
-    """As `tether.kernels.cpu.decode_attention.attend`, where the cache has room for a multiple of 32 tokens.
+    """Attend as `tether.kernels.cpu.decode_attention.attend` does; the capacity of the cache is a multiple of 32
+    tokens.
 
-    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they are multiplied
-    with the values. Meanwhile those of the next head are prefetched, a few lines at a time: for many at once one would
-    wait.
+    Keys and values are read 32 at a time, starting at a multiple of 32, and weights are rounded before they are
+    multiplied with the values. Those of the next head are prefetched meanwhile, a few lines at a time, because many
+    requests at once would stall.
     """
     groups = heads // kv_heads
     queries, columns = np.zeros((size // 2, TILE), np.uint32), np.empty((_BLOCK, TILE), np.float32)
@@ -271,18 +276,18 @@ def attend_tiles(
     pairs, sums, zeros = np.empty((TILE, _CHUNK), np.uint32), np.empty((TILE, _CHUNK), np.float32), np.zeros(32)
     at_queries, at_columns, at_weights = address_of(queries), address_of(columns), address_of(weights)
     at_pairs, at_sums, at_zeros = address_of(pairs), address_of(sums), address_of(zeros)
-    lines = (_BLOCK * size // (LINE // 2) + groups - 1) // groups  # of 32 keys, a query head's share
+    lines = (_BLOCK * size // (LINE // 2) + groups - 1) // groups  # of 32 keys, the share of each query head
     configure_tiles(tile_shapes)
     first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head = task // kv_heads, task % kv_heads
         row_keys, row_values = keys + 2 * task * capacity * size, values + 2 * task * capacity * value_size
-        here = position[row]
-        start = max(0, here + 1 - window) if window > 0 else 0
+        newest = position[row]
+        start = max(0, newest + 1 - window) if window > 0 else 0
         begin = start // _BLOCK * _BLOCK
-        end = here + 1 - begin
-        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * here * size)
-        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * here * value_size)
+        end = newest + 1 - begin
+        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * newest * size)
+        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * newest * value_size)
         for group in range(groups):
             of_query = array_uint32(query + 2 * (row * query_row + (head * groups + group) * query_head), (size // 2,))
             for pair in range(size // 2):
@@ -319,5 +324,5 @@ def attend_tiles(
 
 
 def attend(**arguments: Tensor | float) -> None:
-    """See `tether.kernels.cpu.decode_attention.attend`, whose arguments it takes."""
+    """Call `attend_tiles` with the arguments of `tether.kernels.cpu.decode_attention.attend`."""
     attend_tiles(**arguments, tile_shapes=_TILE_SHAPES[-1])

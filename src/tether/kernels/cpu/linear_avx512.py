@@ -1,4 +1,4 @@
-"""Linear layers and attention of new tokens by AVX-512; what `tether.kernels.cpu.linear_amx` is to AMX.
+"""Linear layers and attention of new tokens with AVX-512: the counterpart of `tether.kernels.cpu.linear_amx`.
 
 Legend: N rows, E and O = width of the input and output of a linear layer; R rows of one new token each, K key/value
 heads, G query heads per key/value head, D = head size.
@@ -19,18 +19,18 @@ from tether.kernels.cpu.linear_plain import finish
 from tether.kernels.cpu.openmp_loop import address_of, keep_alive, kernel, rounded, share, tasks
 
 _BLOCK = COLUMNS
-_ROWS_AT_ONCE = 256  # of x: they stay in the cache while a thread goes through its share of the weight
-MOST_ROWS = sys.maxsize
-"""Rows over which the matrix library is faster: it never is."""
+_ROWS_AT_ONCE = 256  # rows of x that stay in the cache while a thread goes through its share of the weight
+MAX_ROWS = sys.maxsize
+"""Number of rows above which the matrix library is faster: it never is."""
 
 
 def can_multiply(width: int) -> bool:
-    """Whether `linear` takes rows of this width."""
+    """Return whether `linear` supports rows of this width."""
     return width % _BLOCK == 0
 
 
 def can_attend(groups: int, size: int, value_size: int) -> bool:
-    """Whether `attend` takes heads like these."""
+    """Return whether `attend` supports heads of these sizes."""
     return size % _BLOCK == value_size % _BLOCK == 0
 
 
@@ -46,7 +46,7 @@ def product(
     width: int,
     outputs: int,
 ) -> None:
-    """See `linear`."""
+    """Compute `linear`: each thread has a share of the weight's blocks."""
     sums = np.empty((_ROWS_AT_ONCE, _BLOCK), np.float32)
     at_sums = address_of(sums)
     first, last = share((outputs + _BLOCK - 1) // _BLOCK)
@@ -71,7 +71,7 @@ def pack(
     width: int,
     queue: int,
 ) -> None:
-    """A weight [O, E] -> blocks of 32 outputs as columns [E / 2, 32] of pairs; after the last output zeros."""
+    """Pack a weight [O, E] into blocks of 32 outputs as columns [E / 2, 32] of pairs; missing outputs are zeros."""
     zeros = np.zeros(_BLOCK, np.uint16)
     at_zeros = address_of(zeros)
     for block in tasks(queue, (outputs + _BLOCK - 1) // _BLOCK):
@@ -84,7 +84,7 @@ def pack(
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A weight [O, E] as `linear` wants it; `can_multiply(E)`."""
+    """Return a weight [O, E] packed for `linear`; requires `can_multiply(E)`."""
     outputs, width = weight.shape
     out = weight.new_empty(-(-outputs // _BLOCK) * _BLOCK, width)
     pack(weight=weight.contiguous(), out=out)
@@ -92,7 +92,7 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, outputs: int, bias: Tensor | None, epilogue: int, other: Tensor | None) -> Tensor:
-    """See `tether.kernels.cpu.linear_amx.linear`."""
+    """Return [N, O] with the arguments of `tether.kernels.cpu.linear_amx.linear`."""
     out, other = x.new_empty(len(x), outputs), None if other is None else other.contiguous()
     product(x=x.contiguous(), weight=weight, out=out, bias=bias, other=other, epilogue=epilogue)
     return out
@@ -123,10 +123,11 @@ def attend(
     value_row: int,
     value_head: int,
 ) -> None:
-    """As `tether.kernels.cpu.decode_attention.attend`, where the cache has room for a multiple of 32 tokens.
+    """Attend as `tether.kernels.cpu.decode_attention.attend` does; the capacity of the cache is a multiple of 32
+    tokens.
 
-    Keys and values are taken 32 at a time, from a multiple of 32 on, and weights are rounded before they are multiplied
-    with the values.
+    Keys and values are read 32 at a time, starting at a multiple of 32, and weights are rounded before they are
+    multiplied with the values.
     """
     groups = heads // kv_heads
     scores, weights = np.empty((groups, capacity + 4), np.float32), np.empty((groups, capacity), np.uint16)
@@ -136,13 +137,13 @@ def attend(
     first, last = share(rows * kv_heads)
     for task in range(first, last):
         row, head = task // kv_heads, task % kv_heads
-        here = position[row]
-        start = max(0, here + 1 - window) if window > 0 else 0
+        newest = position[row]
+        start = max(0, newest + 1 - window) if window > 0 else 0
         begin = start // _BLOCK * _BLOCK
-        end, before = here + 1 - begin, start - begin
+        end, before = newest + 1 - begin, start - begin
         row_keys, row_values = keys + 2 * task * capacity * size, values + 2 * task * capacity * value_size
-        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * here * size)
-        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * here * value_size)
+        copy(key + 2 * (row * key_row + head * key_head), size, row_keys + 2 * newest * size)
+        copy(value + 2 * (row * value_row + head * value_head), value_size, row_values + 2 * newest * value_size)
         row_query = query + 2 * (row * query_row + head * groups * query_head)
         for n in range(0, end, _BLOCK):
             block_keys = row_keys + 2 * (begin + n) * size

@@ -1,9 +1,9 @@
-"""Compiled kernels: their making, their calls, and the numbers in memory and functions that bodies are written with.
+"""Compiled kernels: how they are compiled and called, and the number formats and functions that their bodies use.
 
-numba compiles them, and brings its compiler with it; PyTorch's own threads run them. Threads take `tasks` from a queue
-a few at a time, so that one whose core is shared with another process takes fewer; kernels of a few microseconds divide
-the work evenly (`share`). Each number is made by one thread, in an order that the task alone determines, so no result
-depends on how many threads there are or on which of them is faster.
+numba compiles them, and PyTorch's own threads run them. Threads take `tasks` from a queue a few at a time, so that a
+thread whose core is shared with another process takes fewer; kernels of a few microseconds divide the work evenly
+(`share`). Each number is computed by one thread, in an order that depends on the task alone, so no result depends on
+the number of threads or on which of them is faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, Signature
 
-# The pool that PyTorch's kernels run in; threads of another one would wait for the same cores.
+# The OpenMP pool that PyTorch's kernels run in; a second pool would compete for the same cores.
 pool = ctypes.CDLL(None)
 for _name in ("omp_get_thread_num", "omp_get_num_threads"):
     binding.add_symbol(_name, ctypes.cast(getattr(pool, _name), ctypes.c_void_p).value)
@@ -35,27 +35,27 @@ _thread: Any = types.ExternalFunction("omp_get_thread_num", types.int32())
 _threads: Any = types.ExternalFunction("omp_get_num_threads", types.int32())
 
 CHUNKS = 16
-"""Chunks that a thread takes if all are equally fast: the last ones to finish wait for a small part of the work."""
+"""Chunks that each thread takes if all are equally fast; small chunks keep the wait for the last thread short."""
 
-_MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums in any order; NaN and infinity stay what they are
+_MATHS = {"reassoc", "contract", "arcp", "nsz"}  # sums may be reordered; NaN and infinity are preserved
 f32 = cast("Callable[[SupportsFloat], float]", np.float32)
-"""A float32 number; to mypy a float, so that sums of them are."""
+"""Converts to float32; mypy sees a float, so that sums of them type-check."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def inline(function: Function) -> Function:
-    """Compile a function as a part of each kernel that calls it."""
+    """Compile a function into each kernel that calls it."""
     return cast("Function", numba.njit(inline="always", fastmath=_MATHS)(function))
 
 
 Call: TypeAlias = "tuple[int, ctypes.Array[ctypes.c_int64], dict[str, Tensor | float | None]]"
-"""Of one call of a kernel: its address, its array of arguments, and the tensors whose addresses are in it."""
+"""One call of a kernel: its address, its array of arguments, and the tensors whose addresses the array contains."""
 recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
-"""Where calls are noted for `tether.kernels.cpu.recording`."""
+"""The list that collects calls for `tether.kernels.cpu.recording`; None while nothing is recorded."""
 
 
 class Kernel:
-    """A compiled function that all of PyTorch's threads run; compiled, or read from the disk, when first called."""
+    """A compiled function that all of PyTorch's threads run; compiled, or read from disk, at the first call."""
 
     def __init__(self, body: Callable[..., None]) -> None:
         self.signature = Signature(body)
@@ -64,7 +64,7 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """Of the compiled code."""
+        """Address of the compiled code."""
         options: Any = {"fastmath": _MATHS, "error_model": "numpy"}
         body = numba.njit(inline="always", **options)(self._body)
         signature = types.void(types.CPointer(types.int64))
@@ -76,13 +76,15 @@ class Kernel:
         return int(compiled.address)
 
     def _entry(self, body: Callable[..., None]) -> Callable[..., None]:
-        """Entry point of the threads: unpacks the array of arguments for the body.
+        """Return the entry point of the threads, which unpacks the array of arguments for the body.
 
-        numba caches it beside the body's file. The fingerprint, a variable of its closure, which numba looks at, keeps
-        it from finding code that was compiled from another version of the files here.
+        numba caches it next to the body's file and keys the cache by the variables of its closure. The fingerprint is
+        such a variable, so that code compiled from another version of these files is not reused.
         """
         lines = ["def make(fingerprint):\n", *(f"    {line}\n" for line in self.signature.unpacking().splitlines())]
-        code = compile("".join([*lines, f"    return {self.name}\n"]), self._body.__code__.co_filename, "exec")
+        # numba has inspect read the source at the entry's line, which has to be code: Python 3.13 tokenizes it.
+        source = "\n" * (self._body.__code__.co_firstlineno - 2) + "".join([*lines, f"    return {self.name}\n"])
+        code = compile(source, self._body.__code__.co_filename, "exec")
         called = {"carray": carray, "float_of": float_of, "address_of": address_of}
         space: dict[str, Any] = {**called, "body": body, **_ARRAYS}
         exec(code, space)
@@ -91,7 +93,7 @@ class Kernel:
         return entry
 
     def __call__(self, **arguments: Tensor | float | None) -> None:
-        """Run on all of PyTorch's threads; see `Signature.pack` for the arguments and for what is raised."""
+        """Run on all of PyTorch's threads; `Signature.pack` describes the arguments and errors."""
         array = self.signature.pack(**arguments)
         if (calls := recorded.get()) is not None:
             calls.append((self.address, array, arguments))
@@ -113,7 +115,7 @@ def _fingerprint() -> int:
 
 
 def _pointer_to(typing: object, address: Any, like: Any) -> Any:
-    """`address` as a pointer to numbers of the type of `like`."""
+    """Generate `address` as a pointer to numbers of the type of `like`."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -126,25 +128,25 @@ pointer: Any = intrinsic(_pointer_to)
 
 @inline
 def array_bfloat16(address: int, shape: tuple[int, ...]) -> BFloat16s:
-    """The array that lies at an address."""
+    """Return the array at an address."""
     return carray(pointer(address, np.uint16(0)), shape)
 
 
 @inline
 def array_float32(address: int, shape: tuple[int, ...]) -> Floats:
-    """The array that lies at an address."""
+    """Return the array at an address."""
     return carray(pointer(address, np.float32(0)), shape)
 
 
 @inline
 def array_int64(address: int, shape: tuple[int, ...]) -> Ints:
-    """The array that lies at an address."""
+    """Return the array at an address."""
     return carray(pointer(address, np.int64(0)), shape)
 
 
 @inline
 def array_uint32(address: int, shape: tuple[int, ...]) -> NDArray[np.uint32]:
-    """The array that lies at an address: pairs of bfloat16 numbers."""
+    """Return the array of pairs of bfloat16 numbers at an address."""
     return carray(pointer(address, np.uint32(0)), shape)
 
 
@@ -152,7 +154,8 @@ _ARRAYS = {f.__name__: f for f in (array_bfloat16, array_float32, array_int64)}
 
 
 def _keep_alive(typing: object, arrays: Any) -> Any:
-    """Stands where arrays were last needed: numba frees what is not named any more, whoever has its address."""
+    """Mark the last use of arrays: numba frees an array after its last use by name, even while its address is
+    in use."""
     return types.void(arrays), lambda context, builder, signature, values: context.get_dummy_value()
 
 
@@ -161,25 +164,25 @@ keep_alive: Any = intrinsic(_keep_alive)
 
 @inline
 def address_of(array: NDArray[np.generic]) -> int:
-    """Of its first number; see `keep_alive`."""
+    """Return the address of the first number; the array must be kept alive with `keep_alive`."""
     return np.int64(array.ctypes.data)  # type: ignore[return-value]
 
 
 @inline
 def float_of(bits: int) -> float:
-    """A float among the arguments of compiled code."""
+    """Convert the 64 bits of an argument of compiled code to float32."""
     return f32(np.int64(bits).view(np.float64))
 
 
 @inline
 def load(bits: int | np.uint16) -> float:
-    """bfloat16 -> float32: the upper half of it."""
+    """Convert bfloat16 bits, which are the upper half of a float32, to float32."""
     return f32(np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32))
 
 
 @inline
 def rounded(number: float) -> np.uint16:
-    """float32 -> the nearest bfloat16, of two the even one."""
+    """Round float32 to the nearest bfloat16, ties to even."""
     bits = np.float32(number).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
@@ -187,7 +190,7 @@ def rounded(number: float) -> np.uint16:
 
 @inline
 def exp(x: float) -> float:
-    """e^x: 2^n of the nearest whole n to x / log 2, times a polynomial in the rest of it."""
+    """Return e^x: 2^n for the integer n nearest to x / log 2, times a polynomial in the remainder."""
     y = f32(x) * f32(1.4426950408889634)
     n = np.floor(y + f32(0.5))
     f = y - n
@@ -198,7 +201,7 @@ def exp(x: float) -> float:
     power = power * f + f32(2.4022651e-1)
     power = power * f + f32(6.9314718e-1)
     power = power * f + f32(1)
-    n = n if n > f32(-127) else f32(-127)  # NaN too: as a whole number it would be anything
+    n = n if n > f32(-127) else f32(-127)  # NaN too: converted to an integer it would be arbitrary
     n = n if n < f32(128) else f32(128)
     scaled = power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
     return f32(0) if y < f32(-126) else scaled
@@ -206,19 +209,19 @@ def exp(x: float) -> float:
 
 @inline
 def sigmoid(x: float) -> float:
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     return f32(1) / (f32(1) + exp(-x))
 
 
 @inline
 def silu(x: float) -> float:
-    """x / (1 + e^-x)."""
+    """Return x / (1 + e^-x)."""
     return x * sigmoid(x)
 
 
 @inline
 def capped(score: float, softcap: float) -> float:
-    """softcap * tanh(score / softcap)."""
+    """Return softcap * tanh(score / softcap)."""
     e = exp(f32(-2) * abs(score) / softcap)
     size = softcap * (f32(1) - e) / (f32(1) + e)
     return size if score > 0 else -size
@@ -226,12 +229,12 @@ def capped(score: float, softcap: float) -> float:
 
 @inline
 def share(count: int) -> tuple[int, int]:
-    """First and last (excluded) of this thread's share of `count` things."""
+    """Return the start and end of this thread's share of `count` items."""
     return count * _thread() // _threads(), count * (_thread() + 1) // _threads()
 
 
 def _fetched(typing: object, address: Any, amount: Any) -> Any:
-    """The number at `address` before `amount` is added to it, in one step that no other thread can come between."""
+    """Generate an atomic addition of `amount` to the number at `address`; the result is the number before."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         number = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -245,12 +248,12 @@ fetch_and_add: Any = intrinsic(_fetched)
 
 @numba.njit
 def chunks(queue: int, count: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """Take ranges (first, last excluded) of `count` things from the queue until none is left.
+    """Yield ranges (start, end) of `count` items from the queue until none is left.
 
     Args:
-        queue: the argument of that name, which a kernel uses once.
-        count: how many things all threads have to do together.
-        multiple: the size of a range is a multiple of this one.
+        queue: the kernel's argument of that name; a kernel can use it only once.
+        count: total number of items over all threads.
+        multiple: granularity of the ranges.
     """
     size = -(-count // (CHUNKS * _threads() * multiple)) * multiple
     first = fetch_and_add(queue, size)
@@ -261,7 +264,7 @@ def chunks(queue: int, count: int, multiple: int) -> Iterator[tuple[int, int]]:
 
 @numba.njit
 def tasks(queue: int, count: int) -> Iterator[int]:
-    """Take tasks from the queue, a few at a time, until all `count` are taken; see `chunks`."""
+    """Yield tasks from the queue, fetched a few at a time as by `chunks`, until all `count` are done."""
     for first, last in chunks(queue, count, 1):
         for task in range(first, last):  # noqa: UP028  numba has no `yield from`
             yield task

@@ -1,8 +1,8 @@
-"""Attention over packed segments in compiled kernels: no padding, no repeated prompts, and a backward pass of its own.
+"""Attention over packed segments in compiled kernels: no padding, no repeated prompts, and its own backward pass.
 
-The tokens of a segment are taken in blocks of 32, so that a thread has one block of one head at a time. Products read
-their right side in an order that `arrange` makes beforehand: *transposed*, where tokens are columns, or *interleaved*,
-where they are what is summed over.
+The tokens of a segment are processed in blocks of 32; a task is one block of one head. Products read their right-hand
+side in an order that `arrange` prepares: *transposed*, with tokens as columns, or *interleaved*, to be summed over
+tokens.
 
 With P = softmax(scale Q K^T) over what a query sees and dO the gradient of the output (Dao et al., "FlashAttention",
 2022, appendix B.2)::
@@ -10,7 +10,7 @@ With P = softmax(scale Q K^T) over what a query sees and dO the gradient of the 
     O = P V    dV = P^T dO    dS = P * (dO V^T - rowsum(P * dO V^T))    dQ = scale dS K    dK = scale dS^T Q
 
 A softcap c (Gemma 2) turns scores s into c tanh(s / c), and multiplies dS with 1 - tanh(s / c)^2. Products take
-bfloat16 numbers and sum in float32; P and dS are rounded between two of them. Each number is summed by one thread, in
+bfloat16 numbers and sum in float32; P and dS are rounded between two products. Each number is summed by one thread, in
 an order that neither the number of threads nor the other segments change.
 
 Legend: N tokens, B blocks, K key/value heads, H = K * G query heads, D and E = head size of keys and of values.
@@ -81,10 +81,12 @@ def arrange(
     head_stride: int,
     queue: int,
 ) -> None:
-    """x [N, heads, D] -> `transposed` [heads, B, D / 2, 32] and `interleaved` [heads, D / 32, 16 B, 32], or one.
+    """Reorder x [N, heads, D] into `transposed` [heads, B, D / 2, 32] or `interleaved` [heads, D / 32, 16 B, 32] or
+    both.
 
-    Both are pairs of numbers: two of a token, for a block of tokens as columns; and one of a token and one of the next.
-    After a block's last token come zeros.
+    Both consist of pairs of numbers: transposed pairs are two numbers of a token, with the tokens of a block as
+    columns; interleaved pairs are the same number of two consecutive tokens. The end of a block's last tokens is filled
+    with zeros.
     """
     zeros = np.zeros(_BLOCK, np.uint16)
     at_zeros = address_of(zeros)
@@ -106,34 +108,37 @@ def arrange(
 
 
 @inline
-def _whole(tokens: int) -> int:
-    """So many tokens, rounded up to whole blocks."""
+def _padded(tokens: int) -> int:
+    """Round a number of tokens up to full blocks."""
     return (tokens + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
 @inline
 def _scores(x: int, stride: int, block: Ints, before: int, columns: int, keys: int, pairs: int, out: Floats) -> None:
-    """Products of a block's rows with transposed keys: all that it may see, of which `before` are the prefix's."""
+    """Multiply a block's rows with all transposed keys that it may see, of which the first `before` are the
+    prefix's."""
     for column in range(0, columns, _BLOCK):
-        own = column - before
-        at = block[SEGMENT_START] + own // _BLOCK if own >= 0 else block[PREFIX_START] + column // _BLOCK
+        in_segment = column - before
+        at = block[SEGMENT_START] + in_segment // _BLOCK if in_segment >= 0 else block[PREFIX_START] + column // _BLOCK
         to = address_of(out) + 4 * column
         add_products(x, stride, block[NUM_TOKENS], keys + 4 * _BLOCK * pairs * at, pairs, to, 4 * out.shape[1], 1)
 
 
 @inline
 def _weighted_sums(weights: BFloat16s, block: Ints, before: int, columns: int, values: int, out: int) -> None:
-    """Weights of a block's rows times interleaved values -> sums [32, 32] at `out`, a row per token of the block."""
+    """Multiply weights of a block's rows with interleaved values: sums [32, 32] at `out`, one row for each token of the
+    block."""
     stride, at, rows = 2 * weights.shape[1], address_of(weights), block[NUM_TOKENS]
     if before > 0:
         add_products(at, stride, rows, values + 64 * _BLOCK * block[PREFIX_START], before // 2, out, 4 * _BLOCK, 1)
-    own, is_new = values + 64 * _BLOCK * block[SEGMENT_START], 1 if before == 0 else 0
-    add_products(at + 2 * before, stride, rows, own, (columns - before) // 2, out, 4 * _BLOCK, is_new)
+    segment_values, is_new = values + 64 * _BLOCK * block[SEGMENT_START], 1 if before == 0 else 0
+    add_products(at + 2 * before, stride, rows, segment_values, (columns - before) // 2, out, 4 * _BLOCK, is_new)
 
 
 @inline
 def _mask(scores: Floats, position: int, before: int, prefix: int, columns: int, window: int) -> None:
-    """Cover what the query at a position of its segment does not see: later tokens, outside the window, padding."""
+    """Mask what the query at a position of its segment does not see: later tokens, tokens outside the window, and
+    padding."""
     first = max(0, prefix + position + 1 - window) if window > 0 else 0
     for n in range(min(first, prefix)):
         scores[n] = _MASKED
@@ -155,13 +160,13 @@ def _scale(scores: Floats, scale: float, softcap: float) -> None:
 
 @inline
 def _slope(capped: float, softcap: float) -> float:
-    """The derivative of a capped score with respect to the score."""
+    """Return the derivative of a capped score with respect to the score."""
     return f32(1) if softcap == 0 else f32(1) - (capped / softcap) * (capped / softcap)
 
 
 @inline
 def _largest(scores: Floats, tops: Floats) -> float:
-    """Of whole blocks of scores; it may be NaN where one is."""
+    """Return the maximum of full blocks of scores; it may be NaN where a score is."""
     for i in range(_BLOCK):
         tops[i] = scores[i]
     for n in range(_BLOCK, len(scores), _BLOCK):
@@ -194,14 +199,14 @@ def attend(
     query_head: int,
     queue: int,
 ) -> None:
-    """query [N, H, D], transposed keys, interleaved values -> out [N, H, E], log_sum [H, B, 32]."""
+    """Compute out [N, H, E] and log_sum [H, B, 32] from query [N, H, D], transposed keys and interleaved values."""
     groups = heads // kv_heads
     scores, weights = np.empty((_BLOCK, longest), np.float32), np.empty((_BLOCK, longest), np.uint16)
     sums, tops, masses = np.empty((_BLOCK, _BLOCK), np.float32), np.empty(_BLOCK, np.float32), np.empty(_BLOCK)
     for task in tasks(queue, heads * blocks):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
-        before = _whole(block[PREFIX_TOKENS])
+        before = _padded(block[PREFIX_TOKENS])
         columns = before + block[POSITION] + _BLOCK
         rows = query + 2 * (block[FIRST_TOKEN] * query_token + head * query_head)
         keys = key_columns + 2 * _BLOCK * size * blocks * kv_head
@@ -254,9 +259,9 @@ def query_backward(
     query_head: int,
     queue: int,
 ) -> None:
-    """As `attend`, with keys in both orders, transposed values, grad [N, H, E] -> grad_query, `mean_grad` [H, B, 32].
+    """Compute grad_query and `mean_grad` [H, B, 32], which is rowsum(P * dO V^T).
 
-    `mean_grad` is rowsum(P * dO V^T).
+    Inputs are those of `attend`, with keys in both orders, transposed values, and grad [N, H, E].
     """
     groups = heads // kv_heads
     scores, grads = np.empty((_BLOCK, longest), np.float32), np.empty((_BLOCK, longest), np.float32)
@@ -264,7 +269,7 @@ def query_backward(
     for task in tasks(queue, heads * blocks):
         head, number = task // blocks, task % blocks
         kv_head, block = head // groups, table[number]
-        before = _whole(block[PREFIX_TOKENS])
+        before = _padded(block[PREFIX_TOKENS])
         columns = before + block[POSITION] + _BLOCK
         rows = query + 2 * (block[FIRST_TOKEN] * query_token + head * query_head)
         of_keys = key_columns + 2 * _BLOCK * size * blocks * kv_head
@@ -299,7 +304,7 @@ def query_backward(
 def _add_weighted(
     weights: BFloat16s, count: int, x: int, size: int, blocks: int, head: int, block: int, sums: Floats
 ) -> None:
-    """Add to sums [32, size] of so many keys the interleaved rows x of a block of 32 queries, times their weights."""
+    """Add to sums [32, size] of `count` keys the interleaved rows x of a block of 32 queries, times their weights."""
     for chunk in range(0, size, _BLOCK):
         columns = x + 2 * _BLOCK * ((head * size + chunk) * blocks + _BLOCK * block)
         to = address_of(sums) + 4 * chunk
@@ -308,7 +313,7 @@ def _add_weighted(
 
 @inline
 def _write(sums: Floats, block: Ints, factor: float, kv_heads: int, kv_head: int, out: int) -> None:
-    """Sums [32, size] times a factor -> the block's tokens and that head of `out` [N, K, size]."""
+    """Write sums [32, size] times a factor to the block's tokens and one head of `out` [N, K, size]."""
     size = sums.shape[1]
     for i in range(block[NUM_TOKENS]):
         to = array_bfloat16(out + 2 * ((block[FIRST_TOKEN] + i) * kv_heads + kv_head) * size, (size,))
@@ -345,9 +350,9 @@ def key_value_backward(
     value_head: int,
     queue: int,
 ) -> None:
-    """key [N, K, D], value [N, K, E], queries and grad in both orders -> grad_key and grad_value.
+    """Compute grad_key and grad_value from key [N, K, D], value [N, K, E], and queries and grad in both orders.
 
-    A block of keys goes through the blocks of queries that see it, and adds up what each gives.
+    A task is a block of keys, which adds up the contributions of all blocks of queries that see it.
     """
     groups = heads // kv_heads
     scores, weight_grads = np.empty((_BLOCK, _BLOCK), np.float32), np.empty((_BLOCK, _BLOCK), np.float32)
@@ -361,11 +366,11 @@ def key_value_backward(
         of_values = value + 2 * (block[FIRST_TOKEN] * value_token + kv_head * value_head)
         of_key[:] = f32(0)
         of_value[:] = f32(0)
-        own = block[SEGMENT_END] - task % blocks
-        seeing = own + block[NUM_CONTINUATIONS]
+        num_own = block[SEGMENT_END] - task % blocks
+        seeing = num_own + block[NUM_CONTINUATIONS]
         for step in range(groups * seeing):
             head, n = kv_head * groups + step // seeing, step % seeing
-            seen_by = task % blocks + n if n < own else continuations[block[CONTINUATIONS_START] + n - own]
+            seen_by = task % blocks + n if n < num_own else continuations[block[CONTINUATIONS_START] + n - num_own]
             at = 2 * _BLOCK * (head * blocks + seen_by)
             add_products(of_keys, 2 * key_token, count, query_columns + at * size, size // 2, at_scores, 4 * _BLOCK, 1)
             columns = grad_columns + at * value_size
@@ -390,7 +395,7 @@ def key_value_backward(
 
 
 def can_attend(size: int, value_size: int) -> bool:
-    """Whether `attention` takes heads of these sizes."""
+    """Return whether `attention` supports heads of these sizes."""
     return size % COLUMNS == value_size % COLUMNS == 0
 
 
@@ -402,15 +407,15 @@ def attention(
     prefixes: Sequence[int | None] | None,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Causal attention of packed segments, in the window and with the softcap that the layer has; `can_attend` them.
+    """Return causal attention of packed segments with the layer's window and softcap; requires `can_attend`.
 
     Args:
         query: [N, H, D] bfloat16, of any strides but the last.
         key: [N, K, D].
         value: [N, K, E].
-        lengths: see `tether.models.layers.Packed`.
-        prefixes: likewise.
-        spec: of the layer.
+        lengths: those of `tether.models.layers.Packed`.
+        prefixes: those of `tether.models.layers.Packed`.
+        spec: settings of the layer.
 
     Returns:
         [N, H, E].
@@ -481,9 +486,9 @@ def _numbers(spec: AttentionSpec) -> dict[str, float]:
 def _arranged(
     x: Tensor, blocks: Blocks, transposed: str | None = None, interleaved: str | None = None
 ) -> dict[str, Tensor]:
-    """See `arrange`; the orders that have a name, under it."""
+    """Run `arrange` and return the requested orders under their names."""
     shape = (x.shape[1], len(blocks.table), x.shape[2], _BLOCK)
-    found = {name: x.new_empty(shape) for name in (transposed, interleaved) if name}
+    tensors = {name: x.new_empty(shape) for name in (transposed, interleaved) if name}
     orders = {"transposed": transposed, "interleaved": interleaved}
-    arrange(x=x, table=blocks.table, **{order: found.get(name or "") for order, name in orders.items()})
-    return found
+    arrange(x=x, table=blocks.table, **{order: tensors.get(name or "") for order, name in orders.items()})
+    return tensors

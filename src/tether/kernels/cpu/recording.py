@@ -1,8 +1,8 @@
-"""A call's kernels, recorded to be run again on the same memory, one after the other, without Python in between.
+"""Records the kernels of a call, to run them again on the same memory without Python in between.
 
 A decoding step is hundreds of kernels, with few rows of a few microseconds each, and starting each from Python takes
-longer than many of them run. Whoever records a call and runs it again puts the new inputs where the old ones were, and
-finds the results where the old ones were: what a CUDA graph is to CUDA's kernels.
+longer than many of them run. To reuse a recording, write new inputs to the memory of the old ones; the results appear
+where the old ones were, as with a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tether.kernels.cpu.openmp_loop import Call, array_int64, kernel, pool, reco
 Result = TypeVar("Result")
 
 _HARMLESS = ("empty", "new_empty", "promote_types")
-"""Beginnings of the names of operators that compute nothing; so do those that return views."""
+"""Prefixes of the names of operators that compute nothing; operators that return views compute nothing either."""
 
 binding.add_symbol("GOMP_barrier", ctypes.cast(pool.GOMP_barrier, ctypes.c_void_p).value)
 _barrier: Any = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 def _run_kernel(typing: BaseContext, address: Type, arguments: Type) -> Typed:
-    """Call the compiled code at `address` with the array at `arguments`."""
+    """Generate a call of the compiled code at `address` with the array at `arguments`."""
 
     def code(context: BaseContext, builder: ir.IRBuilder, _: Signature, values: Sequence[Value]) -> Value:
         numbers = ir.IntType(64).as_pointer()
@@ -49,24 +49,24 @@ _run = instruction(_run_kernel)
 
 @kernel
 def _run_all(calls: Annotated[Ints, int64("count", 3)], count: int) -> None:
-    """Addresses of code, its arguments and its queue [C, 3]; each call waits for all threads of the one before."""
+    """Run calls, given as addresses of code, arguments and queue [C, 3]; each call waits for all threads of the
+    previous one."""
     for i in range(count):
         _run(calls[i, 0], calls[i, 1])
         _barrier()
         first, last = share(1)
-        if first < last:  # for one thread only: the queue is full again for the next run
+        if first < last:  # one thread resets the queue for the next run
             array_int64(calls[i, 2], (1,))[0] = 0
 
 
-class Recording:
+class CpuRecording:
     """The kernels of one call, with the memory that they work on."""
 
     def __init__(self, calls: list[Call]) -> None:
-        self._calls = calls  # holds arguments and tensors: only their addresses are handed on
+        self._calls = calls  # owns arguments and tensors: compiled code receives only their addresses
         self._addresses = torch.tensor([_addresses(code, array) for code, array, _ in calls]).view(-1, 3)
 
     def run(self) -> None:
-        """Run them all again."""
         _run_all(calls=self._addresses)
 
 
@@ -76,16 +76,16 @@ def _addresses(code: int, array: ctypes.Array[ctypes.c_int64]) -> tuple[int, int
     return code, start, start + ctypes.sizeof(array) - ctypes.sizeof(ctypes.c_int64)
 
 
-def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
-    """Call the function.
+def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, CpuRecording | None]:
+    """Call a function and record its kernels.
 
     Args:
         function: what to record.
-        watched: look at all that PyTorch does in it, which takes longer than many kernels do. False where it is known
-            to compute nothing.
+        watched: check every PyTorch operator for computation, which takes longer than many kernels. Pass False if the
+            function is known to compute nothing outside the kernels.
 
     Returns:
-        Its result, and its recording; None if PyTorch was seen to compute something in it besides the kernels.
+        The function's result, and its recording; None if PyTorch operators computed something besides the kernels.
     """
     calls: list[Call] = []
     token = recorded.set(calls)
@@ -95,11 +95,11 @@ def record(function: Callable[[], Result], *, watched: bool = True) -> tuple[Res
             result = function()
     finally:
         recorded.reset(token)
-    return result, None if watch.computed else Recording(calls)
+    return result, None if watch.computed else CpuRecording(calls)
 
 
 class _ComputationWatch(TorchDispatchMode):
-    """Notices operators that compute."""
+    """Notices operators that compute something."""
 
     computed = False
 

@@ -15,14 +15,14 @@ from tether.kernels.cpu.openmp_loop import exp, f32, inline, kernel, load, round
 
 @inline
 def _ordered(bits: np.uint16) -> np.int32:
-    """The bits of a bfloat16 as a whole number that is larger for larger ones; back again by the same function."""
+    """Map bfloat16 bits to an integer of the same order; the function is its own inverse."""
     signed = np.int32(np.int16(bits))
     return signed ^ ((signed >> np.int32(31)) & np.int32(0x7FFF))
 
 
 @inline
 def _largest(numbers: BFloat16s) -> float:
-    """Of bfloat16 numbers, as float32; it may be NaN where one is."""
+    """Return the maximum of bfloat16 numbers as float32; it may be NaN where one of them is."""
     largest = np.int32(-0x8000)
     for n in range(len(numbers)):
         largest = max(largest, _ordered(numbers[n]))
@@ -41,14 +41,14 @@ def exp_sums(
     blocks: int,
     queue: int,
 ) -> None:
-    """Logits [N, V] -> their largest [N], and the sums of e^(factor * (logit - largest)) over blocks [N, B]."""
+    """Compute the maxima [N] of logits [N, V], and the sums of e^(factor * (logit - maximum)) over blocks [N, B]."""
     for row in tasks(queue, rows):
         of, to, top = logits[row], sums[row], _largest(logits[row])
         largest[row] = top
         for b in range(blocks):
-            part, total = of[b * block : (b + 1) * block], f32(0)
-            for n in range(len(part)):
-                total += exp((load(part[n]) - top) * factor)
+            entries, total = of[b * block : (b + 1) * block], f32(0)
+            for n in range(len(entries)):
+                total += exp((load(entries[n]) - top) * factor)
             to[b] = total
 
 
@@ -61,9 +61,9 @@ def add_log_sums(
     width: int,
     queue: int,
 ) -> None:
-    """Logits [N, C] of a chunk, added to what `sums` [N, 4] holds of the chunks before.
+    """Add a chunk's logits [N, C] to the running `sums` [N, 4] of the previous chunks.
 
-    With z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
+    The sums are, with z = logits * factor: m = max z, sum e^(z-m), sum e^(z-m) (z-m), sum e^2(z-m).
     """
     for row in tasks(queue, rows):
         of, so_far = logits[row], sums[row]
@@ -94,10 +94,10 @@ def log_probs_backward(
     width: int,
     queue: int,
 ) -> None:
-    """Logits [N, C] of a chunk -> the gradient with respect to them, in place.
+    """Replace a chunk's logits [N, C] by their gradient.
 
-    `statistics` [N, 4]: log normaliser, entropy, upstream gradients of log-probability and of entropy. `column` [N]: of
-    the target in this chunk, or -1.
+    `statistics` [N, 4]: log normaliser, entropy, upstream gradients of log-probability and of entropy. `column` [N]:
+    column of the target in this chunk, or -1.
     """
     for row in tasks(queue, rows):
         of, target = logits[row], column[row]

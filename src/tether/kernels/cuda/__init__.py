@@ -1,6 +1,6 @@
-"""Kernels for CUDA from packages that a user may have installed: Liger and flash-attn.
+"""Kernels for CUDA from optional packages: Liger and flash-attn.
 
-`maker` chooses between them and PyTorch's own, and says in the log which one it took.
+`backend` chooses between them and PyTorch's own, and logs which one it uses.
 """
 
-__all__ = ["maker"]
+__all__ = ["backend"]

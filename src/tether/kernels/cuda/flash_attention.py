@@ -21,7 +21,7 @@ _LARGEST_HEAD = 256
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
-    """Whether flash-attn takes heads and numbers like these."""
+    """Return whether flash-attn supports heads of this size and dtype."""
     size = query.shape[-1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return is_half and size == value.shape[-1] and size <= _LARGEST_HEAD and size % 8 == 0
@@ -35,7 +35,7 @@ def attention(
     prefixes: tuple[int | None, ...] | None,
     spec: AttentionSpec,
 ) -> Tensor:
-    """See `tether.kernels.reference.Reference.packed_attention`; `can_attend` them."""
+    """Return what `tether.kernels.reference.Reference.packed_attention` does; requires `can_attend`."""
     key_lengths = lengths
     if prefixes is not None:
         before = [0 if prefix is None else lengths[prefix] for prefix in prefixes]
@@ -54,11 +54,11 @@ def attention(
         causal=True,
         window_size=(-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         softcap=spec.softcap or 0.0,
-        deterministic=True,  # a resumed run is bitwise the same
+        deterministic=True,  # so that a resumed run is bitwise the same
     )
     return cast("Tensor", out)
 
 
-@lru_cache(maxsize=8)  # every layer asks for the same
+@lru_cache(maxsize=8)  # every layer asks for the same lengths
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

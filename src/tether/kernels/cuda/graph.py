@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a call, recorded and launched again at once.
+"""CUDA graphs: the kernels of a call, recorded and launched together.
 
 A decoding step is hundreds of kernels of a few microseconds each, and launching each from Python takes longer than most
 of them run.
@@ -21,19 +21,18 @@ class Graph:
         self._graph = graph
 
     def run(self) -> None:
-        """Launch them all."""
         self._graph.replay()
 
 
 def capture(function: Callable[[], Result]) -> tuple[Result, Graph]:
-    """Record a call of the function, which computes nothing yet: `Graph.run` fills in the result.
+    """Record a call of a function without executing it; `Graph.run` computes the result.
 
     Args:
-        function: it was called before on the same memory, so that all that it loads lazily is there. It neither waits
-            for the device nor reads from it.
+        function: must have been called before on the same memory, so that lazily loaded modules are present, and must
+            not wait for the device or read from it.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: the function waits for the device or reads from it.
     """
     # torch.cuda.graph would also collect garbage and empty the allocator's cache, which takes longer than many steps.
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

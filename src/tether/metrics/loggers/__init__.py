@@ -1,4 +1,4 @@
-"""Loggers by name. The library behind a name is imported when the name is asked for."""
+"""Loggers by name. The library behind a logger is imported when the logger is requested."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from tether.metrics.loggers.headline import VALIDATION, score_of_test, validation_means
+from tether.metrics.loggers.headline import VALIDATION, evaluation_score, validation_means
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
@@ -21,9 +21,9 @@ __all__ = [
     "RunInfo",
     "Sample",
     "build_loggers",
+    "evaluation_score",
     "read_metrics",
     "read_samples",
-    "score_of_test",
     "validation_means",
 ]
 
@@ -38,24 +38,33 @@ LOGGERS: Mapping[str, str] = {
 }
 """Name -> module:class; the class is called with a `RunInfo`."""
 ALIASES: Mapping[str, str] = {"file": "jsonl"}
-"""verl's name for a logger of ours."""
+"""verl's names for our loggers."""
 
 
 @runtime_checkable
 class PhaseDisplay(Protocol):
-    """A logger that also shows what the run is doing right now."""
+    """A logger that also shows the current phase of the run."""
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show that the run is in this phase, and how far it is in it."""
+        """Show that the run is in this phase, and its progress in it."""
         ...
 
 
 @runtime_checkable
 class WarningDisplay(Protocol):
-    """A logger that also shows messages to whoever watches the run."""
+    """A logger that also shows messages to the user."""
 
     def warn(self, message: str) -> None:
         """Show a warning."""
+        ...
+
+
+@runtime_checkable
+class TakesNotes(Protocol):
+    """A logger that logs some things otherwise than they are, and says so."""
+
+    def take_notes(self) -> list[str]:
+        """Return what the user should know, each note once."""
         ...
 
 
@@ -66,23 +75,23 @@ class Loggers:
         self._loggers = loggers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Logger.log`."""
         for logger in self._loggers.values():
             logger.log(step, metrics)
+            for note in logger.take_notes() if isinstance(logger, TakesNotes) else ():
+                self.warn(note)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """See `Logger.log_samples`."""
         for logger in self._loggers.values():
             logger.log_samples(step, samples)
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the current phase where it can be shown: "gen", 12 of 64 responses done."""
+        """Show the current phase on loggers with a display: "gen", 12 of 64 responses done."""
         for logger in self._loggers.values():
             if isinstance(logger, PhaseDisplay):
                 logger.phase(name, done, total)
 
     def warn(self, message: str) -> None:
-        """Show a warning on the screens among the loggers; without one, by Python's logging."""
+        """Show a warning on loggers with a display; without one, log it with Python's logging."""
         displays = [display for display in self._loggers.values() if isinstance(display, WarningDisplay)]
         for display in displays:
             display.warn(message)
@@ -90,24 +99,23 @@ class Loggers:
             _without_display.warning(message)
 
     def close(self) -> None:
-        """See `Logger.close`."""
         for logger in self._loggers.values():
             logger.close()
 
 
 def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
-    """Build the loggers that `trainer.logger` names; jsonl is always among them.
+    """Build the loggers that `trainer.logger` names; jsonl is always included.
 
     Args:
         names: a name or a list of names of `LOGGERS`, or ``FILE.py:NAME`` of the user's (`own_logger`).
-        run: which run they belong to.
+        run: the run that they belong to.
 
     Raises:
-        ValueError: an unknown name, one whose library is not installed, or a file without such a logger.
+        ValueError: a name is unknown, its library is not installed, or a file does not define the logger.
     """
     requested = [names] if isinstance(names, str) else list(names)
     ordered = dict.fromkeys(["jsonl", *(ALIASES.get(name, name) for name in requested)])
-    factories = {name: _load(name) for name in ordered}  # every name is checked before a logger writes anything
+    factories = {name: _load(name) for name in ordered}  # check every name before a logger writes anything
     return Loggers({name: factory(run) for name, factory in factories.items()})
 
 

@@ -1,15 +1,15 @@
-"""The screen: a live display on a terminal, a line per step otherwise.
+"""The screen: a live display on a terminal, one line per step otherwise.
 
-On a terminal each step leaves a row, and below the rows stands what the run is doing now::
+On a terminal each step prints a row, and a status line below the rows shows the current phase::
 
      step   score     val  ref kl  length  entropy  actor grad  expl var  s/step
        12   0.412       -  0.0031    21.4    1.203        1.31      0.44     6.1
     ━━━━━━━━━━━╸━━━━━━━━━━━━━━━  step 13/60   update_actor 12/32  3.4s   elapsed 1:24   left 5:02
 
-The columns are the numbers that the run has logged so far; where they are too many for the terminal the least
-important ones are left out, never cut off.
+The columns are the numbers that the run has logged so far; if they do not fit on the terminal, the least important ones
+are left out, never cut off.
 
-In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. While a step takes long, a line like
+In a file or a pipe the same step is ``step:12 - critic/score/mean:0.412 - ...``. During a long step, a line such as
 ``step 13/60: update_actor 12/32, 34 s`` appears every few seconds.
 """
 
@@ -45,8 +45,8 @@ STEPS_OF_PACE = 10
 class ConsoleLogger:
     """Shows a run on the screen.
 
-    A screen that fails (closed pipe, odd terminal) is switched off with one warning and the run continues: every number
-    is in `metrics.jsonl` too.
+    If the screen fails (closed pipe, odd terminal), it is switched off with one warning and the run continues: every
+    number is also in `metrics.jsonl`.
     """
 
     def __init__(self, run: RunInfo, screen: Screen | None = None) -> None:
@@ -56,7 +56,7 @@ class ConsoleLogger:
         self._shown: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the headline numbers of a step; what is logged of it later, the time of its checkpoint, is not shown."""
+        """Show the headline numbers of a step; numbers that are logged later for the same step are not shown."""
         if step != self._shown:
             self._shown = step
             self._show(lambda display: display.log(step, metrics))
@@ -66,7 +66,7 @@ class ConsoleLogger:
         self._show(lambda display: display.log_samples(step, samples[:SAMPLES_SHOWN]))
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Show what the run is doing right now."""
+        """Show the current phase of the run."""
         self._show(lambda display: display.phase(_Phase(name, done, total)))
 
     def warn(self, message: str) -> None:
@@ -74,7 +74,7 @@ class ConsoleLogger:
         self._show(lambda display: display.warn(message))
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._show(lambda display: display.close())
 
     def _show(self, action: Callable[[_Display], None]) -> None:
@@ -82,7 +82,7 @@ class ConsoleLogger:
             return
         try:
             action(self._display)
-        except Exception as error:  # noqa: BLE001  whatever is wrong with a screen, it must not end a training run
+        except Exception as error:  # noqa: BLE001  a broken screen must not end a training run
             logger.warning("console output is switched off (%s: %s); the run continues", type(error).__name__, error)
             with suppress(Exception):
                 self._display.close()
@@ -113,7 +113,7 @@ class _Display(Protocol):
 
 
 class _Pace:
-    """Progress and remaining time: the mean time of the last steps times the steps to go."""
+    """Progress and remaining time, which is the mean time of the last steps times the remaining steps."""
 
     def __init__(self, run: RunInfo) -> None:
         self.total = run.total_steps
@@ -131,18 +131,18 @@ class _Pace:
         self.step = step
 
     def warming_up(self) -> bool:
-        """The first step of this process is not done, or is all that is known: it compiles, and fills caches."""
+        """Return whether only the first step of this process is known, which includes compilation and empty caches."""
         return len(self._finished) < 2
 
     def running(self) -> str:
-        """The step in progress."""
+        """Return the label of the step in progress."""
         return f"step {self.step + 1}" if self.total is None else f"step {min(self.step + 1, self.total)}/{self.total}"
 
     def elapsed(self) -> float:
         return time.monotonic() - self._start
 
-    def left(self) -> float | None:
-        """Seconds to go; None while it cannot be known."""
+    def remaining(self) -> float | None:
+        """Return the remaining seconds; None while they are unknown."""
         if self.total is None or not self._finished:
             return None
         start = self._before_first if len(self._finished) == 1 else self._finished[0]
@@ -156,7 +156,7 @@ class _Pace:
 
 
 class _Plain:
-    """Lines of text, in whatever encoding the stream has."""
+    """Lines of text in the encoding of the stream."""
 
     def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
@@ -167,8 +167,8 @@ class _Plain:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.finish(step)
-        left = self._pace.left()
-        eta = [] if left is None else [f"eta:{'at most ' * self._pace.warming_up()}{clock(left)}"]
+        remaining = self._pace.remaining()
+        eta = [] if remaining is None else [f"eta:{'at most ' * self._pace.warming_up()}{clock(remaining)}"]
         self._print(" - ".join([f"step:{step}", *(f"{k}:{v}" for k, v in headline_keys(metrics).items()), *eta]))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -202,7 +202,7 @@ class _Plain:
 
 
 class _Live:
-    """Rows that stay, and below them a line that is redrawn four times a second."""
+    """Rows that stay, and below them a status line that is redrawn four times a second."""
 
     def __init__(self, console: Screen, pace: _Pace) -> None:
         self._console = console
@@ -248,14 +248,15 @@ class _Live:
         self._live.stop()
 
     def _status(self) -> RenderableType:
-        pace, left = self._pace, self._pace.left()
+        pace, remaining = self._pace, self._pace.remaining()
         in_phase = time.monotonic() - self._phase_start
+        compiling = remaining is None and pace.warming_up()
         text = Text.assemble(
             (f"{pace.running()}   ", "bold"),
             (f"{self._phase} ", "cyan"),
             f"{in_phase:.0f}s   elapsed {clock(pace.elapsed())}",
-            "" if left is None else f"   left {'at most ' * pace.warming_up()}{clock(left)}",
-            ("   the first step also compiles, and is slower" if left is None and pace.warming_up() else "", "dim"),
+            "" if remaining is None else f"   left {'at most ' * pace.warming_up()}{clock(remaining)}",
+            ("   the first step also compiles, and is slower" if compiling else "", "dim"),
         )
         if pace.total is None:
             return Group(text)
@@ -265,7 +266,7 @@ class _Live:
 
 
 def _columns(logged: set[str], width: int) -> tuple[str, ...]:
-    """The labels to show: those that have a number, without the least important where not all of them fit."""
+    """Return the labels that have a number, without the least important ones if they do not fit."""
     shown = [label for label in LABELS if label in logged]
     for label in OPTIONAL_LABELS:
         if len(_row("", shown, {})) >= width and label in shown:

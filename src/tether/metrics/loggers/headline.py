@@ -1,4 +1,4 @@
-"""The few numbers that tell how a run goes, picked out of all metrics for a line on the screen."""
+"""The few numbers that summarise a run, selected from all metrics for one line on the screen."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Headline:
 
     label: str
     keys: tuple[str, ...]
-    """The first of these that is logged is shown."""
+    """The first of these keys that is logged is shown."""
     style: str
     """A format specification."""
     is_alarm: bool = False
-    """Shown where it is not 0."""
+    """Whether it is shown only when it is not 0."""
 
     def shown(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Key -> formatted number of what is to be shown."""
+        """Return key -> formatted number of those to be shown."""
         keys = (key for key in self.keys if key in metrics and (metrics[key] or not self.is_alarm))
         return {key: format(metrics[key], self.style) for key in keys}
 
@@ -46,27 +46,28 @@ HEADLINES = (
 )
 
 LABELS = tuple(headline.label for headline in HEADLINES)
-"""In the order in which they are shown."""
+"""Labels in display order."""
 OPTIONAL_LABELS = (
     "critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "steps/s", "length", "env steps",
 )  # fmt: skip
-"""Left out of a narrow screen, in this order."""
+"""Labels that are dropped on a narrow screen, in this order."""
 
 
 def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Give the mean validation score of each data source, by its key."""
+    """Return the mean validation score of each data source, by its key."""
     return {k: v for k, v in metrics.items() if k.startswith(VALIDATION) and k.rpartition("/")[2].startswith("mean@")}
 
 
-def score_of_test(tested: Mapping[str, float]) -> float:
-    """The score of a test: the mean over data sources, or the mean return of its episodes; -inf where it has none."""
-    scores = list(validation_means(tested).values()) or [tested.get("eval/return", -math.inf)]
+def evaluation_score(metrics: Mapping[str, float]) -> float:
+    """Return the score of an evaluation: the mean over data sources, or the mean return of its episodes; -inf without
+    either."""
+    scores = list(validation_means(metrics).values()) or [metrics.get("eval/return", -math.inf)]
     score = sum(scores) / len(scores)
     return -math.inf if math.isnan(score) else score
 
 
 def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Give label -> formatted number; "val" is the mean over data sources, or a return; absent: not logged."""
+    """Return label -> formatted number of the logged numbers; "val" is the mean over data sources, or a return."""
     shown = {}
     for headline in HEADLINES:
         if numbers := headline.shown(metrics):
@@ -76,7 +77,7 @@ def headline_values(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def headline_keys(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Give key -> formatted number, validation last."""
+    """Return key -> formatted number, with validation last."""
     shown: dict[str, str] = {}
     for headline in HEADLINES:
         shown |= headline.shown(metrics)

@@ -1,10 +1,10 @@
 """Every metric and every sample of a run as lines of JSON: `metrics.jsonl` and `samples.jsonl` in its folder.
 
-`tether plot` and other tools read these files. A line is in the file before `log` returns, whole or not at all; on the
-disk too, unless lines come faster than one per second. A step has one line: metrics that are logged later, such as the
-time that its checkpoint took, are added to that line. A run that resumes from step N first drops the lines after N, so
-that no step stands there twice; a fresh run moves older files aside. Files that are deleted during the run are written
-again, with all their lines.
+`tether plot` and other tools read these files. `log` returns after the complete line is in the file, and after it is on
+disk unless lines come faster than one per second. A step has one line: metrics that are logged later, such as the
+duration of its checkpoint, are added to that line. A run that resumes from step N first drops the lines after N, so
+that no step occurs twice; a fresh run moves older files aside. Files that are deleted during the run are written again,
+with all their lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class JsonlLogger:
-    """Appends ``{"step": N, "<key>": value, ...}``; a value that is not finite is written as null."""
+    """Appends ``{"step": N, "<key>": value, ...}``; non-finite values are written as null."""
 
     def __init__(self, run: RunInfo) -> None:
         self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step)
@@ -40,10 +40,10 @@ class JsonlLogger:
             logger.warning("%s has no line of the steps before the resume", run.directory / METRICS_FILE)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line with all metrics; of the step that was logged last, add them to its line.
+        """Append a line with all metrics, or extend the last line if it is of the same step.
 
         Raises:
-            LogFailed: it cannot be written.
+            LogFailed: the file cannot be written.
         """
         finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
         if step != self._last_step:
@@ -56,7 +56,7 @@ class JsonlLogger:
         """Append a line for each sample.
 
         Raises:
-            LogFailed: they cannot be written.
+            LogFailed: the file cannot be written.
         """
         self._samples.append([{"step": step, **asdict(sample)} for sample in samples])
 
@@ -67,10 +67,10 @@ class JsonlLogger:
 
 
 def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
-    """Read the metrics of a run, step -> key -> value; several lines of a step are joined, null is NaN.
+    """Read the metrics of a run, step -> key -> value; several lines of a step are merged, and null becomes NaN.
 
     Raises:
-        ValueError: there is no `metrics.jsonl`, or a line of it is not one of metrics.
+        ValueError: there is no `metrics.jsonl`, or it has a line that is not a line of metrics.
     """
     path = run_directory / METRICS_FILE
     if not path.is_file():
@@ -86,7 +86,7 @@ def read_metrics(run_directory: Path) -> dict[int, dict[str, float]]:
 
 
 def read_samples(run_directory: Path) -> dict[int, list[JsonObject]]:
-    """Read the validation samples of a run, step -> samples as written; empty if it has none."""
+    """Read the validation samples of a run as step -> samples; empty if it has none."""
     path = run_directory / SAMPLES_FILE
     steps: dict[int, list[JsonObject]] = {}
     for _, record in _records(path) if path.is_file() else ():
@@ -95,21 +95,21 @@ def read_samples(run_directory: Path) -> dict[int, list[JsonObject]]:
 
 
 class _Lines:
-    """A file of JSON lines that only grows by whole lines."""
+    """A file of JSON lines in which every line is complete."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._path = path
         self._synced = -math.inf
         self.last_step: int | None = None
-        """Of the last line of the run that is resumed."""
+        """Step of the last line of the run that is resumed."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and resumed_step is None:
                 path.rename(_free_name(path))
             elif path.exists():
-                kept = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resumed_step]
-                _write_all(path, b"".join(line for line, _ in kept))
-                self.last_step = kept[-1][1] if kept else None
+                lines = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resumed_step]
+                _write_all(path, b"".join(line for line, _ in lines))
+                self.last_step = lines[-1][1] if lines else None
             self._file = _open(path)
         except OSError as error:
             raise _failed(path, error) from error
@@ -118,15 +118,15 @@ class _Lines:
         lines = "".join(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
         self._put(lines.encode(errors="backslashreplace"))  # a lone surrogate becomes JSON's own escape
 
-    def extend(self, step: int, more: Mapping[str, float | None]) -> None:
-        """Write ``, "key": value}`` over the ``}`` that ends the last line, that of `step`; the rest is not touched."""
+    def extend(self, step: int, additions: Mapping[str, float | None]) -> None:
+        """Overwrite the ``}`` that ends the last line, that of `step`, with ``, "key": value}``."""
         if self._path.exists() and not self._is_open_there():
-            self.append([{"step": step, **more}])  # the last line of a file that came there may be any
+            self.append([{"step": step, **additions}])  # the last line of a replaced file may be of another step
         else:
-            self._put(f", {json.dumps(more)[1:]}\n".encode(), over=len("}\n"))
+            self._put(f", {json.dumps(additions)[1:]}\n".encode(), over=len("}\n"))
 
     def _put(self, data: bytes, over: int = 0) -> None:
-        """Write at the end, over the last bytes; a full disk leaves the file as it was."""
+        """Write at the end, over the last `over` bytes; a full disk leaves the file unchanged."""
         try:
             self._follow()
             start = self._file.seek(-over, os.SEEK_END)
@@ -153,13 +153,14 @@ class _Lines:
             self._file.close()
 
     def _sync_now_and_then(self) -> None:
-        """Let lines outlive a machine that crashes; not each of them, as small steps would wait for the disk."""
+        """Sync at most once a second: lines survive a crash of the machine, and short steps do not wait for the
+        disk."""
         if time.monotonic() - self._synced > 1:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
 
     def _follow(self) -> None:
-        """Use the file of that name, if it is another one now; if it is gone, write it again."""
+        """Reopen the file if it was replaced, and write it again if it was deleted."""
         if not self._path.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _write_all(self._path, os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0))
@@ -174,7 +175,7 @@ class _Lines:
 
 def _open(path: Path) -> FileIO:
     path.touch()
-    return path.open("r+b", buffering=0)  # not "ab", which can write at the end only
+    return path.open("r+b", buffering=0)  # not "ab", which can only write at the end
 
 
 def _write(file: FileIO, data: bytes) -> None:
@@ -183,7 +184,7 @@ def _write(file: FileIO, data: bytes) -> None:
 
 
 def _write_all(path: Path, data: bytes) -> None:
-    """Let a file hold this, or what it held before."""
+    """Replace the content of a file atomically."""
     new = path.with_suffix(".tmp")
     new.unlink(missing_ok=True)
     with _open(new) as file:
@@ -208,14 +209,14 @@ def _free_name(path: Path) -> Path:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
-    """Yield each line and its content; a last line without its end is what a killed process left, and is skipped."""
+    """Yield each line and its content; an incomplete last line, left by a killed process, is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
                 record = json.loads(line.decode(errors="replace"))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of JSON ({error}); fix or delete the line") from error
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f'{path}:{number}: not a line of this log: no whole number "step"; delete the line')

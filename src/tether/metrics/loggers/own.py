@@ -1,4 +1,4 @@
-"""A logger of the user's, ``FILE.py:NAME``: a class that is called with the `RunInfo`; only its `log` is needed."""
+"""A user-defined logger, ``FILE.py:NAME``: a class that is called with the `RunInfo`; only its `log` is required."""
 
 from __future__ import annotations
 
@@ -17,56 +17,55 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "phase": ("name", "done", "total"),
     "warn": ("message",),
 }
-"""Method -> its arguments; all but `log` may be missing."""
+"""Method -> its arguments; all methods except `log` are optional."""
 
 
 class HasLog(Protocol):
-    """The one method that a logger needs."""
+    """A logger with the one method that is required."""
 
     @property
     def log(self) -> Callable[..., None]:
-        """Of a step and its metrics."""
+        """The function of a step and its metrics."""
         ...
 
 
 class OwnLogger:
-    """The methods that a user's logger has; the others do nothing."""
+    """Adapter of a user-defined logger: methods that it lacks do nothing."""
 
     def __init__(self, logger: HasLog) -> None:
         self._logger = logger
         self.log = logger.log
-        for optional in ("phase", "warn"):  # a logger that has them is shown phases and warnings
+        for optional in ("phase", "warn"):  # a logger that has these methods receives phases and warnings
             if hasattr(logger, optional):
                 setattr(self, optional, getattr(logger, optional))
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """See `Logger.log_samples`."""
         if hasattr(self._logger, "log_samples"):
             self._logger.log_samples(step, samples)
 
     def close(self) -> None:
-        """See `Logger.close`."""
         if hasattr(self._logger, "close"):
             self._logger.close()
 
 
 def own_logger(name: str) -> Callable[[RunInfo], Logger]:
-    """The factory of the logger, with its signatures checked; it is called once, when the run begins.
+    """Check the signatures of a user-defined logger and return its factory, which is called once, at the start of the
+    run.
 
     Raises:
-        ValueError: no such file or class, it takes other arguments, or a method does.
+        ValueError: the file or class does not exist, or the class or a method has other arguments.
     """
-    found = definition(name, KEY)
+    logger_class = definition(name, KEY)
     where = f"{KEY}={name}"
-    if not isinstance(found, type):
-        raise ValueError(f"{where}: is a {type(found).__name__}; expected a class with log(step, metrics)")
-    _check(found, ("run",), f"{where}: {found.__name__}")
-    if not callable(getattr(found, "log", None)):
+    if not isinstance(logger_class, type):
+        raise ValueError(f"{where}: is a {type(logger_class).__name__}; expected a class with log(step, metrics)")
+    _check(logger_class, ("run",), f"{where}: {logger_class.__name__}")
+    if not callable(getattr(logger_class, "log", None)):
         raise ValueError(f"{where}: has no method log(step, metrics)")
     for method, arguments in METHODS.items():
-        if hasattr(found, method):
-            _check(getattr(found, method), ("self", *arguments), f"{where}: {method}")
-    return lambda run: OwnLogger(found(run))
+        if hasattr(logger_class, method):
+            _check(getattr(logger_class, method), ("self", *arguments), f"{where}: {method}")
+    return lambda run: OwnLogger(logger_class(run))
 
 
 def _check(function: Callable[..., object], arguments: Sequence[str], name: str) -> None:
@@ -74,5 +73,5 @@ def _check(function: Callable[..., object], arguments: Sequence[str], name: str)
     try:
         signature.bind(*arguments)
     except TypeError:
-        given = ", ".join(argument for argument in arguments if argument != "self")
-        raise ValueError(f"{name}{signature} is called with ({given})") from None
+        listed = ", ".join(argument for argument in arguments if argument != "self")
+        raise ValueError(f"{name}{signature} is called with ({listed})") from None

@@ -1,4 +1,4 @@
-"""The protocol of loggers: they take the metrics of a step, and samples to look at."""
+"""The protocol of loggers: they receive the metrics of each step, and samples to look at."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Which run a logger belongs to."""
+    """The run that a logger belongs to."""
 
     directory: Path
-    """Folder of the run: files of the loggers go here."""
+    """Folder of the run, for the files of the loggers."""
     project: str
     experiment: str
     config: Mapping[str, object]
     """The resolved configuration, a tree of plain values."""
     total_steps: int | None = None
-    """Steps that the run will take, where it is known."""
+    """Number of steps that the run will take, if known."""
     resumed_step: int | None = None
     """Step of the checkpoint that the run resumes from; None for a fresh run."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to look at, with what the reward made of it."""
+    """A response to look at, with its reward."""
 
     index: int
-    """Row of the dataset: names the sample in every table and file."""
+    """Row of the dataset, which identifies the sample in every table and file."""
     data_source: str
     prompt: str
-    """As the policy reads it."""
+    """The prompt as the policy reads it."""
     response: str
     reward: float | None
-    """None: the reward abstained or failed."""
+    """None if the reward abstained or failed."""
     ground_truth: object = None
     note: str = ""
     """Why there is no reward."""
     truncated: bool = False
-    """The response was cut by the length limit."""
+    """Whether the response was cut by the length limit."""
     extra: Mapping[str, object] = field(default_factory=dict)
-    """What the reward returned beside the score: `acc`, `reason`, its parts."""
+    """Values that the reward returned along with the score, such as `acc`, `reason` and its components."""
 
 
 class LogFailed(OSError):
-    """A log could not be written; the message names the file and what to do."""
+    """A log could not be written; the message names the file and the fix."""
 
 
 class Logger(Protocol):
-    """Takes the results of a run; built from a `RunInfo`."""
+    """Receives the results of a run; built from a `RunInfo`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step. Steps never go down within a process."""
+        """Record the metrics of a step. Steps never decrease within a process."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Record what the policy answered at a validation."""
+        """Record the samples of a validation."""
         ...
 
     def close(self) -> None:

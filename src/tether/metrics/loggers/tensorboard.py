@@ -26,12 +26,13 @@ class TensorboardLogger:
         self._writer.add_text("samples", "\n\n".join(map(_markdown, samples)), step)
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending events."""
         self._writer.close()
 
 
 def _markdown(sample: Sample) -> str:
     reward = sample.note or "none" if sample.reward is None else f"{sample.reward:g}"
     text = f"{sample.prompt}\n-----\n{sample.response}"
-    indented = "\n".join(f"    {line}" for line in text.splitlines())  # indented: shown as it is, not as markdown
+    # Indented, so that it is shown verbatim and not as markdown.
+    indented = "\n".join(f"    {line}" for line in text.splitlines())
     return f"**row {sample.index}, reward {reward}**\n\n{indented}"

@@ -17,8 +17,8 @@ AS_TEXT = ("ground_truth", "extra")
 class WandbLogger:
     """Logs to a wandb run, which a resumed run continues.
 
-    wandb cannot take steps back: steps that it already has are dropped by it when they are repeated after a resume. As
-    resuming repeats them exactly, nothing is lost.
+    wandb drops steps that it already has when a resumed run logs them again. Nothing is lost, because resuming repeats
+    them exactly.
     """
 
     def __init__(self, run: RunInfo) -> None:

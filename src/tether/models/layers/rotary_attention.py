@@ -55,15 +55,14 @@ class RotaryAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         *,
         attention_layout: AttentionLayout | None = None,
-        **others: Any,  # transformers also passes position ids, cache flags and the like
+        **others: Any,  # position ids, the cache (named by the version of transformers), and so on
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [R, Q, E], cosine and sine [R, Q, D] -> [R, Q, E]; without a layout as transformers does it."""
         if attention_layout is None:
             attended: tuple[Tensor, Tensor | None] = self._without_layout(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, **others
+                self, hidden_states, position_embeddings, attention_mask, **others
             )
             return attended
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds
-from tether.kernels import AttentionLayout, maker
+from tether.kernels import AttentionLayout, backend
 from tether.keyed_random import uniform
 from tether.models.output import KeptRecorder
 from tether.rollout.native.expert_recorder import ExpertRecorder
@@ -77,7 +77,7 @@ class Generation:
         self._num_tokens = 0
         self._active = 0
         self._cache = KVCache(num_slots, longest_row(prompts, sampling), self._device)
-        self._kernels = maker(self._device.type, self._dtype)
+        self._kernels = backend(self._device.type, self._dtype)
         self._steps = RepeatedStep(self._kernels)
         # By slot: the row, its last token, the position of that token, the number of tokens sampled so far.
         self._state = torch.zeros(4, num_slots, dtype=torch.int64, device=self._device)

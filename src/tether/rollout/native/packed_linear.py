@@ -1,7 +1,7 @@
 """Linear layers for decoding: those that read the same input as one product, and what follows them inside it.
 
-A kernel may want weights in an order of its own (`tether.kernels.cpu.maker.Cpu.pack_linears`). A `Product` keeps them
-so: a copy, refreshed after each update. Where the maker has no such order nothing is copied.
+A kernel may want weights in an order of its own (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` keeps them
+so: a copy, refreshed after each update. Where the backend has no such order nothing is copied.
 """
 
 from __future__ import annotations

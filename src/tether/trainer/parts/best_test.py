@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tether.metrics.loggers import score_of_test
+from tether.metrics.loggers import evaluation_score
 from tether.trainer.checkpoint import Persistence
 from tether.types import StateDict
 
 
 @dataclass
 class BestTest:
-    """Remembers the highest score of all tests so far; see `tether.metrics.loggers.score_of_test`."""
+    """Remembers the highest score of all tests so far; see `tether.metrics.loggers.evaluation_score`."""
 
     persistence: Persistence | None = None
     """Where its checkpoint is kept; None: nowhere."""
@@ -30,7 +30,7 @@ class BestTest:
 
     def take(self, tested: Mapping[str, float]) -> None:
         """Compare a test with those before; without a score it is none."""
-        score = score_of_test(tested)
+        score = evaluation_score(tested)
         self.is_new = score > self.score
         if self.is_new:
             self.score = score

@@ -81,7 +81,7 @@ class FlatAdamW:
         """Go on from a saved state."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
-        self._steps = state["steps"]
+        self._steps = int(state["steps"])
 
     def _pieces(self, rates: Sequence[float]) -> list[tuple[slice, float]]:
         if len(set(rates)) == 1:

@@ -38,6 +38,7 @@ from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
 from tether.models.megatron.model import MegatronModel, Role, build, describe
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import scattered, tensors_of
@@ -403,22 +404,23 @@ class MegatronEngine(RanksEngine[Outputs]):
     def load_state(self, file: Path) -> int:
         """Take over this rank's parts of a saved state, of any engine and layout; returns `version`."""
         assert self.optimizer
-        state = load_state(file, mapped=True)
-        self.version = state["version"]
-        self.optimizer.state.clear()
-        if not state["state"]:
-            return self.version
-        for moment in MOMENTS:
-            named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
-            parts = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
-            with self.shards.holding(parts):
-                self.megatron.load(named, buffers=False)
-            for shard, part in zip(self.shards, parts, strict=True):
-                if len(shard.master):
-                    self.optimizer.state[shard.master][moment] = shard.part(part).clone()
-        for moments in self.optimizer.state.values():
-            moments["step"] = state["state"][0]["step"].clone()
-        self._rest()
+        with reading(file, ANOTHER_CHECKPOINT):
+            state = load_state(file, mapped=True)
+            self.version = int(state["version"])
+            self.optimizer.state.clear()
+            if not state["state"]:
+                return self.version
+            for moment in MOMENTS:
+                named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
+                parts = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
+                with self.shards.holding(parts):
+                    self.megatron.load(named, buffers=False)
+                for shard, part in zip(self.shards, parts, strict=True):
+                    if len(shard.master):
+                        self.optimizer.state[shard.master][moment] = shard.part(part).clone()
+            for moments in self.optimizer.state.values():
+                moments["step"] = state["state"][0]["step"].clone()
+            self._rest()
         return self.version
 
     def _read(self, weights: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from tether.checkpoints import moments_beside
+from tether.checkpoints import moments_path
 from tether.models.language.save import join_parts
 from tether.training.division import balanced
+
+CHECKED_BYTES = 2**30
+"""Of the weights that are written before the first step, to see that they can be: seconds, and no full disk."""
 
 
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
@@ -39,7 +42,7 @@ def join_shares(parts: Sequence[Path], folder: Path, state: Path) -> None:
     join_parts([part / folder.name for part in parts], folder)
     for number, part in enumerate(parts, 1):
         if (moments := part / "moments.safetensors").exists():
-            moments.rename(moments_beside(state, number, len(parts)))
+            moments.rename(moments_path(state, number, len(parts)))
     (parts[0] / "state.pt").rename(state)
     if (adapter := parts[0] / "adapter").exists():
         adapter.rename(folder.with_name("adapter"))

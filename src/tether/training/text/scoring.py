@@ -179,6 +179,8 @@ class ConversationReader:
     vocabulary: int
     max_length: int
     """Tokens of the longest conversation that it can score."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's."""
 
     def ids(self, request: RewardRequest) -> TokenList | RewardError:
         """Token ids of prompt and response, up to where the score is read."""
@@ -221,7 +223,8 @@ class ConversationReader:
             )
         said = self._control.as_text(response, spared=_OF_ASSISTANTS)
         try:
-            return write_conversation([*dialogue.messages, {"role": "assistant", "content": said}], tokenizer)
+            conversation = [*dialogue.messages, {"role": "assistant", "content": said}]
+            return write_conversation(conversation, tokenizer, chat_template=self.chat_template)
         except ValueError as error:
             return RewardError(f"of the reward model, {error}")
 
