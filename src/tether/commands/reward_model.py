@@ -115,9 +115,7 @@ def train_reward_model(
             _refuse_existing(out)
             identity = _identity(model, pairs, options)
             start = store.resolve("auto")
-            day = today()
-            if start:
-                day = _check_same(start, identity).get(_DATE, day)
+            day = _check_same(start, identity).get(_DATE, today()) if start else today()
             training = build_reward_training(model, pairs, options, start and start / "rm", day)
             engine, done = training.learner.engine, step_of(start) if start else 0
             if start:

@@ -20,8 +20,8 @@ from tether.runtime.threads import usable_cores
 
 def kernel_modules() -> list[ModuleType]:
     """Return the modules whose kernels bfloat16 models use on this processor."""
-    bfloat16 = kernels_for(torch.zeros(1, dtype=torch.bfloat16))
-    if bfloat16 is REFERENCE:
+    chosen = kernels_for(torch.zeros(1, dtype=torch.bfloat16))
+    if chosen is REFERENCE:
         return []
     from tether.kernels.cpu import (
         avx512_instructions,
@@ -32,10 +32,11 @@ def kernel_modules() -> list[ModuleType]:
         packed_attention,
         vocabulary,
     )
+    from tether.kernels.cpu.backend import Cpu
 
     modules = [causal_attention, decode_attention, elementwise, linear_plain, vocabulary]
-    if bfloat16.linear_kernels is not None:
-        modules.append(bfloat16.linear_kernels)
+    if (linear_kernels := Cpu().linear_kernels) is not None:
+        modules.append(linear_kernels)
     if avx512_instructions.has_avx512_bf16():
         modules.append(packed_attention)
     return modules

@@ -20,7 +20,7 @@ STEPS = "trainer.total_training_steps"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 TRAINER = "trainer.v1.trainer_mode"
 FULLY_ASYNC = "async_training"
-DEFAULTS: Mapping[str, float] = {
+DEFAULTS: dict[str, float] = {
     f"{FULLY_ASYNC}.staleness_threshold": 0.1,
     f"{FULLY_ASYNC}.trigger_parameter_sync_step": 4,
     f"{FULLY_ASYNC}.require_batches": 1,
