@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from tests.trainer.loops import ACTOR, Control, Loop, Text, assert_same_run
 from tests.trainer.recorded_runs import RUNS, kill, metrics_of, recorded
-from tests.trainer.tiny_run import GRPO
+from tests.trainer.steps import built
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides
 from tether.commands.cli import app
+from tether.runtime.objects import holding
 from tether.trainer.parts.alarms import (
     ALIKE_STEPS,
     CALLS,
@@ -53,6 +55,44 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     flutter = [1.0] * enough + ([0.5] + [1.0] * enough) * 3
     assert steps(Alarms(), IDENTICAL, flutter)[-1] == 1
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
+
+
+def test_weight_decay_of_a_step_without_a_gradient_is_told_once() -> None:
+    """Of the product of rate and decay: below 2^-25, rounding keeps the weights."""
+    silent = {"actor/grad_norm": 0.0, "actor/lr": 1e-4}
+    for decay, metrics, expected in (
+        (0.01, silent, 1),
+        (0.0, silent, 0),
+        (0.01, silent | {"actor/grad_norm": 1e-9}, 0),
+        (0.01, silent | {"actor/grad_norm": math.nan}, 0),  # no optimizer step was made
+        (0.01, silent | {"actor/lr": 0.0}, 0),
+        (0.01, silent | {"actor/lr": 1e-6}, 0),
+        (0.01, {"actor/lr": 1e-4}, 0),
+    ):
+        alarms, said = Alarms(weight_decay=decay), list[str]()
+        for _ in range(5):
+            alarms.check_step(metrics, warming_up=False, warn=said.append)
+            alarms.check_step(metrics | {"actor/grad_norm": 1.0}, warming_up=False, warn=said.append)
+        resumed = Alarms(weight_decay=decay)
+        resumed.load_state_dict(alarms.state_dict())
+        resumed.check_step(metrics, warming_up=False, warn=said.append)
+        assert len(said) == expected, (decay, metrics)
+        assert all("step 1 " in message and "optim.weight_decay=0.01 shrinks" in message for message in said)
+        assert alarms.collapsed_since is None
+
+
+def test_a_run_whose_responses_score_alike_tells_that_weight_decay_acts(inputs: Path, tmp_path: Path) -> None:
+    overrides = [
+        *(*base_overrides(inputs, tmp_path), *GRPO, *LIGHT, "custom_reward_function.path=object:alike"),
+        *(f"{ACTOR}.use_kl_loss=False", "trainer.total_training_steps=1", "trainer.test_freq=-1"),
+    ]
+    for decay, expected in ((0.02, ["optim.weight_decay=0.02 shrinks"]), (0.0, [])):
+        said: list[str] = []
+        with holding({"alike": lambda **_: 1.0}), built([*overrides, f"{ACTOR}.optim.weight_decay={decay}"]) as run:
+            run.trainer.loggers.warn = said.append
+            run.trainer.fit()
+        assert len(said) == len(expected), said
+        assert all(part in message for part, message in zip(expected, said, strict=True))
 
 
 def test_steps_without_any_score_are_told() -> None:

@@ -113,7 +113,7 @@ class _FullKL(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if needs_bias else None
         upstream = from_kl[:, None] * (transform.scale / transform.temperature)
         for (span, weight_rows, z, grad), (_, _, r, _) in zip(chunks, ref_chunks, strict=True):
-            softcap_slope = transform.slope_beside(z)
+            softcap_slope = transform.softcap_slope(z)
             log_p, log_q = torch.sub(z, normalizer, out=grad), r.sub_(ref_normalizer)
             p = torch.exp(log_p, out=z)
             grad = log_p.sub_(log_q).sub_(kl).mul_(p).mul_(upstream)
