@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
+from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import (
@@ -40,6 +41,7 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     talkers, known, timeout = pickle.loads(first)
+    print_harmlessly()
     try:
         desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
