@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,11 +27,11 @@ from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.printable import printable
+from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
     Activity,
     Screen,
     hide_warnings_of_packages,
-    replace_what_the_terminal_cannot_write,
 )
 from tether.runtime.user_files import raised_by_tether, search_also
 
@@ -143,6 +143,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
     restart_with_huge_pages()
+    outlive_lost_output()
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
 
@@ -260,6 +261,7 @@ def bc(
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
+    outlive_lost_output()
     loaded = _load_embodied(arguments)
     with _importing():
         from tether.commands.cloning import clone
@@ -441,6 +443,7 @@ def pretrain(
 
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
+    outlive_lost_output()
     loaded = _load(arguments)
     with _importing():
         from tether.commands.critic import pretrain_critic
@@ -476,9 +479,10 @@ def main() -> None:
     """Entry point: an error that the user can fix is printed without a traceback and exits with 2.
 
     Where standard output is closed before a command has printed all that it was asked for, it exits with 141 and says
-    nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
+    nothing, as shells report other tools; on a full disk it exits with 2. Training and whatever else writes files goes
+    on, and exits as usual.
     """
-    replace_what_the_terminal_cannot_write()
+    prepare_standard_streams()
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
     try:
@@ -488,16 +492,17 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2
-        with suppress(BrokenPipeError):
-            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
-            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
+        color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+        typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = code or NOBODY_READS
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+    except OutputLost as error:
+        typer.secho(error.strerror, fg=typer.colors.RED, err=True)
+        code = code or 2
     raise SystemExit(code)
 
 

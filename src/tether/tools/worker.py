@@ -19,6 +19,7 @@ from typing import Any
 
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
+from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import (
@@ -42,6 +43,7 @@ def serve(channel: Channel) -> None:
         return
     talkers, known, timeout = pickle.loads(first)
     asyncio.set_event_loop(event_loop())  # for classes that ask for it when they are made
+    print_harmlessly()
     try:
         desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
