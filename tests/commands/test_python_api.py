@@ -1,6 +1,7 @@
 """`tether.train` and `tether.load`: what the commands do, from Python."""
 
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 import tether
 from tests.trainer.loops import Control, Text
 from tests.trainer.tiny_run import write_inputs
+from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
 from tether.metrics.loggers.jsonl import read_metrics
@@ -164,6 +166,18 @@ def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult
     assert first.token_ids == second.token_ids
     one, other = tether.load(text_run.folder).generate(["1+1?", "a longer question"], max_new_tokens=8)
     assert one.token_ids != other.token_ids
+
+
+def test_load_takes_the_names_that_generate_takes(
+    text_run: tether.TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path))
+    assert text_run.checkpoint is not None
+    shutil.copytree(text_run.checkpoint / "actor", tmp_path / "smollm2-135m")  # as if it had been pulled
+    (one,) = tether.load("smollm2-135m").generate("1+1?", max_new_tokens=4)
+    assert one == tether.load(text_run.folder).generate("1+1?", max_new_tokens=4)[0]
+    with pytest.raises(ValueError, match=r"Did you mean smollm2-135m"):
+        tether.load("smolm2-135m")
 
 
 def test_each_kind_names_the_method_of_the_other(
@@ -317,3 +331,31 @@ def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pyt
     ]
     assert not (tmp_path / "other").exists()
     hold_another()
+
+
+def test_files_of_a_run_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A relative path belongs to the folder in which the run was started; what is there in this one comes first."""
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    checkpoint = start / "checkpoints/tether/mine/global_step_2"
+    for folder in (checkpoint, elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("train.jsonl", "val.jsonl", "mine.py"):
+        (start / name).touch()
+    (elsewhere / "train.jsonl").touch()
+    given = [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=train.jsonl",
+        "data.val_files=['val.jsonl?question=q&answer=a',gone.jsonl]",
+        "custom_reward_function.path=mine.py",
+        "trainer.experiment_name=mine",
+    ]
+    (checkpoint / "run.yaml").write_text(load_config(None, given).to_yaml())
+    monkeypatch.chdir(elsewhere)
+    loaded = load_saved(checkpoint, ["data.max_prompt_length=7"])
+    assert loaded.config.data.val_files == (f"{start}/val.jsonl?question=q&answer=a", "gone.jsonl")
+    assert loaded.config.data.train_files == ("train.jsonl",)
+    assert loaded.config.custom_reward_function.path == f"{start}/mine.py"
+    assert loaded.config.data.max_prompt_length == 7
+    assert load_saved(checkpoint, ["data.val_files=val.jsonl"]).config.data.val_files == ("val.jsonl",)
+    monkeypatch.chdir(start)
+    assert load_saved(checkpoint, []).config == load_config(checkpoint / "run.yaml", []).config

@@ -123,6 +123,23 @@ def test_a_collapse_is_dated_by_its_first_sign_though_it_paused() -> None:
     assert since(off, off, on, *[off] * enough, *[on] * enough) == 4 + enough
 
 
+def test_a_step_that_moves_the_policy_far_is_said_at_once_and_once() -> None:
+    """The numbers are those of a run with a learning rate of 1e-3; a rate of 1e-5 stays silent."""
+    said: list[str] = []
+    alarms = Alarms()
+    alarms.check_step({"actor/ppo_kl": 1.46, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+    assert re.search(r"by 1\.5 nats per token .*optim\.lr, .*\. The rate is 0\.001; try 0\.0001", said[0])
+    assert alarms.collapsed_since is None  # ends no run
+    resumed = Alarms()
+    resumed.load_state_dict(alarms.state_dict())
+    for one in (alarms, resumed):
+        one.check_step({"actor/ppo_kl": 0.01, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+        one.check_step({"actor/ppo_kl": -2.0, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+    assert len(said) == 1
+    assert steps(Alarms(), "actor/ppo_kl", [0.05, -0.01, 0.9]) == [0, 0, 0]
+    assert steps(Alarms(), "actor/ppo_kl", [0.05, -1.1]) == [0, 1]  # the estimate may be negative
+
+
 def test_tools_that_fail_are_said() -> None:
     def warnings(calls: list[tuple[float, float]]) -> list[str]:
         alarms, said = Alarms(), list[str]()
@@ -272,7 +289,7 @@ def test_a_distance_that_gains_nothing(key: str) -> None:
         alarms, said = Alarms(), list[str]()
         for score in scores:
             alarms.check_step({key: distance, "env/return": score}, warming_up=False, warn=said.append)
-        return len(said)
+        return sum("nothing is gained by it" in text for text in said)
 
     assert warnings(2.0, [0.3] * DRIFTED_STEPS) == 1
     assert warnings(0.5, [0.3] * DRIFTED_STEPS) == 0
@@ -291,8 +308,8 @@ def test_warnings_advise_what_the_kind_of_run_has(key: str, advised: str) -> Non
         found = {key: score, "actor/ppo_kl": 2.0, "actor/entropy": 0.0 if number else 2.0}
         alarms.check_step(found, warming_up=False, warn=said.append)
         alarms.check_validation({tested: score}, said.append)
-    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out"]
-    assert len(said) == 3
+    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out", "jump"]
+    assert len(said) == 4
     assert all(advised in text for text in said)
 
 
@@ -447,10 +464,11 @@ def test_a_resumed_run_says_what_the_uninterrupted_one_says() -> None:
 COLLAPSED = "the policy has collapsed: actor/entropy is 0 and actor/"
 SAME_REPLY = "of the responses to different prompts are the same reply"
 BLIND = f"the critic has explained nothing of the returns for {CRITIC_STEPS} steps"
+JUMP = "the update of this step moved the policy by "
 MESSAGES = {
     "healthy text": [],
-    "a rate that kills": ["the policy has collapsed: actor/entropy is 5.6 and actor/grad_norm 0"],
-    "a rate and a decay that kill": [f"{COLLAPSED}grad_norm 0"],
+    "a rate that kills": [JUMP, "the policy has collapsed: actor/entropy is 5.6 and actor/grad_norm 0"],
+    "a rate and a decay that kill": [JUMP, f"{COLLAPSED}grad_norm 0"],
     "one letter": [SAME_REPLY, "the validation score of tiny/letters is 0.500, and always giving the most"],
     "paid for what is not meant": ["the score of training rises (", SAME_REPLY],
     "paid for loops": [
@@ -465,7 +483,7 @@ MESSAGES = {
     "a dead policy that shares its critic": [f"{COLLAPSED}policy_grad_norm 0"],
     "a dead policy with a memory": [f"{COLLAPSED}policy_grad_norm 0"],
     "a healthy pendulum": [],
-    "a policy that runs away": ["nats per token away (actor/ppo_kl)"],
+    "a policy that runs away": [JUMP, "nats per token away (actor/ppo_kl)"],
 }  # fmt: skip
 """What alarms say about each of the recorded runs, in this order, and nothing else."""
 

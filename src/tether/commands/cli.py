@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables of options cut their names on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(name="config", help="Look at a configuration without running it.", no_args_is_help=True)
@@ -138,7 +139,7 @@ def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
 
 @app.command()
 def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
-    """Train; resumes from the last checkpoint of the run if there is one.
+    """Train, or resume from the last checkpoint of the run.
 
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
@@ -184,7 +185,7 @@ def evaluate(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Score a checkpoint, or a model before training, on held-out prompts or in its environments."""
+    """Score a checkpoint or a model on held-out prompts, or in episodes."""
     with _importing():
         from tether.commands.evaluate import evaluate as run
 
@@ -257,7 +258,9 @@ def bc(
         tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
     ] = (0.01, 0.99),
 ) -> None:
-    """Behaviour cloning: a policy imitates recorded episodes, before a run takes it as actor_rollout_ref.model.path.
+    """Behaviour cloning: imitate recorded episodes before a run.
+
+    The run then takes the result as actor_rollout_ref.model.path.
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
@@ -326,7 +329,10 @@ def plot(
 def card(
     run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
 ) -> None:
-    """Write the README of a trained policy next to its weights: task, curve, seed, configuration, command."""
+    """Write the README of a trained policy next to its weights.
+
+    It has the task, the held-out curve, the seed, the configuration and the command, as model hubs show them.
+    """
     with _importing():
         from tether.commands.card import write_card
 
@@ -335,7 +341,7 @@ def card(
 
 @app.command()
 def doctor() -> None:
-    """Show what is installed, which device and dtype a run would use, and what each extra would add."""
+    """Show what is installed, the device and dtype, and what extras add."""
     from tether.commands.doctor import show_doctor
 
     show_doctor()
