@@ -20,6 +20,7 @@ from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
 from tether.models.language.model_path import WEIGHT_FILES, weight_files
+from tether.models.layers import context_length
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -68,7 +69,7 @@ class PolicyCard:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and response."""
-        return _context(self.config)
+        return context_length(self.config)
 
 
 def build_servers(
@@ -187,11 +188,7 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
     """Most tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(longest, _context(policy) or longest)
-
-
-def _context(policy: PreTrainedConfig) -> int | None:
-    return getattr(policy.get_text_config(), "max_position_embeddings", None)
+    return min(longest, context_length(policy) or longest)
 
 
 def _load_format(rollout: RolloutConfig) -> str:
