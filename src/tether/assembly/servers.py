@@ -20,6 +20,7 @@ from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
 from tether.models.language.model_path import WEIGHT_FILES, weight_files
+from tether.models.language.save import add_older_names
 from tether.models.layers import context_length
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
@@ -245,6 +246,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     name, parts, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
     policy.config.save_pretrained(described)
+    add_older_names(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     if _load_format(rollout) != "dummy":
