@@ -139,6 +139,11 @@ def load_config(
         theirs = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=theirs)
     except (OSError, ValueError, ImportError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path}: its class is in code that the model's author ships. Read that code, and trust it with "
+                "actor_rollout_ref.model.trust_remote_code=True (critic.model..., --trust-remote-code of generate)."
+            ) from error
         raise ValueError(
             f"{path}: no model config could be loaded ({_first_line(error)}). Looked for a local directory of that "
             "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
@@ -195,6 +200,7 @@ def from_checkpoint(
     Raises:
         ValueError: names weights that lack or have another shape, or says why the files could not be read.
     """
+    _check_kind(auto_class, path, config)
     with _own_code_runs(path, config, trusted=trust_remote_code):
         if unread is not None:
             found = unread_model(auto_class, path, config, dtype, unread, trust_remote_code=trust_remote_code)
@@ -227,6 +233,25 @@ def from_checkpoint(
     loaded: PreTrainedModel = model
     _align(loaded)
     return loaded
+
+
+def _check_kind(auto_class: Any, path: Path | str, config: PreTrainedConfig) -> None:
+    """Refuse quantized weights, and models of which transformers has no class of this kind."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+        raise ValueError(
+            f"{path}: its weights are quantized ({method}), and quantized weights are not trained. Name the "
+            "plain model."
+        )
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is not None and type(config) not in mapping and not hasattr(config, "auto_map"):
+        architecture = (config.architectures or [config.model_type])[0]
+        sees = ", which reads pictures" if hasattr(config, "vision_config") else ""
+        raise ValueError(
+            f"{path}: is a {architecture}{sees}; {auto_class.__name__} of transformers has no class for "
+            f"{config.model_type}. Name a language model for text alone."
+        )
 
 
 @contextmanager
