@@ -1,5 +1,7 @@
 """`tether.train` and `tether.load`: what the commands do, from Python."""
 
+import io
+import json
 import math
 import shutil
 import subprocess
@@ -15,6 +17,8 @@ import torch
 import tether
 from tests.trainer.loops import Control, Text
 from tests.trainer.tiny_run import write_inputs
+from tether.assembly.standalone import build_evaluator
+from tether.commands.model import generate
 from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
@@ -147,6 +151,80 @@ def test_generate(text_run: tether.TrainingResult):
     assert both != policy.generate(["1+1?", talk], n=2, max_new_tokens=4, temperature=1.0, seed=8)
     assert policy.generate("1+1?", system="Add.") == policy.generate(talk)
     assert tether.load(text_run.checkpoint / "actor").generate("1+1?", max_new_tokens=4) == one
+
+
+def test_settings_that_cannot_be_meant_are_refused_by_name(text_run: tether.TrainingResult):
+    policy = tether.load(text_run.folder)
+    for setting in (
+        {"top_p": 0.0}, {"top_p": -0.1}, {"top_p": 1.5}, {"top_p": math.nan}, {"temperature": math.nan},
+        {"temperature": math.inf}, {"top_k": -5}, {"n": 0}, {"stop": ["a", ""]},
+    ):  # fmt: skip
+        ((name, _),) = setting.items()
+        with pytest.raises(ValueError, match=f"^{name}"):
+            policy.generate("1+1?", **setting)
+    with pytest.raises(ValueError, match=r"context of 512 tokens. Lower max_new_tokens \(--max-new-tokens\)"):
+        policy.generate("x" * 300)
+
+
+def test_a_response_ends_before_a_stop_text(text_run: tether.TrainingResult):
+    policy = tether.load(text_run.folder)
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "n": 8}
+    every = policy.generate("1+1?", **sampling)
+    index, whole = max(enumerate(every), key=lambda one: len(one[1].text))
+    stop = whole.text[1:3]
+    assert stop, every
+    cut = policy.generate("1+1?", **sampling, stop=stop)[index]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert not cut.truncated
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) == len(cut.log_probs) <= len(whole.token_ids)
+    assert policy.generate("1+1?", **sampling, stop=["not there"]) == every
+
+
+def test_prompts_from_standard_input_and_from_files(
+    text_run: tether.TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    options = {"n": 1, "max_new_tokens": 2, "temperature": 0.0, "top_p": 1.0, "top_k": -1, "stop": (), "system": None}
+    options |= {"seed": 1, "num_threads": None, "trust_remote_code": False}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2+2?\nQuickly.\n"))
+    (tmp_path / "prompts.txt").write_text("1+1?\n\n3+3?\n")
+    generate(str(text_run.folder), ["-", f"@{tmp_path / 'prompts.txt'}", "@@home"], **options)
+    said = capsys.readouterr().out
+    for prompt in ("2+2?\nQuickly.", "1+1?", "3+3?", "@home"):
+        assert f"--- {prompt}\n" in said
+    for argument, message in (("@nowhere.txt", "nowhere.txt: the file of prompts cannot be read"), ("-", "is empty")):
+        with pytest.raises(ValueError, match=message):
+            generate(str(text_run.folder), [argument], **options)
+
+
+ODD = {
+    "configuration_odd.py": "from transformers import LlamaConfig\n\n\nclass OddConfig(LlamaConfig):\n"
+    "    model_type = 'odd_llama'\n",
+    "modeling_odd.py": "from transformers import LlamaForCausalLM\n\nfrom .configuration_odd import OddConfig\n\n\n"
+    "class OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n",
+}
+
+
+def test_a_run_that_trusts_its_models_code_can_be_asked(inputs: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    for name, code in ODD.items():
+        (model / name).write_text(code)
+    classes = {"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    odd = {"model_type": "odd_llama", "architectures": ["OddForCausalLM"], "auto_map": classes}
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    with pytest.raises(ValueError, match=r"trust it with actor_rollout_ref.model.trust_remote_code=True"):
+        tether.load(model)
+    assert tether.load(model, trust_remote_code=True).generate("1+1?", max_new_tokens=2)
+
+    given = SHORT | {"trainer.total_training_steps": 1, "trainer.test_freq": -1, "actor_rollout_ref.model.path": model}
+    given |= {"actor_rollout_ref.model.trust_remote_code": True, "trainer.default_local_dir": tmp_path / "run"}
+    run = tether.train(load_config(None, Text(inputs).overrides(tmp_path)).tree(), given)
+    assert tether.load(run.folder).generate("1+1?", max_new_tokens=2)
+    loaded = load_config(run.checkpoint / "run.yaml", ["data.val_max_samples=2"])
+    with build_evaluator(loaded, run.checkpoint / "actor") as (evaluation, _):
+        assert len(evaluation.dataset) == 2
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [3], [[{"role": "user"}]], [["1+1?"]]])

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPTBigCodeConfig, PreTrainedModel
 
-from tests.tiny import TINY_CONFIGS, tiny_model
+from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.models.language import gradient_checkpointing
 from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_pages_of_its_own
-from tether.models.language.packing_check import hidden_states
+from tether.models.language.packing_check import disable_dropout, hidden_states
 from tether.models.layers.attention import Packed, use_tether_attention
 
 
@@ -34,6 +34,18 @@ def test_no_gradient_changes(
     enable_gradient_checkpointing(model)
     checkpointed = gradients(model, packed)
     assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
+@pytest.mark.parametrize("config", [GPT2Config, GPTBigCodeConfig])
+def test_layers_that_are_called_with_none_by_position(config: type, packed: tuple[Tensor, Tensor, Packed]) -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(config(**sizes)).double().train()
+    disable_dropout(model)
+    use_tether_attention(model)
+    plain = gradients(model, packed)
+    enable_gradient_checkpointing(model)
+    checkpointed = gradients(model, packed)
     assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
 
 

@@ -20,6 +20,8 @@ from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
 from tether.models.language.model_path import WEIGHT_FILES, weight_files
+from tether.models.language.save import add_older_names
+from tether.models.layers import context_length
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
@@ -68,7 +70,7 @@ class PolicyCard:
     @property
     def context(self) -> int | None:
         """Most tokens of prompt and response."""
-        return _context(self.config)
+        return context_length(self.config)
 
 
 def build_servers(
@@ -187,11 +189,7 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
     """Most tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(longest, _context(policy) or longest)
-
-
-def _context(policy: PreTrainedConfig) -> int | None:
-    return getattr(policy.get_text_config(), "max_position_embeddings", None)
+    return min(longest, context_length(policy) or longest)
 
 
 def _load_format(rollout: RolloutConfig) -> str:
@@ -248,6 +246,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     name, parts, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
     policy.config.save_pretrained(described)
+    add_older_names(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     if _load_format(rollout) != "dummy":

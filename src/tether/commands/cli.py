@@ -277,14 +277,24 @@ def bc(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
-    prompts: Annotated[list[str], typer.Argument(help="One reply is printed for each.")],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(help="One reply is printed for each; - reads standard input, @FILE the lines of a file."),
+    ],
     max_new_tokens: int = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: float = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; -1 keeps all.")] = -1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text before which a reply ends; may be repeated.", show_default=False)
+    ] = None,
     n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     seed: int = 1,
     threads: Threads = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model's author ships with it.")
+    ] = False,
 ) -> None:
     """Ask a model and print its replies."""
     with _importing():
@@ -297,9 +307,12 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        stop=stop or (),
         system=system,
         seed=seed,
         num_threads=threads,
+        trust_remote_code=trust_remote_code,
     )
 
 

@@ -142,7 +142,7 @@ def check_prompts(prompts: Sequence[TokenIds], sampling: SamplingParams, context
     Args:
         prompts: to be answered.
         sampling: how long responses may be.
-        context: the model's ``max_position_embeddings``, where it has any.
+        context: most tokens of prompt and response together by the model, where it has a limit.
 
     Raises:
         ValueError: no prompts, an empty prompt, or one too long for `max_length` or the context.
@@ -161,6 +161,6 @@ def check_prompts(prompts: Sequence[TokenIds], sampling: SamplingParams, context
         if context is not None and len(prompt) + room > context:
             raise ValueError(
                 f"prompts[{index}]: {len(prompt)} prompt tokens + {room} new tokens exceed the "
-                f"model's max_position_embeddings of {context}. "
+                f"model's context of {context} tokens (max_position_embeddings, or longrope's original length). "
                 "Lower data.max_prompt_length or data.max_response_length"
             )

@@ -100,9 +100,9 @@ class Loggers:
             _without_display.warning(message)
 
     def close(self) -> None:
-        """See `Logger.close`; each of them, also where one fails."""
+        """Close each of them, also where one fails."""
         with ExitStack() as stack:
-            for logger in reversed(self._loggers.values()):
+            for logger in reversed(list(self._loggers.values())):
                 stack.callback(logger.close)
 
 

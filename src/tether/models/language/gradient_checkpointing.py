@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
             setattr(module, FUNCTION, _run_again_on_the_way_back)
 
 
-def in_pages_of_its_own(x: Tensor) -> Tensor:
+def in_pages_of_its_own(x: Any) -> Any:
     """The same numbers, for as long as a layer needs them: a large tensor of Linux's memory is copied out of malloc's.
 
     What layers keep would lie between what they free, and leave holes that are too small for the next layer: the peak
     of an update would be far above what is in use.
     """
+    if not isinstance(x, Tensor):  # GPT-2 hands its layers None by position
+        return x
     is_moved = sys.platform == "linux" and x.device.type == "cpu" and x.nbytes >= LARGE
     return _InPagesOfItsOwn.apply(x) if is_moved else x
 
@@ -50,5 +53,5 @@ class _InPagesOfItsOwn(torch.autograd.Function):
         return grad
 
 
-def _run_again_on_the_way_back(layer: object, *inputs: Tensor) -> object:
+def _run_again_on_the_way_back(layer: object, *inputs: object) -> object:
     return checkpoint(layer, *map(in_pages_of_its_own, inputs), use_reentrant=False)

@@ -193,6 +193,7 @@ def from_checkpoint(
     Raises:
         ValueError: names weights that lack or have another shape, or says why the files could not be read.
     """
+    _check_kind(auto_class, path, config)
     broken = f"{path}: its weights could not be loaded"
     with (
         _own_code_runs(path, config, trusted=trust_remote_code),
@@ -224,6 +225,24 @@ def from_checkpoint(
     loaded: PreTrainedModel = model
     _align(loaded)
     return loaded
+
+
+def _check_kind(auto_class: Any, path: Path | str, config: PreTrainedConfig) -> None:
+    """Refuse quantized weights, and models of which transformers has no class of this kind."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+        raise ValueError(
+            f"{path}: its weights are quantized ({method}), and quantized weights are not trained. Name the "
+            "plain model."
+        )
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is not None and type(config) not in mapping and not hasattr(config, "auto_map"):
+        architecture = (config.architectures or [config.model_type])[0]
+        raise ValueError(
+            f"{path}: is a {architecture}; {auto_class.__name__} of transformers has no class for "
+            f"{config.model_type}. Name a language model for text alone."
+        )
 
 
 @contextmanager
@@ -287,6 +306,11 @@ def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception]
         broken = isinstance(error, StrictDataclassError) or is_of_content(error)
         if not isinstance(error, known) and (own_code or not broken):
             raise
+        if not own_code and "trust_remote_code" in str(error):
+            fix = (
+                "Its class is in code that the model's author ships: read that code, and trust it with "
+                "actor_rollout_ref.model.trust_remote_code=True (critic.model..., --trust-remote-code of generate)."
+            )
         raise ValueError(f"{what} ({_first_line(error)}). {fix}") from error
 
 

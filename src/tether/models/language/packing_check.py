@@ -1,23 +1,32 @@
 """Runs a transformers model over packed sequences, and proves at load that it keeps them apart.
 
 A model class whose attention does not go through transformers' attention functions would let packed sequences see each
-other, and nothing would fail: rewards would merely learn worse. So every model that is loaded is tested once.
+other, or sample each token from the one before alone, and nothing would fail: rewards would merely learn worse. So
+every model that is loaded is tested once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels import AttentionLayout
+from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.models.language.expert_choice import ExpertChoice, check_choice, follow_choice
 from tether.models.layers.attention import Packed, use_tether_attention
+from tether.models.layers.positions import context_length
 from tether.models.output.log_probs import lm_head_of, logits_of
 
 SELF_TEST_LENGTHS = (7, 12)
+SELF_TEST_WINDOW = 4
+"""Tokens of windows and chunks during the test, so that both sequences cross them."""
+DECODED = 2
+"""Last tokens of each sequence that the test also runs one at a time over cached keys, as the sampler does."""
 SELF_TEST_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax works in
 float32 even in a float64 model). SmolLM2-135M: 1e-6 in float32 and 0.02 in bfloat16; a leak makes it 0.3, or 1 in
@@ -72,9 +81,10 @@ def prepare_for_packing(model: PreTrainedModel) -> None:
 
 
 def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Switch tether's attention on and compare it with transformers' own, on two short sequences.
+    """Switch tether's attention on and compare it with transformers' own: two short sequences, with short windows.
 
-    The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to.
+    The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to, and the hidden
+    states of the last tokens when they are run one at a time over the cached keys of those before them.
 
     Args:
         model: with its weights, also in shards.
@@ -91,9 +101,11 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     is_causal_lm = model.get_output_embeddings() is not None
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    layout = _Caching(Packed(SELF_TEST_LENGTHS))
+    with torch.no_grad(), _short_windows(model):
         expected = _run_apart(model, ids, with_logits=is_causal_lm)
-        found = _run_packed(model, ids, with_logits=is_causal_lm)
+        found = _run_packed(model, ids, layout, with_logits=is_causal_lm)
+        decoded = _run_decoded(model, ids, layout) if is_causal_lm and layout.cache else None
     model.train(was_training)
     tolerance = SELF_TEST_TOLERANCE[dtype]
     for what, apart, packed in zip(("hidden states", "logits"), expected, found, strict=False):
@@ -107,8 +119,51 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
             raise ValueError(
                 f"{type(model).__name__}: packed sequences give other {what} than separate ones (relative error "
                 f"{error:.2g}, allowed {tolerance:g} in {dtype}), so tether cannot train this model class. "
-                "Its attention or output head does something that tether's does not know."
+                "Its attention or output head does something that tether's does not know, such as a window or chunks "
+                "that only transformers' mask has."
             )
+    if is_causal_lm:
+        _check_decoded(model, decoded, expected[0], tolerance)
+
+
+def _check_decoded(model: PreTrainedModel, decoded: Tensor | None, expected: Tensor, tolerance: float) -> None:
+    name = type(model).__name__
+    if decoded is None:
+        raise ValueError(
+            f"{name}: its attention does not go through transformers' attention functions, so that tether would sample "
+            "each token without its context. Choose a model of another class."
+        )
+    wanted = torch.cat([part[-DECODED:] for part in expected.split(SELF_TEST_LENGTHS)])
+    error = ((decoded - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)).mean().item()
+    if not error <= tolerance:
+        raise ValueError(
+            f"{name}: tokens that are run one at a time over cached keys give other hidden states than the whole "
+            f"sequence (relative error {error:.2g}, allowed {tolerance:g}), so tether cannot sample from this class. "
+            "Choose a model of another class."
+        )
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten the windows and chunks of attention that a model's sequences can cross, for as long as this lasts."""
+    longest = context_length(model.config) or sys.maxsize
+    configs = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
+    holders = dict[object, object](configs) | dict(model.named_modules())
+    before = [
+        (key, name, value)
+        for key, holder in holders.items()
+        for name, value in vars(holder).items()
+        if ("window" in name or "chunk" in name) and "layer" not in name
+        if type(value) is int and SELF_TEST_WINDOW < value < longest
+    ]
+    try:
+        for key, name, _ in before:
+            vars(holders[key])[name] = SELF_TEST_WINDOW  # not by setattr: a config would check it against the rest
+        yield
+    finally:
+        holders |= dict(model.named_modules())  # some were replaced meanwhile
+        for key, name, value in before:
+            vars(holders[key])[name] = value
 
 
 def _check_finite(model: PreTrainedModel) -> None:
@@ -157,16 +212,72 @@ def _run_apart(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> lis
     return [torch.cat(hidden), torch.cat([out.logits[0] for out in outputs])] if with_logits else [torch.cat(hidden)]
 
 
-def _run_packed(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
-    layout = Packed(SELF_TEST_LENGTHS)
+@dataclass(frozen=True)
+class _Caching:
+    """A layout that also stores the keys and values of each layer."""
+
+    packed: Packed
+    cache: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Layer -> keys [1, K, N, D] and values [1, K, N, E]."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend within each sequence."""
+        self.cache[spec.layer] = (key, value)
+        return self.packed.attend(query, key, value, spec)
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A layout of one new token for each sequence, over the keys that are cached."""
+
+    cache: dict[int, tuple[Tensor, Tensor]]
+    """Layer -> keys [R, K, L, D] and values [R, K, L, E]."""
+    position: Tensor
+    """[R] of the new tokens."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend to the keys up to each token's position; query, key and value have one token a row."""
+        keys, values = self.cache[spec.layer]
+        rows = torch.arange(len(query), device=query.device)
+        keys[rows, :, self.position], values[rows, :, self.position] = key[:, :, 0], value[:, :, 0]
+        return kernels_for(query, keys, values).continued_attention(query, keys, values, self.position[:, None], spec)
+
+
+def _run_decoded(model: PreTrainedModel, ids: Tensor, layout: _Caching) -> Tensor:
+    """Hidden states [R * DECODED, E] of the last tokens of each sequence, run one at a time; a sequence is a row."""
+    cache = {layer: (_in_rows(keys), _in_rows(values)) for layer, (keys, values) in layout.cache.items()}
+    rows = ids.split(SELF_TEST_LENGTHS)
+    hidden = []
+    for index in range(-DECODED, 0):
+        position = torch.tensor(SELF_TEST_LENGTHS, device=ids.device) + index
+        tokens = torch.stack([row[index] for row in rows])
+        hidden.append(hidden_states(model, tokens[:, None], position[:, None], _Decoding(cache, position)))
+    return torch.stack(hidden, dim=1).flatten(0, 1)
+
+
+def _in_rows(packed: Tensor) -> Tensor:
+    """[1, K, N, D] -> [R, K, L, D], padded with zeros on the right."""
+    parts = [part.transpose(0, 1) for part in packed[0].split(SELF_TEST_LENGTHS, dim=1)]
+    return nn.utils.rnn.pad_sequence(parts, batch_first=True).transpose(1, 2).contiguous()
+
+
+def _run_packed(model: PreTrainedModel, ids: Tensor, layout: _Caching, *, with_logits: bool) -> list[Tensor]:
     try:
         use_tether_attention(model)
-        hidden = hidden_states(model, ids[None], layout.position_ids(ids.device), layout)
+        hidden = hidden_states(model, ids[None], layout.packed.position_ids(ids.device), layout)
     except (TypeError, ValueError) as error:  # the class takes no attention function, or no extra argument
         raise ValueError(
             f"{type(model).__name__}: does not run on transformers' attention functions, which packing needs ({error})."
         ) from error
-    return [hidden, logits_of(hidden, lm_head_of(model))] if with_logits else [hidden]
+    if not with_logits:
+        return [hidden]
+    head = lm_head_of(model)
+    if head.weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"{type(model).__name__}: its output head does not read the hidden states of its backbone, so tether "
+            "cannot train this model class."
+        )
+    return [hidden, logits_of(hidden, head)]
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

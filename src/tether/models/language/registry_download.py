@@ -72,15 +72,16 @@ def convert_gguf(file: Path, directory: Path) -> Path:
     from transformers.utils.logging import disable_progress_bar  # loads torch, too: not while pip downloads
 
     from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+    from tether.models.language.save import save_tokenizer, write_model
 
     def convert_tokenizer() -> None:
-        load_gguf_tokenizer(file).save_pretrained(directory)
+        save_tokenizer(load_gguf_tokenizer(file), directory)
 
     disable_progress_bar()
     # transformers reads the metadata anew for each, in Python: several seconds, which two processes share.
     process = multiprocessing.get_context("fork").Process(target=convert_tokenizer)
     process.start()
-    load_gguf_model(file).save_pretrained(directory)
+    write_model(load_gguf_model(file), directory)
     process.join()
     if process.exitcode:
         raise ValueError(f"{file}: its tokenizer could not be converted; the error stands above")

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, revert_weight_conversion
 
 INDEX = "model.safetensors.index.json"
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""What transformers 4 calls a rotary setting where it has another name than elsewhere."""
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
@@ -31,13 +34,56 @@ def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
     here = {name: value for name, value in weights.items() if value.device.type != "meta"}
     if len(here) == len(weights):
         model.save_pretrained(folder, state_dict=weights)
+        add_older_names(folder)
         return
     model.save_pretrained(folder, state_dict={})  # its config
+    add_older_names(folder)
     folder.mkdir(parents=True, exist_ok=True)
     named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(here, model))
     if named:
         tensors = {name: value.contiguous() for name, value in named.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_older_names(folder: Path) -> None:
+    """Also write the settings of config.json that transformers 5 renamed by the names that transformers 4 reads.
+
+    Version 4, with which many servers and evaluations run, would take its defaults for them without a word.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    names = _OLDER_NAMES.get(config.get("model_type"), {})
+    older = _older_rope(config.get("rope_parameters") or {}, config.get("model_type"))
+    older |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    config |= {names.get(name, name): value for name, value in older.items()}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _older_rope(rope: Mapping[str, Any], model_type: str | None) -> dict[str, object]:
+    """The rotary settings as transformers 4 spells them; empty where it has no spelling."""
+    if "full_attention" in rope:  # a base for each kind of layer, as Gemma 3 has
+        local = rope.get("sliding_attention") or {}
+        return _older_rope(rope["full_attention"], model_type) | {"rope_local_base_freq": local.get("rope_theta")}
+    if "rope_theta" not in rope:
+        return {}
+    apart = ("rope_theta", "partial_rotary_factor")
+    scaling: dict[str, object] = {name: value for name, value in rope.items() if name not in apart}
+    if model_type == "phi3" and rope["rope_type"] == "longrope":  # exactly these three
+        scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    is_scaled = rope.get("rope_type", "default") != "default" or "mrope_section" in rope
+    return {name: rope[name] for name in apart if name in rope} | {"rope_scaling": scaling if is_scaled else None}
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer so that transformers 4 reads it, too."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):  # a dict in transformers 4
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def join_parts(parts: Sequence[Path], folder: Path) -> None:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.models.layers.fused_modules import replace_gated_mlps, replace_norms
+from tether.models.layers.positions import limit_positions
 from tether.models.layers.rotary_attention import replace_attentions
 
 ATTENTION_NAME = "tether"
@@ -94,3 +95,4 @@ def use_tether_attention(model: PreTrainedModel) -> None:
     replace_attentions(model)
     replace_norms(model)
     replace_gated_mlps(model)
+    limit_positions(model)

@@ -47,7 +47,6 @@ class RotaryAttention(nn.Module):
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.__dict__.update(attention.__dict__)
-        self._spec = spec_of(attention)
         self._without_layout = type(attention).forward
 
     def forward(
@@ -71,7 +70,7 @@ class RotaryAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotated(query, *position_embeddings), rotated(key, *position_embeddings)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention_layout.attend(query, key, value, self._spec)
+        out = attention_layout.attend(query, key, value, spec_of(self))
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.kernels import AttentionLayout
-from tether.models.layers import use_tether_attention
+from tether.models.layers import context_length, use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.expert_recorder import ExpertRecorder
 from tether.rollout.native.generation import Forward, Generation, longest_row
@@ -85,6 +85,11 @@ class NativeEngine:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and response together; None: the model sets no limit."""
+        return context_length(self._model.config)
+
     def load_weights(self, weights: WeightUpdate) -> None:
         """See `RolloutEngine.load_weights`."""
         if self._call is None:
@@ -113,8 +118,7 @@ class NativeEngine:
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        check_prompts(arrays, sampling, context)
+        check_prompts(arrays, sampling, self.context)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             self._prepare_forward()
