@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rollout.native.engine import NativeEngine
+from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
+from tether.runtime.objects import holding
 from tether.trainer.control.rollouts import EnvRollouts
 from tether.trainer.text.rollouts import TextRollouts
 
@@ -274,3 +277,43 @@ def test_a_lack_of_memory_while_answering_is_one_error(
     monkeypatch.setattr(NativeEngine, "generate", lambda *arguments: torch.empty(2**60))
     with pytest.raises(ValueError, match=r"^out of memory in "):
         policy.generate("2+2?")
+
+
+def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Objects, global generators, signals and thread counts are the process's: in a thread, and out of a callback."""
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.setattr(objects, "WAIT_SECONDS", 0.01)
+    found: list[str] = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+
+    def train_another() -> object:
+        overrides = Control().overrides(tmp_path / "other", "env.train.vectorization=sync")
+        return tether.train(overrides=overrides, env=lambda: gymnasium.make("Acrobot-v1"))
+
+    def hold_another() -> None:
+        with holding({"env": object()}):
+            pass
+
+    class Starts:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+            attempt(train_another)
+            for call in (train_another, hold_another):
+                thread = threading.Thread(target=attempt, args=(call,))
+                thread.start()
+                thread.join()
+            hold_another()
+
+    overrides = Control().overrides(tmp_path / "run", "env.train.vectorization=sync", "trainer.total_training_steps=1")
+    tether.train(overrides=overrides, env=lambda: gymnasium.make("CartPole-v1"), callbacks=[Starts()])
+    assert [text.split(",")[0] for text in found] == [
+        "a run is training in this process already",
+        "a run is training in this process already",
+        "env= another thread of this process trains with objects of its own",
+    ]
+    assert not (tmp_path / "other").exists()
+    hold_another()

@@ -31,6 +31,7 @@ Keys: `actor_rollout_ref.actor.use_kl_loss`, `actor_rollout_ref.actor.kl_loss_ty
     `actor_rollout_ref.actor.kl_loss_coef`; `algorithm.use_kl_in_reward`, `algorithm.kl_penalty`, `algorithm.kl_ctrl`.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from tether.algorithms.checks import NonNegative, checked
 from tether.algorithms.logits import full_kl
-from tether.algorithms.masking import count_valid, masked_mean, select, widen
+from tether.algorithms.masking import clip, count_valid, masked_mean, select, widen
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
@@ -77,8 +78,8 @@ def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: as `k1`; far from the reference its variance grows as exp(-d) does.
     Use it: for a value to log, or in a loss that should pull as the reverse KL does.
     """
-    minus_d = (-k1(log_probs, ref_log_probs)).clamp(-20.0, 20.0)
-    return (torch.expm1(minus_d) - minus_d).clamp(max=10.0)
+    minus_d = clip(-k1(log_probs, ref_log_probs), -20.0, 20.0)
+    return clip(torch.expm1(minus_d) - minus_d, -math.inf, 10.0)
 
 
 Estimator = Callable[[Tokens, Tokens], Tokens]

