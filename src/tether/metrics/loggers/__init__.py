@@ -93,7 +93,7 @@ class Loggers:
     def close(self) -> None:
         """See `Logger.close`; each of them, also where one fails."""
         with ExitStack() as stack:
-            for logger in reversed(self._loggers.values()):
+            for logger in reversed([*self._loggers.values()]):
                 stack.callback(logger.close)
 
 
