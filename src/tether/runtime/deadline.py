@@ -1,13 +1,20 @@
-"""A time limit on code of others that runs in this process, such as a chat template."""
+"""Limits on code of others that runs in this process, such as a chat template: of time and of memory."""
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+_MAPPED = Path("/proc/self/statm")
+"""Of Linux: pages that this process has mapped come first."""
 
 
 @contextmanager
@@ -31,3 +38,27 @@ def deadline(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Let the block take so many bytes more than the process has; only in the main thread, and on Linux.
+
+    The limit is of addresses, of which CUDA reserves many more than it needs: where it runs there is none.
+
+    Raises:
+        MemoryError: the block asked for more.
+    """
+    torch = sys.modules.get("torch")
+    on_cuda = torch is not None and torch.cuda.is_initialized()
+    if threading.current_thread() is not threading.main_thread() or on_cuda or not _MAPPED.exists():
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(_MAPPED.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = [limit for limit in (before, mapped + size) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))

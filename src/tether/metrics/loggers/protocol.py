@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import EFBIG
 from pathlib import Path
 from typing import Protocol
 
@@ -51,10 +52,11 @@ class LogFailed(OSError):
 
 def log_failed(path: Path, error: OSError) -> LogFailed:
     """The error of a file of a log, with what to do."""
+    fix = "Raise the limit (ulimit -f)" if error.errno == EFBIG else "Free space on that disk or make it writable"
     return LogFailed(
         error.errno,
-        f"{path}: cannot be written ({error.strerror}). Free space on that disk or make it writable, and start the "
-        "same command again; or name another folder with trainer.default_local_dir",
+        f"{path}: cannot be written ({error.strerror}). {fix}, and start the same command again; or name another "
+        "folder with trainer.default_local_dir",
     )
 
 

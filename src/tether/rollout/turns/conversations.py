@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
-from tether.data.chat import decode
+from tether.data.chat import decode, tokenize
 from tether.data.rows import Agent, agent_of
 from tether.rewards import RewardError, RewardFailure, RewardOutcome, Score
 from tether.rollout.turns.template import TurnTemplate
@@ -30,6 +30,9 @@ from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CHARACTERS_A_TOKEN = 32
+"""More than tokens of any text have on average."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,9 @@ class Talk:
         """Ids of the replies, and of the opening of the policy's next turn."""
         # Half characters, which no tokenizer takes, may come out of a tool that cut its text.
         messages = [{**m, "content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
+        if self._is_surely_longer(messages, room):
+            talk.cut_by = "length"
+            return None
         template = self._common.tool_template if talk.agent.has_tools else self._common.template
         try:
             ids = template.replies(talk.prompt.messages, [*talk.replies, messages])
@@ -218,6 +224,12 @@ class Talk:
         talk.spans.append((talk.length, talk.length + len(ids)))
         talk.length += len(ids)
         return ids
+
+    def _is_surely_longer(self, messages: Sequence[Message], room: int) -> bool:
+        """Whether the beginning of very long replies fills the room already: to tokenize all would take minutes."""
+        enough = CHARACTERS_A_TOKEN * (room + 1)
+        text = "".join(message["content"].strip() for message in messages)
+        return len(text) > enough and len(tokenize([text[:enough]], self._common.tokenizer)[0]) > room
 
     def solution(self, row: int, token_ids: Sequence[int]) -> str:
         """The policy's own words in a finished response, one turn per line."""
