@@ -434,6 +434,7 @@ def test_eval_of_a_model_before_training(cli: Cli, inputs: Path, tmp_path: Path,
     without_file = cli("eval", str(model), *kept, "trainer.seed=3")
     assert without_file.code == 0, without_file
     assert json.loads((tmp_path / f"eval_{model.name}.json").read_text()) == written
+    assert not (tmp_path / f"eval_{model.name}-2.json").exists()
     assert not (tmp_path / "run").exists()
     assert "data.val_files" in refused(cli("eval", str(model)))
     assert "no directory here" in refused(cli("eval", "nobody/nothing", *kept))

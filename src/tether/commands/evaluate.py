@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -67,6 +68,9 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
             f"{cut} of {len(result.samples)} replies were cut at data.max_response_length={limit}", soft_wrap=True
         )
     written = json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str)
+    names = chain([out], (out.with_stem(f"{out.stem}-{number}") for number in count(2)))
+    # A file that is there is of other prompts or settings, unless it says the same.
+    out = next(name for name in names if not name.is_file() or name.read_text() == written)
     try:
         out.write_text(written)
     except OSError as error:

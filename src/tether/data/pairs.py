@@ -3,12 +3,13 @@
 A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text; with `prompt`, a
 conversation or the user's message, they are what follows it. What both conversations repeat of it, all of it as in
 UltraFeedback or its last messages, is read once. Texts without a prompt stand as they are, and are read without a chat
-template, as in Anthropic's hh-rlhf.
+template, as in Anthropic's hh-rlhf. A number in `margin` is by how much the loss wants the chosen score to be higher.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Pair:
     rejected: Side
     place: str
     """File and row, for messages."""
+    margin: float = 0.0
+    """By how much the chosen score is to be above the other."""
 
     @property
     def prompt(self) -> str:
@@ -70,7 +73,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
             wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):
-                pairs.append(Pair(*_sides(record), place))
+                pairs.append(Pair(*_sides(record), place, float(record.get("margin") or 0.0)))
     raise_problems(problems)
     if not pairs:
         raise ValueError(f"{', '.join(files)}: no pairs; each row needs `chosen` and `rejected`")
@@ -201,6 +204,9 @@ def pair_problems(record: object) -> Iterator[str]:
             yield f"`{side}` ends with a message of the role {last}, and what is compared is the assistant's"
     if not prompt and {type(record.get(side)) for side in SIDES} == {str, list}:
         yield "one of `chosen` and `rejected` is a text, the other is not; write both alike, or give a `prompt`"
+    margin = record.get("margin")
+    if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+        yield f"`margin` is {shortened(repr(margin), 60)}, not a finite number; write null, or rename the column"
     chosen, rejected = (record.get(side) for side in SIDES)
     if chosen and rejected and _asked(chosen) != _asked(rejected):
         yield "`chosen` and `rejected` differ before the assistant's first message: they answer different prompts"

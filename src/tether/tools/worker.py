@@ -14,7 +14,8 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
@@ -238,9 +239,36 @@ def _call(tool: Any, request: CallRequest) -> Reply:
         finally:
             finished(tool.release(instance))
     text, reward = result[:2] if isinstance(result, tuple) else (result, None)
-    text = getattr(text, "text", text)
-    messages = [{"role": "tool", "content": "" if text is None else str(text)}]
+    messages = [{"role": "tool", "content": _as_text(text)}]
     return Reply(messages, _reward(reward, "call" if hasattr(tool, "call") else "execute"))
+
+
+def _as_text(value: Any) -> str:
+    """Return what a tool returned as the model reads it: structures as JSON; pictures of verl's tools are named."""
+    if isinstance(getattr(value, "text", 0), str | None):  # verl's ToolResponse
+        unseen = [kind for kind in ("image", "video") if getattr(value, kind, None)]
+        return "\n".join(
+            [*filter(None, [value.text]), *(f"[{kind}, which cannot be shown as text]" for kind in unseen)]
+        )
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool | Mapping | list | tuple | set) or hasattr(value, "model_dump") or is_dataclass(value):
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON has not, or a structure within itself
+            return json.dumps(value, ensure_ascii=False, default=_plain)
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in the place of a pydantic model, a dataclass, a set or an array; text of anything else."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:

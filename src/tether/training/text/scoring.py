@@ -84,12 +84,16 @@ class PairForward:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Bradley-Terry: minus the log-probability of the preference, log sigmoid(chosen - rejected), a mean over pairs."""
+    """Bradley-Terry: minus the log-probability of the preference, log sigmoid(chosen - rejected), a mean over pairs.
+
+    The margin of a pair is subtracted inside (Llama 2, arXiv 2307.09288, section 3.2.2).
+    """
 
     def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
         """See `tether.training.protocol.LossFunction`."""
         margin = outputs.chosen - outputs.rejected
-        loss, all_rows = -logsigmoid(margin), torch.ones_like(margin)
+        loss = -logsigmoid(margin - batch.token_level_scores.sum(-1))
+        all_rows = torch.ones_like(margin)
         metrics = {"rm/accuracy": Mean.of(margin > 0, all_rows), "rm/margin": Mean.of(margin, all_rows)}
         total = loss.sum() / sizes.num_sequences
         return LossTerm(total, dict(metrics), {"rm/loss": total})
@@ -115,10 +119,11 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
     return _rows(uid, beginnings, rests, [[len(rest) - 1] for rest in rests])
 
 
-def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]]) -> TrainBatch:
+def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[float] = ()) -> TrainBatch:
     """A row for each pair (chosen, rejected): their common beginning, then what is left of the one and of the other.
 
-    The mask is set at the two last tokens, so that no split into micro-batches parts a pair.
+    The mask is set at the two last tokens, so that no split into micro-batches parts a pair; the score of a row is the
+    pair's margin, without `margins` 0.
     """
     beginnings, rests, ends = [], [], []
     for chosen, rejected in pairs:
@@ -126,7 +131,7 @@ def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]]) -> TrainBatch:
         beginnings.append(chosen[:common])
         rests.append(chosen[common:] + rejected[common:])
         ends.append([len(chosen) - common - 1, len(rests[-1]) - 1])
-    return _rows(list(range(len(pairs))), beginnings, rests, ends)
+    return _rows(list(range(len(pairs))), beginnings, rests, ends, margins)
 
 
 def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
@@ -143,7 +148,13 @@ def _common_tokens(sequences: Sequence[TokenList]) -> int:
     return next((at for at in range(limit) if len({ids[at] for ids in sequences}) > 1), limit)
 
 
-def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], marked: list[list[int]]) -> TrainBatch:
+def _rows(
+    uid: list[int],
+    prompts: list[TokenList],
+    responses: list[TokenList],
+    marked: list[list[int]],
+    scores: Sequence[float] = (),
+) -> TrainBatch:
     def padded(rows: list[TokenList]) -> Tensor:
         return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
 
@@ -162,7 +173,7 @@ def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], 
         truncated=torch.zeros(count, dtype=torch.bool),
         batch_size=[count],
     )
-    return TrainBatch.assemble(rollout, torch.zeros(count))
+    return TrainBatch.assemble(rollout, torch.tensor(scores) if scores else torch.zeros(count))
 
 
 _OF_ASSISTANTS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
