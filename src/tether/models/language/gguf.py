@@ -7,6 +7,7 @@ it does not know of a file, and draws missing weights at random: both are refuse
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
@@ -35,9 +36,8 @@ def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTraine
         ValueError: the file is one of several, lacks weights, or has tensors or rotary scaling that are not read.
     """
     architecture, names = _read_names(file)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
-    )
+    auto_class: Any = AutoModelForCausalLM  # with output_loading_info it returns two things
+    loaded, report = auto_class.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True)
     _check_tensors(file, architecture, names, loaded, sorted(report["missing_keys"]))
     config = loaded.config
     if hasattr(config, "quantization_config"):
