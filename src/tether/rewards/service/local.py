@@ -7,6 +7,7 @@ run along: a function of a file has processes of its own (`tether.rewards.servic
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from tether.rewards.router import RewardFunction
 from tether.rewards.service.worker import call
 from tether.runtime.deadline import deadline
 
-_SIGNALS = "signal only works in main thread"  # Python's words
 _USE_A_FILE = (
     "trainer.async_mode calls reward= in the thread that samples, where signals (math_verify, timeout decorators) "
     "do not work: put the function into a file (custom_reward_function.path), or set trainer.async_mode=off"
@@ -45,7 +45,8 @@ class LocalRewards:
                 outcome = call(self._function, request)
         finally:
             random.setstate(noise)
-        if isinstance(outcome, RewardError) and _SIGNALS in outcome.message:
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(outcome, RewardError) and "signal" in outcome.message and not is_main:
             outcome = replace(outcome, message=f"{outcome.message}. {_USE_A_FILE}")
         self._done[index] = load_answer(dump_answer(outcome, time.monotonic() - begun))
 
