@@ -1,14 +1,19 @@
-"""Limits on code of others that runs in this process, such as a chat template: of time and of memory."""
+"""Limits on code of others that runs in this process, such as a chat template: of time and of memory.
+
+In the main thread a signal ends code that takes too long, which also ends a wait; in another one an exception that is
+raised there, at its next line of Python.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -19,13 +24,14 @@ _MAPPED = Path("/proc/self/statm")
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop the block after `seconds`; only in the main thread, where a signal can.
+    """Stop the block after `seconds`.
 
     Raises:
         TimeoutError: the block took longer.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with _in_this_thread(seconds):
+            yield
         return
 
     def stop(_: int, __: FrameType | None) -> NoReturn:
@@ -62,3 +68,29 @@ def memory_limit(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+@contextmanager
+def _in_this_thread(seconds: float) -> Iterator[None]:
+    def say(self: TimeoutError) -> None:
+        TimeoutError.__init__(self, f"not done after {seconds:g} seconds")
+
+    late = type("TimeoutError", (TimeoutError,), {"__init__": say})  # it is raised without arguments
+    thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def stop() -> None:
+        with lock:
+            if not is_over:
+                raise_in_thread(thread, ctypes.py_object(late))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with suppress(late), lock:  # it may be raised here, after the block has ended
+            is_over = True
+            raise_in_thread(thread, None)
+        timer.cancel()

@@ -147,10 +147,10 @@ def _check_decoded(model: PreTrainedModel, decoded: Tensor | None, expected: Ten
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shorten the windows and chunks of attention that a model's sequences can cross, for as long as this lasts."""
     longest = context_length(model.config) or sys.maxsize
-    configs = {id(module.config): module.config for module in model.modules() if "config" in vars(module)}
-    holders: dict[object, object] = {}
-    holders.update(configs)
-    holders.update(model.named_modules())
+    configs: dict[object, object] = {
+        id(module.config): module.config for module in model.modules() if "config" in vars(module)
+    }
+    holders: dict[object, object] = {**configs, **dict(model.named_modules())}
     before = [
         (key, name, value)
         for key, holder in holders.items()

@@ -47,7 +47,8 @@ def limit_positions(model: PreTrainedModel) -> None:
     limit = original_length(model.config)
     if limit is None:
         return
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "rope_type") and not hasattr(module, "position_limit"):
             module.__dict__["position_limit"] = limit
             module.register_forward_pre_hook(partial(_check_positions, limit), with_kwargs=True)
