@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tether.kernels import maker
 from tether.runtime.cache import cache_dir
+from tether.runtime.install import pip_install
 from tether.runtime.machine import computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
@@ -34,6 +35,8 @@ EXTRAS = {
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
     "ray": ("ray", "several devices: trainer.n_gpus_per_node, trainer.nnodes"),
     "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
+    "mcp": ("mcp", "tools of MCP servers"),
+    "verifiers": ("verifiers", "environments of verifiers: data.train_files=verifiers:NAME"),
     "modelscope": ("modelscope", "models of ModelScope: actor_rollout_ref.model.path=modelscope:OWNER/NAME"),
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
@@ -56,12 +59,12 @@ def show_doctor() -> None:
             console.print(line, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("package", "version", "what it adds", "install"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # a key that is cut says nothing
     for name in CORE:
         table.add_row(name, _version(name) or "MISSING", "core", "" if _version(name) else "pip install tether")
     for name, (extra, adds) in EXTRAS.items():
         version = _version(name)
-        table.add_row(name, version or "-", adds, "" if version else f"pip install 'tether[{extra}]'")
+        table.add_row(name, version or "-", adds, "" if version else pip_install(extra))
     console.print(table)
 
 

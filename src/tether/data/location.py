@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+from tether.runtime.install import pip_install
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 
@@ -24,11 +25,11 @@ ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 PACKAGES = {
-    "task": ("reasoning_gym", "tether[quickstart]"),
-    "environment": ("verifiers", "tether[verifiers]"),
-    "hub": ("datasets", "datasets"),
+    "task": ("reasoning_gym", "quickstart"),
+    "environment": ("verifiers", "verifiers"),
+    "hub": ("datasets", None),
 }
-"""Kind of source -> the package that it needs, and what pip installs it."""
+"""Kind of source -> the package that it needs, and the extra that installs it; None: it is no extra."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _known_options(location: Location, spec: str) -> Location:
 
 
 def _installed(location: Location) -> Location:
-    package, install = PACKAGES[location.kind]
+    package, extra = PACKAGES[location.kind]
     if find_spec(package) is None:
-        raise ValueError(f"this data source needs the package {package}: pip install '{install}'")
+        command = pip_install(extra) if extra else f"pip install {package}"
+        raise ValueError(f"this data source needs the package {package}: {command}")
     return location
