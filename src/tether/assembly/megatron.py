@@ -27,6 +27,7 @@ from tether.models.language.load import is_gguf, load_config
 from tether.models.megatron import Layout, check
 from tether.models.megatron.version import check_version
 from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.training.engines.copies import with_weights
 from tether.training.text import ReferenceModel
@@ -118,7 +119,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "
-            "Run: pip install 'tether[megatron]', or set actor_rollout_ref.actor.strategy=fsdp."
+            f"Run: {pip_install('megatron')}, or set actor_rollout_ref.actor.strategy=fsdp."
         )
     check_version()
     with warnings.catch_warnings():

@@ -26,6 +26,7 @@ from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
+from tether.runtime.install import pip_install
 from tether.runtime.printable import printable
 from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
@@ -333,7 +334,7 @@ def plot(
     try:
         from tether.metrics.plot import plot_run
     except ModuleNotFoundError as error:
-        raise ValueError(f"tether plot needs {error.name}: pip install 'tether[quickstart]'") from error
+        raise ValueError(f"tether plot needs {error.name}: {pip_install('quickstart')}") from error
 
     typer.echo(plot_run(runs, out, keys, mean=mean, title=title))
 

@@ -30,6 +30,7 @@ from tether.envs.vectorization.loop import SyncVectorEnv
 from tether.envs.vectorization.part import PartOfEnvs
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
+from tether.runtime.install import pip_install
 from tether.runtime.late_calls import LateCalls
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import definition, import_python_file
@@ -564,7 +565,7 @@ def _needs_named(options: EnvOptions) -> Iterator[None]:
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
         text = f"{error} {error.__cause__ or ''}"
         extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
-        fix = f"Run: pip install 'tether[{extra}]'" if extra else "Install it."
+        fix = f"Run: {pip_install(extra)}" if extra else "Install it."
         raise ValueError(
             f"{options.role}.id: {options.id} needs a package that is not installed ({error}). {fix}"
         ) from error

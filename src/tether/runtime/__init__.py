@@ -15,6 +15,7 @@ __all__ = [
     "hubs",
     "huge_pages",
     "hugging_face",
+    "install",
     "interrupt",
     "late_calls",
     "machine",

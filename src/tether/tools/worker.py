@@ -20,6 +20,7 @@ from typing import Any
 
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
+from tether.runtime.install import pip_install
 from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
@@ -295,7 +296,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         except Exception as error:
             if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
-                raise ValueError(f"{what}. Run: pip install 'tether[verifiers]'") from error
+                raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
             what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
@@ -331,7 +332,7 @@ def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]
         servers = importlib.import_module("tether.tools.mcp_servers")
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
-        raise ValueError(f"{what}. Run: pip install 'tether[mcp]'") from error
+        raise ValueError(f"{what}. Run: {pip_install('mcp')}") from error
     found: list[tuple[str, JsonObject, Any]] = servers.connected(spec, known)
     return found
 

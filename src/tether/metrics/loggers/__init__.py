@@ -12,6 +12,7 @@ from tether.metrics.loggers.headline import VALIDATION, evaluation_score, valida
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
+from tether.runtime.install import pip_install
 from tether.spelling import did_you_mean
 
 __all__ = [
@@ -134,6 +135,6 @@ def _load(name: str) -> Callable[[RunInfo], Logger]:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"trainer.logger: {name!r} needs the package {error.name!r}, which is not installed. "
-            f"Run: pip install 'tether[{name}]', or take {name!r} out of trainer.logger."
+            f"Run: {pip_install(name)}, or take {name!r} out of trainer.logger."
         ) from error
     return getattr(module, class_name)

@@ -26,6 +26,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from tether.runtime.disk import reading
+from tether.runtime.install import pip_install
 
 FIX = "Copy the file again"
 
@@ -61,9 +62,7 @@ def _read_names(file: Path) -> tuple[str, list[str]]:
     try:
         from gguf import GGUFReader  # an extra
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{file}: a GGUF file needs the package gguf. Run: pip install 'tether[quickstart]'"
-        ) from error
+        raise ValueError(f"{file}: a GGUF file needs the package gguf. Run: {pip_install('quickstart')}") from error
     reader = GGUFReader(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
     if int(values.get("split.count", 1)) > 1:

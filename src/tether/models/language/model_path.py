@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tether.runtime.disk import COPY_AGAIN, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
 
@@ -180,7 +181,7 @@ def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool, weights: bool) 
     try:
         from tether.models.language.modelscope import check_on_modelscope, modelscope_directory
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
+        raise ValueError(f"{name}: ModelScope needs {error.name}: {pip_install('modelscope')}") from error
     if fetch:
         folder = modelscope_directory(name, cache_dir)
         _check_directory(folder, weights=weights)

@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
+from tether.runtime.install import pip_install
 
 PIP_TIMEOUT_S = 1800
-_QUICKSTART = "pip install 'tether[quickstart]' (in a clone: pip install -e '.[quickstart]')"
 _INSTALL = {
-    "gguf": _QUICKSTART,
-    "accelerate": _QUICKSTART,
+    "gguf": pip_install("quickstart"),
+    "accelerate": pip_install("quickstart"),
     "pip": "python -m ensurepip (with uv: uv pip install pip)",
 }
 

@@ -20,6 +20,7 @@ from tether.models.control.spec import Observations, device_of
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.published import PublishedModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
+from tether.runtime.install import pip_install
 
 
 class VlaPolicy(MemorylessPolicy):
@@ -109,6 +110,5 @@ def _lora() -> ModuleType:
         return importlib.import_module("tether.models.language.lora")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. "
-            "Run: pip install 'tether[lora]'"
+            f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. Run: {pip_install('lora')}"
         ) from error

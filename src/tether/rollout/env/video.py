@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.envs import Renders
+from tether.runtime.install import pip_install
 
 BLOCK = 16
 """Sides of a picture are multiples of it: what every player of H.264 shows."""
@@ -59,6 +60,6 @@ def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
     try:
         writer = imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=BLOCK)
     except ImportError as error:
-        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: pip install 'tether[video]'") from error
+        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: {pip_install('video')}") from error
     with writer:
         yield Video(env, writer)
