@@ -30,7 +30,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     kind = request.param
     monkeypatch.setattr(f"tether.rollout.{kind}.weights.this_gpu", lambda: CPU)
     policy = DIALECTS[kind].policy
-    dialect = Vllm(policy, way="nccl") if kind == "vllm" else SGLang(policy, "nccl")
+    dialect = Vllm(policy, transfer="nccl") if kind == "vllm" else SGLang(policy, "nccl")
     bench = Bench(tmp_path, kind, dialect=dialect)
     yield bench
     bench.close()

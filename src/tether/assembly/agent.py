@@ -18,11 +18,11 @@ from tether.trainer.control import POLICY
 
 if TYPE_CHECKING:
     from tether.envs.gymnasium_types import Env
-    from tether.rollout.env.agent import Agent
+    from tether.rollout.env.agent import EnvAgent
 
 
-def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, Callable[[], Env]]:
-    """The `tether.rollout.env.agent.Agent` of a checkpoint, and what makes an environment of ``env.eval``.
+def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
+    """The `tether.rollout.env.agent.EnvAgent` of a checkpoint, and what makes an environment of ``env.eval``.
 
     Args:
         config: of the run.
@@ -43,6 +43,6 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, 
     policy = load_policy(checkpoint / POLICY)
     code = code_of(policy)
     decode = None if code is None else code.decode
-    agent_type = importlib.import_module("tether.rollout.env.agent").Agent
+    agent_type = importlib.import_module("tether.rollout.env.agent").EnvAgent
     with closing(make_env()) as env:
         return agent_type(policy, env.observation_space, env.action_space, options.id, decode, seed), make_env
