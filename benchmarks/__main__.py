@@ -1,4 +1,4 @@
-"""The speed tables: python -m benchmarks all|TABLE... [--quick] [--write docs/performance.md]
+"""The speed tables: python -m benchmarks all|TABLE... [--quick] [--write docs/evidence/performance.md]
 
 Each table measures tether beside its peers in one run, taking turns, and says which goals are met. Peers are installed
 by pip into environments of their own (runs/peers), and left out with a word where that fails.
@@ -128,7 +128,7 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
         "tether beside what one would use instead, on one machine, in one run, taking turns; medians count. Written by",
         "",
         "```sh",
-        f"{command}{' --quick' if setting.quick else ''} --write docs/performance.md",
+        f"{command}{' --quick' if setting.quick else ''} --write docs/evidence/performance.md",
         "```",
         "",
         wrapped(
@@ -137,7 +137,7 @@ def head(setting: Setting, names: list[str], minutes: float) -> str:
                 f"Model: {setting.model.name}. Prompts: {Path(setting.data).name}.",
                 f"A large bfloat16 matrix product ran at up to {roof.rate / 1e9:.0f} GFLOP/s and memory was read at up",
                 f"to {roof.bandwidth / 1e9:.0f} GB/s; the limits that a table names are of the best until then.",
-                f"All sides ran with {SWITCH}={os.environ.get(SWITCH)} (docs/training.md).",
+                f"All sides ran with {SWITCH}={os.environ.get(SWITCH)} (docs/guides/training.md).",
                 "No GPU was at hand: nothing is said about one.",
             ]
         ),

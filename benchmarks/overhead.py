@@ -1,4 +1,4 @@
-"""Overhead of several processes: python -m benchmarks.overhead --write docs/scaling-out.md
+"""Overhead of several processes: python -m benchmarks.overhead --write docs/evidence/several-devices.md
 
 Steps of PPO with a small policy and critic in float32 on one rank under Ray, and on two, take turns with those of one
 process; so do weights that go from one rank to another through Ray's object store, and to a vLLM server where its

@@ -1,7 +1,7 @@
 """Time saved by asynchronous training: measured steps beside a discrete-event model of the same times, as a table.
 
     python -m benchmarks.overlap                         # three minutes of two cores
-    python -m benchmarks.overlap --write docs/async.md   # fills the page
+    python -m benchmarks.overlap --write docs/evidence/async.md   # fills the page
 
 The task is `spell` of `benchmarks.algorithms`, in two settings: *here*, where the sampler has the cores of the trainer
 (one thread each), and *elsewhere*, where its time is waiting for the reward, as for a judge on another machine. The

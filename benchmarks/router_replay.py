@@ -1,6 +1,6 @@
 """How far a mixture's log-probs are apart with its routers' own choice of experts, and with that of an earlier pass.
 
-    python -m benchmarks.router_replay [--rows 64] [--new-tokens 48] [--write docs/router-replay.md]
+    python -m benchmarks.router_replay [--rows 64] [--new-tokens 48] [--write docs/guides/router-replay.md]
 
 Random models of 16 experts in 4 layers, two experts a token. R3: from the sampler, in bfloat16, to the trainer, in
 float32, at the same weights. R2: from the trainer before to the trainer after a change of each weight by a thousandth

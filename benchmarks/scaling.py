@@ -171,7 +171,7 @@ def measure(setting: Setting) -> Section:
             values = [read(point) for point in points]
             cells.append(f"{exponent(at, values):.2f} ({values[0]:.2f} to {values[-1]:.2f})")
         table.append([axis.name, f"{at[0]:,.0f} to {at[-1]:,.0f}", *cells, axis.expected])
-    after = [] if setting.quick else [f"![time and memory against size](assets/{PICTURE.name})"]
+    after = [] if setting.quick else [f"![time and memory against size](../assets/{PICTURE.name})"]
     if not setting.quick:
         draw(measured, PICTURE)
     return Section(

@@ -1,7 +1,7 @@
 """Do tether's rules score as verl's scorers do? Rows, replies of known kinds, both side by side.
 
     pip install --no-deps --target oracle verl==0.9.1 mathruler pylatexenc
-    PYTHONPATH=oracle python -m benchmarks.scorers --data DATA --write docs/scorers.md
+    PYTHONPATH=oracle python -m benchmarks.scorers --data DATA --write docs/evidence/scorers.md
 
 DATA has gsm8k/test.parquet and math/test.parquet in verl's row layout (`tether data pull`). Each reply is scored by the
 rule that tether has for its data_source, and by verl's `default_compute_score`. verl runs programs without a sandbox:

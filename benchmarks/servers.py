@@ -1,7 +1,7 @@
 """Does a policy learn the same from a server's samples? GRPO and PPO by `native` and by vLLM, three seeds each.
 
     python -m benchmarks.servers                                    # minutes; vLLM: scripts/vllm.sh
-    python -m benchmarks.servers --write docs/servers.md --plot docs/assets/servers.png
+    python -m benchmarks.servers --write docs/evidence/servers.md --plot docs/assets/servers.png
     python -m benchmarks.servers --task quickstart                  # 90 minutes of one core
 
 The task is `spell` of `benchmarks.algorithms`: a random model of two layers learns to spell by four optimizer steps a

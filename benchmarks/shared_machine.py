@@ -1,7 +1,7 @@
 """What a busy process beside tether costs: a training step, decoding, and PyTorch's own matrix products, as a table.
 
     python -m benchmarks.shared_machine                           # two minutes of two cores
-    python -m benchmarks.shared_machine --write docs/threads.md   # fills the page
+    python -m benchmarks.shared_machine --write docs/evidence/performance.md   # fills the page
 
 The busy process is `while True: pass`. It is stopped and continued between measurements, which take turns, so that
 whatever else disturbs the machine disturbs both sides. Where two threads and the busy process divide two cores evenly,

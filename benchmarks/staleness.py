@@ -1,7 +1,7 @@
 """Does asynchronous training learn as well? The same task at several stalenesses, three seeds each, as a table.
 
     python -m benchmarks.staleness                           # about ten minutes of one core
-    python -m benchmarks.staleness --write docs/async.md
+    python -m benchmarks.staleness --write docs/evidence/async.md
     python -m benchmarks.staleness --task quickstart         # hours of one core; what is done is kept in --results
 
 The task is `spell` of `benchmarks.algorithms`: letters to spell, a random model of two layers, GRPO with four optimizer

@@ -1,6 +1,6 @@
 """Which code a training step enters, for text and for control.
 
-    python -m benchmarks.tracing --files --write docs/architecture.md
+    python -m benchmarks.tracing --files --write docs/reference/architecture.md
 
 Two tiny runs are trained through `tether.train`: PPO on text with a critic, a reference, GAE and the KL in the reward,
 and PPO on CartPole. `sys.settrace` sees every function of this process that is called; nothing is timed. The second

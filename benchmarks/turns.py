@@ -1,7 +1,7 @@
 """Gain from keeping the cache of conversations: tokens per second with it and without.
 
     python -m benchmarks.turns
-    python -m benchmarks.turns --write docs/turns-inside.md
+    python -m benchmarks.turns --write docs/reference/turns-inside.md
 
 A random model of SmolLM2-135M's width with a third of its layers, in bfloat16 on one thread. One token in 32 ends a
 turn, so that turns have about 32 tokens, and answers have 32. The clock is that of the processor, which other jobs on

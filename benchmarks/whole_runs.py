@@ -1,6 +1,6 @@
 """Do whole runs end the same, however their ranks share the model?
 
-    python -m benchmarks.whole_runs --write docs/scaling-out.md
+    python -m benchmarks.whole_runs --write docs/evidence/several-devices.md
 
 Ten steps of PPO with a tiny policy and critic in float32: sampled, scored and learned from, in one process and on CPU
 ranks of each layout. The difference of weights to those of one process is relative to how far training moved them.

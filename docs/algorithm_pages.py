@@ -1,4 +1,4 @@
-"""Pages of docs/algorithms, made of the docstrings: a formula stands once, beside the code that computes it.
+"""Pages of docs/reference/algorithms, made of the docstrings: a formula stands once, beside the code that computes it.
 
 `docs/build.py` writes them; `tests/test_docs.py` compares, and demands every label of every page.
 """
@@ -30,8 +30,8 @@ from tether.algorithms import (
 )
 from tether.algorithms.advantages import token_baseline
 
-FOLDER = Path(__file__).resolve().parent / "algorithms"
-ROOT = FOLDER.parent.parent
+FOLDER = Path(__file__).resolve().parent / "reference/algorithms"
+ROOT = FOLDER.parents[2]
 REGISTRIES = ("ADVANTAGE_ESTIMATORS", "POLICY_LOSSES", "TOKEN_SELECTIONS", "KL_ESTIMATORS")
 LABELS = ("Assumes", "Use it", "Watch", "Keys")
 SECTIONS = ("Args", "Returns", "Raises")
@@ -225,5 +225,5 @@ def link(page: Page) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Return every file of docs/algorithms, as it should read."""
+    """Return every file of docs/reference/algorithms, as it should read."""
     return {FOLDER / "index.md": index()} | {FOLDER / page.path: render(page) for page in pages()}

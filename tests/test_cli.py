@@ -307,6 +307,19 @@ def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytes
     assert "pip install 'tether[some]'" in cli("doctor").out
 
 
+def test_doctor_names_a_version_that_is_not_supported(cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    from tether.commands import doctor
+
+    needed = ["transformers<5.25,>=5.16", "torch>=2.11", "mujoco>=3.3; extra == 'mujoco'", "mujoco<4; extra == 'arms'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda package: needed)
+    found = {"transformers": "99.0", "torch": "2.13.0+cpu", "mujoco": "4.0"}
+    monkeypatch.setattr(doctor, "_version", found.get)
+    printed = "".join(cli("doctor").out.split())
+    assert "pipinstall'transformers<5.25,>=5.16'" in printed
+    assert "pipinstall'torch" not in printed
+    assert "pipinstall'mujoco" not in printed
+
+
 # --- a run from its first to its last command ---------------------------------------------------------------------
 
 

@@ -21,10 +21,16 @@ from tether.config.support.verl_keys import renamed, unread
 from tether.metrics.keys import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
+]
 TOP = "|".join(sorted({path.split(".")[0] for path in keys()}))
 ALGORITHM_PAGES = [page for page in PAGES if "algorithms" in page.parts and page.name != "index.md"]
-FOLDERS = "benchmarks|docs|recipes|scripts|tests|tether"
+FOLDERS = "benchmarks|docs|recipes|scripts|src|tests"
 
 
 @cache
@@ -72,16 +78,22 @@ def test_there_are_pages() -> None:
 def test_python_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The examples of a page are one module, in a folder with the recipes, where they may write.
 
-    One that begins with the name of a file is that file, too.
+    One that begins with the name of a file is that file, too, and a `run.yaml` is sound.
     """
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     # "__main__" parts reach out to the network; they are compiled, not run.
     module: dict[str, object] = {"__name__": "example"}
+    for text in [*blocks(page, "python"), *blocks(page, "yaml")]:
+        if file := re.match(r"# (\w+\.(?:py|yaml))\n", text):
+            Path(file[1]).write_text(text)
     for number, code in enumerate(blocks(page, "python")):
-        if file := re.match(r"# (\w+\.py)\n", code):
-            Path(file[1]).write_text(code)
         exec(compile(code, f"{page.name}, example {number + 1}", "exec"), module)
+    if Path("run.yaml").exists():  # with the data that the examples wrote
+        monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "empty"))
+        result = CliRunner().invoke(app, ["config", "check", "run.yaml"])
+        wrong = str(result.exception).splitlines() if result.exit_code else []
+        assert [line for line in wrong if not re.search(r"model.path: .* is not in the cache", line)] == []
 
 
 def failing_commands(page: Path) -> Iterable[str]:
@@ -135,9 +147,21 @@ def test_metrics_exist() -> None:
     assert on_all_pages(unknown) == []
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names of its headings in links, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
 def dead_links(page: Path) -> list[str]:
-    links = re.findall(r"\]\(([^)#]+)\)", prose(page))
-    return [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    dead = []
+    for link in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            dead.append(link)
+    return dead
 
 
 def test_links_lead_somewhere() -> None:
@@ -156,19 +180,28 @@ def test_named_files_exist() -> None:
 def test_what_is_wrong_on_a_page_is_found(tmp_path: Path) -> None:
     """The negative control of the lists above."""
     page = tmp_path / "page.md"
-    page.write_text("`algorithm.gama` `tests/nothing.py` [there](nowhere.md)\n```bash\ntether config explain x\n```\n")
+    page.write_text(
+        "# A b\n`algorithm.gama` `tests/nothing.py` [1](nowhere.md) [2](#a-b) [3](#c)\n"
+        "```bash\ntether config explain x\n```\n"
+    )
     assert unknown_keys(page) == {"algorithm.gama"}
     assert missing_files(page) == {"tests/nothing.py"}
-    assert dead_links(page) == ["nowhere.md"]
+    assert dead_links(page) == ["nowhere.md", "#c"]
     assert len([*failing_commands(page)]) == 1
 
 
-def test_every_page_is_in_the_index_and_short() -> None:
-    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "index.md" or f"({page.name})" in index
-        text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text_of(page), flags=re.DOTALL)
-        assert page.name == "oracles.md" or len(text.splitlines()) <= 120  # without its generated tables
+def test_every_page_is_in_the_index_in_the_navigation_and_short() -> None:
+    navigation = re.findall(r"^ *- (\S+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
+    index = text_of(ROOT / "docs/index.md")
+    pages = {str(page.relative_to(ROOT / "docs")): page for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    listed = {name for name in pages if not re.match("reference/algorithms/.*/", name)}  # those are in its index
+    assert sorted(navigation) == sorted(listed)
+    for name in sorted(name for name in listed if name != "index.md" and "algorithms/" not in name):
+        assert f"({name})" in index
+        # Without its generated tables, and the files that it has the reader write.
+        text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text_of(pages[name]), flags=re.DOTALL)
+        text = re.sub(r"^```(python|yaml)\n# \w+\.(py|yaml)\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert name == "evidence/oracles.md" or len(text.splitlines()) <= 120, name
 
 
 @pytest.mark.parametrize(
@@ -192,8 +225,8 @@ def test_generated_tables_are_the_codes(generated: dict[Path, str]) -> None:
 
 
 def test_every_algorithm_has_its_page_and_no_other_is_left(generated: dict[Path, str]) -> None:
-    written = {path for path in generated if path.parent.name != "docs"}
-    assert written == set((ROOT / "docs/algorithms").rglob("*.md"))
+    written = {path for path in generated if "algorithms" in path.parts}
+    assert written == set((ROOT / "docs/reference/algorithms").rglob("*.md"))
     titles = {path.stem for path in written}
     assert set(ADVANTAGE_ESTIMATORS) | set(POLICY_LOSSES) <= titles
 
@@ -223,7 +256,7 @@ def test_the_call_on_a_page_names_every_argument() -> None:
     wrong = []
     for folder, (registry, entries) in registries.items():
         for name, function in entries.items():
-            text = text_of(ROOT / f"docs/algorithms/{folder}/{name}.md")
+            text = text_of(ROOT / f"docs/reference/algorithms/{folder}/{name}.md")
             call = text[text.index("```text") : text.index("```", text.index("```text") + 3)]
             named = re.findall(r"^    (\w+): ", call, re.MULTILINE)
             arguments = list(inspect.signature(function).parameters)
@@ -233,5 +266,5 @@ def test_the_call_on_a_page_names_every_argument() -> None:
 
 
 def test_every_metric_has_its_row() -> None:
-    listed = set(code_spans(ROOT / "docs/metrics.md"))
+    listed = set(code_spans(ROOT / "docs/reference/metrics.md"))
     assert set(METRICS) <= listed

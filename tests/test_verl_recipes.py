@@ -77,7 +77,7 @@ def test_every_script_is_a_recipe() -> None:
 
 
 def test_every_recipe_has_its_row() -> None:
-    page = (FOLDER.parent.parent / "docs/seeds.md").read_text(encoding="utf-8")
+    page = (FOLDER.parent.parent / "docs/evidence/seeds.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[`(.*)`\]\(../recipes/verl/(.*).yaml\) \|(.*)$", page, re.MULTILINE)
     expected = []
     for name, script in SCRIPTS.items():
@@ -185,7 +185,7 @@ def test_a_recipe_runs_made_small(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 OF_VLLM = [name for name in SCRIPTS if f"{ENGINE}=vllm" in SCRIPTS[name] and class_of(name) not in MOE]
-"""On a CPU vLLM refuses new weights of experts (docs/servers.md)."""
+"""On a CPU vLLM refuses new weights of experts (docs/guides/servers.md)."""
 OF_32 = {
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32, "initializer_range": 0.05},  # 0.2: always the same token
     "qwen3": {"head_dim": 32},

@@ -3,7 +3,7 @@
     python -m benchmarks.algorithms                              # everything: about ten minutes on two cores
     python -m benchmarks.algorithms --quick                      # a few rows
     python -m benchmarks.algorithms --only gae 'policy loss'     # rows or groups by name
-    python -m benchmarks.algorithms --write docs/learning.md     # fills the page, and draws docs/assets/learning.png
+    python -m benchmarks.algorithms --write docs/evidence/learning.md  # and draws docs/assets/learning.png
 
 One process a core, one thread each. Ends with 1 if a row misses its bound. Runs that are broken on purpose, and methods
 that a task is made to defeat, have an upper bound: the table would be worthless if they learned.
@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few rows of each kind")
     parser.add_argument("--only", nargs="+", help="names of rows or of groups")
     parser.add_argument("--processes", type=int, default=usable_cores())
-    parser.add_argument("--write", type=Path, help="a page with a results block to fill; the picture goes to assets/")
+    parser.add_argument(
+        "--write", type=Path, help="page whose results block is filled; the picture goes to docs/assets"
+    )
     parser.add_argument(
         "--results", type=Path, help="keep each run in this folder, and go on from those that are there"
     )
@@ -46,7 +48,7 @@ def main() -> int:
     print(f"\n{len(rows) - len(failed)} of {len(rows)} rows pass, {core_minutes(rows):.1f} minutes of one core")
     if arguments.write:
         write_between(arguments.write, BEGIN, END, markdown(rows))
-        draw(rows, arguments.write.parent / "assets" / PICTURE)
+        draw(rows, arguments.write.parent.parent / "assets" / PICTURE)
     return 1 if failed else 0
 
 

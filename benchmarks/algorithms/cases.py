@@ -99,6 +99,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "token-sum-norm",
     "masked_mean_ratio",
 )
 

@@ -98,7 +98,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f"{sum(len(row.runs) for row in rows)} runs in {core_minutes(rows):.0f} minutes of one core, "
         f"{sum(row.passed for row in rows)} of {len(rows)} rows pass.",
         *(questions(task) for task in {row.case.task.name: row.case.task for row in rows}.values()),
-        f"![Curves of all runs](assets/{PICTURE})",
+        f"![Curves of all runs](../assets/{PICTURE})",
     ]
     for group in dict.fromkeys(row.case.group for row in rows):
         members = [row for row in rows if row.case.group == group]

@@ -1,6 +1,8 @@
-"""Kills, hostile rewards and bad files: python -m benchmarks chaos [--kills N] [--write docs/reliability.md]
-Faults of a run on several devices:   python -m benchmarks chaos --ranks [--faults N] [--write docs/lost-ranks.md]
-Faults of a run that samples by vLLM: python -m benchmarks chaos --servers [--faults N] [--write docs/servers.md]
+"""Kills, hostile rewards and bad files: python -m benchmarks chaos [--kills N] [--write PAGE]
+Faults of a run on several devices:   python -m benchmarks chaos --ranks [--faults N] [--write PAGE]
+Faults of a run that samples by vLLM: python -m benchmarks chaos --servers [--faults N] [--write PAGE]
+
+The pages are reliability.md, several-devices.md and servers.md in docs/evidence.
 
 Everything is tiny, so that what is measured is what is lost, and nothing else: survived of tried, and lost bits.
 """

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch's, on all sides")
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of runs that are done (JSON lines)")
-    parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/control.md")
+    parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/evidence/control.md")
     parser.add_argument("--write", type=Path, help="put the table of returns into this page")
     parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")

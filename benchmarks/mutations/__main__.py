@@ -52,7 +52,7 @@ class Mutation:
     tests: tuple[str, ...]
     """Files or node ids, the cheapest first."""
     promise: int | None = None
-    """Number of the promise that it breaks, as in docs/promises.md."""
+    """Number of the promise that it breaks, as in docs/evidence/promises.md."""
     long: bool = False
     """Only a test that is marked slow notices it."""
 

@@ -1,7 +1,7 @@
 """Runs tether.algorithms beside other libraries on the same random numbers, and explains what differs.
 
     python -m benchmarks.oracles                          # prints the tables
-    python -m benchmarks.oracles --write docs/oracles.md  # and writes them
+    python -m benchmarks.oracles --write docs/evidence/oracles.md  # and writes them
     python -m benchmarks.oracles --peers verl trl
 
 The peers are taken from the package registry into an environment of their own (`environment`); tether depends on none

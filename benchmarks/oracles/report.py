@@ -1,4 +1,4 @@
-"""The tables of docs/oracles.md."""
+"""The tables of docs/evidence/oracles.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ = (
         "AReaL 1.0.4",
         "importance weights",
         "a log-ratio that is no finite number counts as 0",
-        "NaN stays NaN, and `veto_mask` drops the row",
+        "-inf on both sides does; NaN stays NaN, and `veto_mask` drops the row",
     ),
     (
         "RLinf 0.3.0",
@@ -46,7 +46,7 @@ READ = (
     (
         "verl 0.9.1",
         "optimal_token_baseline, two rows and one of them empty",
-        "the other is its own baseline (advantage 0), unless handle_zero_tail",
+        "the other is its own baseline (advantage 0) with handle_zero_tail=False",
         "a group of one keeps its return",
     ),
 )
@@ -61,10 +61,11 @@ def page(versions: Mapping[str, str], absent: Mapping[str, str], torch: str, fou
     lines = [
         "# Against other libraries",
         "",
-        "`tether.algorithms` beside the same functions of other libraries, on the same random batches. Written by",
+        "`tether.algorithms` compared with the same functions of other libraries, on the same random batches. "
+        "Written by",
         "",
         "```sh",
-        "python -m benchmarks.oracles --write docs/oracles.md",
+        "python -m benchmarks.oracles --write docs/evidence/oracles.md",
         "```",
         "",
         f"on {date.today()}, with {peers}, torch {torch}, Python {platform.python_version()}.",

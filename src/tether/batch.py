@@ -109,7 +109,7 @@ class WeightUpdate:
 
 
 INFERRED = {"log_probs": "old_log_probs"} | {
-    name: name for name in ("sum_pi_squared", "values", "bootstrap_values", "seen", "routed_experts")
+    name: name for name in ("sum_pi_squared", "full_kl", "values", "bootstrap_values", "seen", "routed_experts")
 }
 """Field of a model's outputs -> field of the batch."""
 
@@ -196,6 +196,8 @@ class TrainBatch(RolloutBatch):
     old_log_probs: Float[Tensor, "B T"] | None = None
     """Log-probabilities under the policy at the start of the update (the proximal policy)."""
     ref_log_probs: Float[Tensor, "B T"] | None = None
+    full_kl: Float[Tensor, "B T"] | None = None
+    """KL from the reference at each token, over the whole vocabulary, where the reward is lowered by it."""
     values: Float[Tensor, "B T"] | None = None  # type: ignore[assignment]
     """The critic's estimate before each response token."""
     token_level_rewards: Float[Tensor, "B T"] | None = None

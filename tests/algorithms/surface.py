@@ -123,8 +123,7 @@ def kl_calls() -> dict[str, Call]:
             algorithms.apply_kl_penalty,
             {
                 "token_level_scores": CASE.rewards,
-                "old_log_probs": CASE.old_log_probs,
-                "ref_log_probs": CASE.ref_log_probs,
+                "kl": CASE.old_log_probs - CASE.ref_log_probs,
                 "response_mask": CASE.mask,
             },
             kl_coef=0.1,

@@ -157,7 +157,7 @@ def test_gdpo_tells_apart_what_grpo_collapses() -> None:
 
 
 # Returns: row 0: 1, 1; row 1: 3. Sizes w: row 0: 1 - 2*.5 + .5 = .5 a token, W = .5, 1; row 1: 1 - 2*.25 + .5 = 1.
-# b_0 = (1*.5 + 3*1) / 1.5 = 7/3. At position 1 row 0 is alone: b = 1 (or 0, with zero tail).
+# b_0 = (1*.5 + 3*1) / 1.5 = 7/3. At position 1 row 0 is alone: b = 0 (or 1, without zero tail).
 OTB = {
     "uid": torch.tensor([5, 5]),
     "old_log_probs": torch.tensor([[0.5, 0.5], [0.25, NAN]]).double().log(),
@@ -168,11 +168,11 @@ OTB = {
 def test_optimal_token_baseline() -> None:
     advantages, returns = estimate("optimal_token_baseline", [[0.0, 1.0], [3.0, NAN]], [[1, 1], [1, 0]], **OTB)
     assert returns.tolist() == [[1, 1], [3, 0]]
-    torch.testing.assert_close(advantages, torch.tensor([[1 - 7 / 3, 0], [3 - 7 / 3, 0]]).double())
-    with_tail, _ = estimate(
-        "optimal_token_baseline", [[0.0, 1.0], [3.0, NAN]], [[1, 1], [1, 0]], handle_zero_tail=True, **OTB
+    torch.testing.assert_close(advantages, torch.tensor([[1 - 7 / 3, 1], [3 - 7 / 3, 0]]).double())
+    without, _ = estimate(
+        "optimal_token_baseline", [[0.0, 1.0], [3.0, NAN]], [[1, 1], [1, 0]], handle_zero_tail=False, **OTB
     )
-    torch.testing.assert_close(with_tail, torch.tensor([[1 - 7 / 3, 1], [3 - 7 / 3, 0]]).double())
+    torch.testing.assert_close(without, torch.tensor([[1 - 7 / 3, 0], [3 - 7 / 3, 0]]).double())
 
 
 def test_optimal_token_baseline_with_importance_weights() -> None:
@@ -181,7 +181,7 @@ def test_optimal_token_baseline_with_importance_weights() -> None:
     advantages, _ = estimate(
         "optimal_token_baseline", [[0.0, 1.0], [3.0, NAN]], [[1, 1], [1, 0]], rollout_is_weights=weights, **OTB
     )
-    torch.testing.assert_close(advantages, torch.tensor([[1 - 5 / 3, 0], [3 - 5 / 3, 0]]).double())
+    torch.testing.assert_close(advantages, torch.tensor([[1 - 5 / 3, 1], [3 - 5 / 3, 0]]).double())
 
 
 def test_tir_optimal_token_baseline_aligns_policy_tokens() -> None:

@@ -16,7 +16,8 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
         ("token-mean", 9 / 3),  # three tokens
         ("seq-mean-token-sum", (3 + 6) / 2),  # two rows with tokens
         ("seq-mean-token-mean", (1.5 + 6) / 2),
-        ("seq-mean-token-sum-norm", (3 + 6) / 4),  # max_length 4, no division by rows
+        ("seq-mean-token-sum-norm", (3 / 4 + 6 / 4) / 2),  # max_length 4, and two rows
+        ("token-sum-norm", (3 + 6) / 4),  # no division by rows
     ],
 )
 def test_numbers_by_hand(mode: str, expected: float) -> None:
@@ -56,8 +57,9 @@ def test_nothing_valid_is_zero(mode: str) -> None:
 def test_bad_modes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'mean'.*token-mean, seq-mean-token-sum"):
         aggregate_loss(LOSS, MASK, "mean", num_tokens=3, num_sequences=2)
-    with pytest.raises(ValueError, match="needs max_length"):
-        aggregate_loss(LOSS, MASK, "seq-mean-token-sum-norm", num_tokens=3, num_sequences=2)
+    for mode in ("seq-mean-token-sum-norm", "token-sum-norm"):
+        with pytest.raises(ValueError, match=f"^{mode} needs max_length"):
+            aggregate_loss(LOSS, MASK, mode, num_tokens=3, num_sequences=2)
 
 
 def test_masked_mean_ratio_by_hand() -> None:

@@ -169,6 +169,25 @@ def test_a_kl_of_samples_in_the_reward_lowers_the_kl_and_one_of_the_whole_distri
     assert policy_gradient(-full).abs().max() < 1e-15
 
 
+def test_full_kl_of_the_same_weight_in_reward_and_loss_is_the_gradient_of_the_kl_of_a_response() -> None:
+    """Of two tokens: the first is drawn by P, the second, after token a, by the row a of a table."""
+    table = torch.stack([THETA.roll(shift) for shift in range(4)])
+    ref_table = torch.stack([REFERENCE.log().roll(2 * shift) for shift in range(4)])
+    first, second = THETA.clone().requires_grad_(), table.clone().requires_grad_()
+    first_kl, second_kl = full_kl(first[None], REFERENCE.log()[None])[0], full_kl(second, ref_table)
+    log_p = first.log_softmax(dim=0)
+    (first_kl + (log_p.exp() * second_kl).sum()).backward()  # the KL of the response, and its exact gradient
+    exact = first.grad, second.grad
+
+    first.grad = second.grad = None
+    first_kl, second_kl = full_kl(first[None], REFERENCE.log()[None])[0], full_kl(second, ref_table)
+    log_p = first.log_softmax(dim=0)
+    in_loss = first_kl + (P * second_kl).sum()  # in expectation over the first tokens that were sampled
+    in_reward = (P * log_p * (first_kl + second_kl).detach()).sum()  # the return of the first token; of the last: 0
+    (in_loss + in_reward).backward()
+    torch.testing.assert_close((first.grad, second.grad), exact, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
 def test_kl_value_in_expectation(kind: str) -> None:
     value = (P * kl_penalty(P.log()[:, None], REFERENCE.log()[:, None], kind)[:, 0]).sum()

@@ -69,6 +69,27 @@ def test_full_kl_and_entropy_by_hand() -> None:
     assert torch.equal(KL_ESTIMATORS["full"](logits, ref, 2), full_kl(logits, ref, 2))
 
 
+def test_tokens_of_probability_0_take_no_part() -> None:
+    # p = (3/4, 1/4, 0), q = (1/2, 1/2, 0) and (1/4, 1/4, 1/2): logits of -inf, and of both models. The gradients by the
+    # other two logits are those without the third token, p (log p - log q - KL) and -p (log p + entropy).
+    p = torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64)
+    for q in ([0.5, 0.5, 0.0], [0.25, 0.25, 0.5]):
+        ref = torch.tensor(q, dtype=torch.float64)
+        pair = p[:2], ref[:2]
+        kl = (pair[0] * (pair[0] / pair[1]).log()).sum()
+        entropy = -(pair[0] * pair[0].log()).sum()
+        z = p.log()[None].requires_grad_()
+        found = full_kl(z, ref.log()[None]), entropy_from_logits(z), sum_pi_squared(z)
+        torch.testing.assert_close(torch.cat(found), torch.stack([kl, entropy, (p * p).sum()]))
+        by_kl, by_entropy, by_square = (torch.autograd.grad(value.sum(), z)[0][0] for value in found)
+        assert by_kl[2] == by_entropy[2] == by_square[2] == 0
+        torch.testing.assert_close(by_kl[:2], pair[0] * ((pair[0] / pair[1]).log() - kl))
+        torch.testing.assert_close(by_entropy[:2], -pair[0] * (pair[0].log() + entropy))
+        assert by_square.isfinite().all()
+    never_sampled_there = torch.tensor([[0.0, -math.inf]])
+    assert full_kl(torch.zeros(1, 2), never_sampled_there).tolist() == [math.inf]
+
+
 def test_chunks_have_the_gradient_of_the_whole() -> None:
     logits = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gradients = []
@@ -89,9 +110,18 @@ def test_kl_in_reward() -> None:
     old = torch.tensor([[LN2, 0.0], [LN2, math.nan], [math.nan, math.nan]])
     ref = torch.tensor([[0.0, LN2], [0.0, math.nan], [math.nan, math.nan]])
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
-    rewards, kl = apply_kl_penalty(scores, old, ref, mask, kl_coef=0.1)
+    rewards, kl = apply_kl_penalty(scores, kl_penalty(old, ref, "k1", mask), mask, kl_coef=0.1)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1 * LN2, 1 + 0.1 * LN2], [2 - 0.1 * LN2, 0], [0, 0]]))
     assert float(kl) == pytest.approx((0 + LN2) / 2)  # mean over the two rows of their means
+
+
+def test_full_kl_in_reward() -> None:
+    # Coefficient .1, p = (3/4, 1/4) against q = (1/2, 1/2) at both tokens of row 0, and p = q in row 1; 0 beyond it.
+    full = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    scores, mask = torch.tensor([[0.0, 1.0], [2.0, math.nan]]), torch.tensor([[1, 1], [1, 0]])
+    rewards, kl = apply_kl_penalty(scores, torch.tensor([[full, full], [0.0, math.nan]]), mask, kl_coef=0.1)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.1 * full, 1 - 0.1 * full], [2, 0]]))
+    assert float(kl) == pytest.approx((full + 0) / 2)
 
 
 def test_adaptive_controller() -> None:
@@ -105,6 +135,14 @@ def test_adaptive_controller() -> None:
     for each in (controller, restored):
         each.update(current_kl=0.0, n_steps=7)
     assert restored.value == controller.value < 0.101 * 1.02
+
+
+def test_adaptive_controller_never_turns_the_penalty_round() -> None:
+    """10 steps of rows for a horizon of 1 would multiply it by 1 - 0.2 * 10 = -1: it halves. 2 multiply it by 0.6."""
+    for steps, expected in ((10, 0.05), (2, 0.06)):
+        controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=1.0, horizon=1.0)
+        controller.update(current_kl=0.0, n_steps=steps)
+        assert controller.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])

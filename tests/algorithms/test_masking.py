@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tether.algorithms import count_valid, masked_mean, masked_sum, masked_var, masked_whiten, select
+from tether.algorithms.masking import clip
 
 X = torch.tensor([[1.0, 2.0, math.nan], [6.0, 1e9, -1e9]])
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -61,3 +62,14 @@ def test_dtypes() -> None:
 def test_count_valid() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
     assert count_valid(mask) == (3, 2)
+
+
+def test_the_gradient_of_a_clip_is_one_at_its_bounds() -> None:
+    """Versions of torch disagree about `torch.clamp` there: 1, 0.5 or 0."""
+    values = torch.tensor([-3.0, -1.0, 0.0, 1.0, 3.0, math.inf], requires_grad=True)
+    limited = clip(values, -1.0, torch.tensor(1.0))
+    limited.sum().backward()
+    assert limited.tolist() == [-1.0, -1.0, 0.0, 1.0, 1.0, 1.0]
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert clip(torch.tensor([math.nan]), -1.0, 1.0).isnan().all()

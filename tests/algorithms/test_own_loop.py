@@ -20,11 +20,15 @@ from tether.algorithms import (
     count_valid,
     episodic_gae,
     explained_variance,
+    importance_metrics,
     importance_weights,
+    parse_rejection,
     pf_ppo_indices,
+    rejection_mask,
     value_loss,
     veto_mask,
 )
+from tether.algorithms.rollout_correction import REJECTION_MODES
 
 TARGETS = [
     *ADVANTAGE_ESTIMATORS,
@@ -175,15 +179,21 @@ def test_nan_in_a_critic_is_not_hidden() -> None:
 
 
 def test_a_ratio_that_is_no_number_is_vetoed_and_shows_in_the_weights() -> None:
-    """A token that neither policy can sample, -inf and -inf: no ratio."""
+    """NaN; but a token that neither policy can sample, -inf and -inf, is one on which both agree, and vetoed alone."""
     log_probs = torch.tensor([[-math.inf, -1.0], [-1.0, -1.0], [-1.0, math.nan]])
     sampler = torch.tensor([[-math.inf, -1.0], [-1.0, -1.0], [-1.0, -1.0]])
     mask = torch.ones(3, 2)
     assert veto_mask(log_probs, sampler, mask, 1e-4).tolist() == [[False] * 2, [True] * 2, [False] * 2]
     by_token = importance_weights(log_probs, sampler, mask, level="token")
-    assert by_token.isnan().tolist() == [[True, False], [False, False], [False, True]]
+    assert by_token.nan_to_num(9).tolist() == [[1, 1], [1, 1], [1, 9]]
     by_row = importance_weights(log_probs, sampler, mask, level="sequence")
-    assert by_row.isnan().tolist() == [[True] * 2, [False] * 2, [True] * 2]
+    assert by_row.nan_to_num(9).tolist() == [[1, 1], [1, 1], [9, 9]]
+    for mode in REJECTION_MODES:
+        kept = rejection_mask(log_probs, sampler, mask, parse_rejection(mode, 2.0))
+        assert kept[:2].all(), mode
+        assert not kept[2, 1], mode
+    metrics = importance_metrics(log_probs[:2], sampler[:2], mask[:2], level="token")
+    assert {metrics[f"rollout_corr/rollout_is_{name}"] for name in ("mean", "max", "eff_sample_size")} == {1.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

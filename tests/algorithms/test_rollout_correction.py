@@ -55,21 +55,21 @@ def test_a_row_is_bounded_as_a_whole_not_token_by_token() -> None:
 
 def test_importance_metrics() -> None:
     metrics = importance_metrics(*ARGS, level="token", threshold=2.0)
-    # held in [.5, 2]: 2, .5, 1.1, mean 1.2, squares 4 + .25 + 1.21 = 5.46
+    # 4, .5 and 1.1, truncated: 2, .5, 1.1, mean 1.2, squares 4 + .25 + 1.21 = 5.46; rows: 1.25 (2.25 before) and 1.1
     assert {key.removeprefix("rollout_corr/rollout_is_"): value for key, value in metrics.items()} == pytest.approx(
         {
-            "mean": 5.6 / 3,
-            "max": 4,
+            "mean": 1.2,
+            "max": 2,
             "min": 0.5,
             "std": math.sqrt(5.46 / 3 - 1.44),
             "eff_sample_size": 1.44 / (5.46 / 3),
             "ratio_fraction_high": 1 / 3,
             "ratio_fraction_low": 0,
-            "seq_mean": (2.25 + 1.1) / 2,
-            "seq_std": 1.15 / math.sqrt(2),
-            "seq_max": 2.25,
+            "seq_mean": (1.25 + 1.1) / 2,
+            "seq_std": 0.15 / math.sqrt(2),
+            "seq_max": 1.25,
             "seq_min": 1.1,
-            "seq_max_deviation": 1.25,
+            "seq_max_deviation": 0.25,
             "seq_fraction_high": 1 / 2,
             "seq_fraction_low": 0,
             "batch_norm_factor": 1.2,
@@ -78,10 +78,37 @@ def test_importance_metrics() -> None:
 
 
 def test_importance_metrics_of_rows() -> None:
-    metrics = importance_metrics(*ARGS, level="sequence", threshold=1.5)  # row weights 2 and 1.1
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.55)
-    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 1 / 2
-    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx((1.5 + 1.1) / 2)
+    # Row weights 2, truncated to 1.5, and 1.1: mean 1.3, deviations .2 and .2.
+    metrics = importance_metrics(*ARGS, level="sequence", threshold=1.5)
+    assert {key.removeprefix("rollout_corr/rollout_is_"): value for key, value in metrics.items()} == pytest.approx(
+        {
+            "mean": 1.3,
+            "max": 2,
+            "min": 1.1,
+            "std": 0.2,
+            "eff_sample_size": 1.69 / ((2.25 + 1.21) / 2),
+            "ratio_fraction_high": 1 / 2,
+            "ratio_fraction_low": 0,
+            "seq_mean": 1.3,
+            "seq_std": 0.4 / math.sqrt(2),
+            "seq_max": 1.5,
+            "seq_min": 1.1,
+            "seq_max_deviation": 0.5,
+            "seq_fraction_high": 1 / 2,
+            "seq_fraction_low": 0,
+            "batch_norm_factor": 1.3,
+        }
+    )
+
+
+def test_a_small_weight_is_not_held_up() -> None:
+    """1/4 and 3/4 at threshold 2: nothing holds the first at 1/2, mean 1/2, deviations of 1/4."""
+    metrics = importance_metrics(
+        torch.tensor([[0.25, 0.75]]).log(), torch.zeros(1, 2), torch.ones(1, 2), level="token", threshold=2.0
+    )
+    found = {name: metrics[f"rollout_corr/rollout_is_{name}"] for name in ("std", "eff_sample_size", "min")}
+    assert found == pytest.approx({"std": 0.25, "eff_sample_size": 0.25 / ((1 + 9) / 32), "min": 0.25})
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == 1 / 2
 
 
 @pytest.mark.parametrize(
@@ -134,6 +161,12 @@ def test_rejection_metrics() -> None:
         ("token_k2", "0.5_2", "no lower bound"),
         ("token_k2", "two", "positive number"),
         ("token_k2", -1.0, "positive number"),
+        ("token_k2", "nan", "positive number"),
+        ("token_k2", "inf", "positive number"),
+        ("token_k2", math.nan, "rollout_rs_threshold is nan; expected a finite number"),
+        ("token_k1", "0.5_inf", "positive number"),
+        ("token_k1", "nan_2", "positive number"),
+        ("token_k1, seq_max_k2,token_k1", "2", "token_k1 is named twice"),
         ("token_k1", 0.5, "lower bound 2 is above the upper one 0.5"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where docs/coming-from-verl.md, docs/oracles.md and docs/off-policy.md say that tether differs: tether's side."""
+"""tether's side of the differences that docs state: coming-from-verl.md, oracles.md and off-policy.md."""
 
 import math
 

@@ -1,5 +1,6 @@
 """An environment and a network of one's own: ``FILE.py:NAME`` in the configuration, or an object."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,21 @@ def test_objects_train_as_the_same_things_in_files(file: Path, mine: dict[str, A
     assert 0 < float(moved) < 0.1
 
 
+def test_a_text_is_the_value_of_the_key(file: Path, mine: dict[str, Any], tmp_path: Path) -> None:
+    """As ids and files: of environments, policies, models and data; a class makes environments, too."""
+    more = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.preflight=False"]
+    for number, env in enumerate(("CartPole-v1", f"{file}:Corridor", mine["Corridor"])):
+        run = tether.train(overrides=settings(tmp_path / str(number), *more), env=env, policy=f"{file}:Network")
+        assert run.step == 1
+    with pytest.raises(ConfigError) as caught:
+        tether.train(
+            overrides={"algorithm.adv_estimator": "grpo"}, dataset=tmp_path / "a.jsonl", reward=str(tmp_path / "b.py"),
+            model=str(tmp_path / "c"),
+        )  # fmt: skip
+    for key, path in (("data.train_files", "a.jsonl"), ("custom_reward_function.path", "b.py"), ("model.path", "c")):
+        assert re.search(rf"{key}: .*{tmp_path / path}", str(caught.value))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -290,6 +306,12 @@ def test_a_function_that_draws_nothing_says_what_a_video_needs(file: Path) -> No
 def test_an_object_does_not_reach_subprocesses(mine: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"env\.train\.vectorization: subprocess, but object:env is in this process"):
         tether.train(overrides=settings(tmp_path / "run", "env.train.vectorization=subprocess"), env=mine["corridor"])
+    one = mine["Corridor"]()
+    for given, named in ((one, r", or an id\."), (gymnasium.make("CartPole-v1"), r", or its id, 'CartPole-v1'\.")):
+        with pytest.raises(ValueError, match=rf"env: a C\w+ that is made already\. .* at each call{named}"):
+            tether.train(overrides=settings(tmp_path / "run"), env=given)
+    with pytest.raises(ValueError, match=r"env\.train\.id=object:env: gives the same environment again"):
+        tether.train(overrides=settings(tmp_path / "run"), env=lambda: one)
     with pytest.raises(ValueError, match=r"env: int is no function"):
         tether.train(overrides=settings(tmp_path / "run"), env=3)  # type: ignore[arg-type]
 

@@ -130,7 +130,7 @@ def test_rewards_may_be_closures_and_their_failures_are_counted(tmp_path: Path) 
         ({"reward": 3}, "reward=3: is no function"),
         ({"reward": lambda response: 1.0}, r"reward defines <lambda>\(response\), which is called by keyword"),
         ({"model": torch.nn.Linear(2, 2)}, "model: Linear is no transformers.PreTrainedModel"),
-        ({"tokenizer": "bytes"}, "tokenizer: str is no tokenizer"),
+        ({"tokenizer": b"bytes"}, "tokenizer: bytes is no tokenizer"),
         ({"tokenizer": None}, "model: give its tokenizer, too"),
     ],
 )

@@ -80,6 +80,12 @@ def test_a_file_without_end_is_refused(tmp_path, text, says):
     assert says in problems_of(path=path)[str(path)]
 
 
+def test_a_nul_character_in_a_file_is_refused_by_line(tmp_path):
+    (tmp_path / "run.yaml").write_text('trainer:\n  seed: 3\n  default_local_dir: "a\\0b"\n')
+    with pytest.raises(ConfigError, match="line 3 holds a NUL character"):
+        load_config(tmp_path / "run.yaml", [])
+
+
 def test_aliases_that_repeat_a_little_are_taken(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("actor_rollout_ref: {actor: {optim: &o {lr: 0.5}}}\ncritic: {optim: *o}\n")
@@ -101,7 +107,9 @@ def test_aliases_that_repeat_a_little_are_taken(tmp_path):
         ("trainer.experiment_name=''", "not empty"),
         ("trainer.experiment_name=", "not empty"),
         ("trainer.project_name='  '", "not empty"),
-        ('trainer.experiment_name="a\x00b"', "one line"),
+        ('trainer.experiment_name="a\nb"', "one line"),
+        ('trainer.experiment_name="a\x00b"', "holds a NUL character"),
+        ('data.train_files="a\x00b"', "holds a NUL character"),
         ("~trainer.seed=5", "is not its value"),
         ("data.train_files=" + "[" * 2000 + "]" * 2000, "nested too deeply"),
         ("trainer.project_name=" + "[" * 300 + "]" * 300, "trainer.project_name: is nested too deeply"),

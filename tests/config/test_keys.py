@@ -85,7 +85,7 @@ def test_explain_says_what_a_key_inherits():
 
 
 def test_explain_lists_names_that_are_read_as_another():
-    assert "takes: one of naive, batch, dapo, prime, remote\n" in explain("reward_model.reward_manager")
+    assert "takes: one of naive, batch, dapo, gdpo, prime, remote\n" in explain("reward_model.reward_manager")
 
 
 def test_explain_says_what_is_refused_and_what_does_nothing():

@@ -33,12 +33,28 @@ def test_another_engine_is_never_silently_replaced():
     )
 
 
+def test_machines_that_do_not_sample_are_noted():
+    several = ["trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
+    for name in ("vllm", "sglang"):
+        (note,) = load(*several, f"{ROLLOUT}.name={name}").notes
+        assert note.startswith(f"trainer.nnodes=4 with {ROLLOUT}.name={name}: only the first machine samples")
+    assert load(*several).notes == load(*several, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://a:1]").notes
+
+
 def test_two_penalties_for_the_same_distance_are_noted():
     """verl's pages say that with the one in the loss there is none in the reward."""
     both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.2"]
     (note,) = load(*both).notes
     assert "both penalties act (0.001 in the reward, 0.2 in the loss)" in note
     assert load(*both[:1]).notes == load(*both[1:]).notes == ()
+
+
+def test_a_lower_clip_that_no_ratio_reaches_is_noted():
+    low = f"{ACTOR}.clip_ratio_low=10"
+    (note,) = load(low).notes
+    assert note == f"{low}.0: nothing is clipped below, as no ratio of probabilities is below 1 - 10"
+    assert load(f"{ACTOR}.clip_ratio_low=1").notes == ()
+    assert load(low, f"{ACTOR}.policy_loss.loss_mode=geo_mean").notes == ()  # its clip is of log-ratios
 
 
 @pytest.mark.parametrize(
@@ -72,7 +88,7 @@ MEGATRON = [f"{ACTOR}.strategy=megatron", "critic.strategy=megatron", "trainer.n
         ([], "critic.model.fsdp_config.optimizer_offload=True", "trainer.n_gpus_per_node is 1 and trainer.nnodes is 1"),
         (MEGATRON, f"{ACTOR}.fsdp_config.offload_policy=True", f"{ACTOR}.strategy is megatron"),
         (["trainer.n_gpus_per_node=2"], f"{ACTOR}.megatron.grad_offload=True", f"{ACTOR}.strategy is fsdp"),
-        (["trainer.n_gpus_per_node=2"], f"{ACTOR}.veomni.param_offload=True", "there is no VeOmni"),
+        (["trainer.n_gpus_per_node=2"], f"{ACTOR}.veomni.param_offload=True", "a setting of another engine"),
         (
             ["trainer.n_gpus_per_node=2"],
             "actor_rollout_ref.model.enable_activation_offload=True",

@@ -16,7 +16,7 @@ def test_refused_by_name_with_value_reason_and_fix():
     refused = [path for path, row in unread_keys().items() if row.refused]
     assert len(refused) > 100
     with pytest.raises(ConfigError) as error:
-        load_config(None, [*BASE, *(f"+{path}=elsewhere" for path in refused)])
+        load_config(None, [*BASE, "actor_rollout_ref.model.lora_rank=8", *(f"+{path}=elsewhere" for path in refused)])
     problems = {problem.path: problem for problem in error.value.problems}
     assert {path: problems[path].what for path in refused} == {
         path: f"elsewhere is refused: {unread_keys()[path].why}" for path in refused

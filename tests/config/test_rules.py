@@ -336,6 +336,12 @@ CASES = {
         "missing with trainer.resume_mode=resume_path",
         ["trainer.resume_from_path=c/global_step_3"],
     ),
+    "adapters_have_a_scale": (
+        ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"],
+        "actor_rollout_ref.model.lora_alpha",
+        "0 multiplies the adapters of actor_rollout_ref.model.lora_rank=8 by nothing",
+        ["actor_rollout_ref.model.lora_alpha=16"],
+    ),
     "checkpoints_are_kept_together": (
         ["trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=3"],
         "trainer.max_critic_ckpt_to_keep",
@@ -441,6 +447,12 @@ CASES |= {
         "optimal_token_baseline needs the pass over the old policy",
         [f"{CORRECTION}.bypass_mode=False"],
     ),
+    "bypass_has_no_full_kl_in_reward": (
+        [f"{CORRECTION}.bypass_mode=True", "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"],
+        "algorithm.kl_penalty",
+        "full needs the pass over the old policy",
+        ["algorithm.kl_penalty=kl"],
+    ),
     "filtered_groups_have_peers": (
         [f"{FILTER}.enable=True"],
         f"{ROLLOUT}.n",
@@ -460,7 +472,7 @@ CASES |= {
         [f"{FILTER}.metric=acc"],
     ),
 }
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-verl.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/coming-from-verl.md"
 CASES |= {
     f"shards_of_{model}_divide_the_devices": (
         [f"{model}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=4"],
@@ -594,6 +606,12 @@ CASES |= {
         "batch needs custom_reward_function.path",
         ["custom_reward_function.path=mine.py"],
     ),
+    "megatron_has_one_model_before_an_update": (
+        [*ON_MEGATRON, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"],
+        "algorithm.kl_penalty",
+        "full runs the reference beside the policy",
+        ["algorithm.kl_penalty=low_var_kl"],
+    ),
     "megatron_has_one_model_at_a_time": (
         [*ON_MEGATRON, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"],
         f"{ACTOR}.kl_loss_type",
@@ -641,6 +659,7 @@ NOT_TAKEN_BY_VERL = {
     *(
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
+        "bypass_has_no_full_kl_in_reward",
         *(f"shards_of_{model}_divide_the_devices" for model in SHARDED),
     ),
 }
@@ -680,6 +699,11 @@ def test_bounds_of_rejection(modes, threshold, message):
     assert message in problems_of(*overrides)[f"{CORRECTION}.rollout_rs_threshold"]
 
 
+def test_a_mode_of_rejection_is_named_once():
+    overrides = [f"{CORRECTION}.rollout_rs='token_k2,token_k1,token_k2'", f"{CORRECTION}.rollout_rs_threshold=2"]
+    assert "token_k2 is named twice" in problems_of(*overrides)[f"{CORRECTION}.rollout_rs"]
+
+
 @pytest.mark.parametrize(
     ("modes", "threshold", "message"),
     [("token_k2", "2", "has no k1"), ("token_k1", "'0.4_2'", "0.5 is a second lower bound")],
@@ -710,11 +734,6 @@ def test_gdpo_ignores_no_change_of_the_score(setting):
 def test_the_critics_lambda_follows_lam():
     assert load("algorithm.lam=0.9").config.algorithm.lam_critic == 0.9
     assert load("algorithm.lam=0.9", "algorithm.lam_critic=1").config.algorithm.lam_critic == 1
-
-
-def test_the_other_direction_of_resuming():
-    problems = problems_of("trainer.resume_from_path=c/global_step_3")
-    assert "c/global_step_3 is not read with trainer.resume_mode=auto" in problems["trainer.resume_from_path"]
 
 
 def test_both_kinds_of_kl_may_be_on():

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import pytest
 
@@ -14,6 +13,8 @@ from tether.data.sources import load_rows
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -29,6 +30,8 @@ def repository(*splits: str) -> str:
 
 
 def test_a_split_is_read_lazily_in_the_row_layout() -> None:
+    import datasets
+
     name = repository("train", "test")
     rows = Rows([read_hub(f"{name}?split=test", name, {"split": "test"})])
     assert [row.messages[0]["content"] for row in rows] == ["test 0", "test 1"]

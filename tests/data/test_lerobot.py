@@ -7,7 +7,6 @@ from io import BytesIO
 import numpy as np
 import pyarrow.parquet
 import pytest
-from datasets import Image, load_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +70,8 @@ def test_the_layout_is_lerobots(tmp_path):
     assert table["index"] == [3, 4, 5, 6, 7]
     assert table["next.done"] == [False] * 4 + [True]
     np.testing.assert_allclose(table["timestamp"], np.arange(5) / 10, rtol=1e-6)
-    # What LeRobot itself reads the files with:
+    from datasets import Image, load_dataset  # what LeRobot itself reads the files with
+
     loaded = load_dataset("parquet", data_dir=str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "cache"))
     assert isinstance(loaded.features["observation.image"], Image)
     assert loaded[0]["observation.image"].size == (5, 6)

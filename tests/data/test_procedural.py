@@ -1,7 +1,6 @@
 import pickle
 
 import pytest
-from reasoning_gym import create_dataset
 
 from tether.data.sources import load_rows
 
@@ -10,6 +9,8 @@ SUMS = "reasoning_gym:chain_sum?size=20&seed=1&min_terms=2&max_terms=2&min_digit
 
 def test_rows_carry_what_their_scorer_needs() -> None:
     rows = load_rows(SUMS)
+    from reasoning_gym import create_dataset
+
     params = {"size": 20, "seed": 1, "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     task = create_dataset("chain_sum", **params)
     assert len(rows) == 20
@@ -62,6 +63,8 @@ def test_parameters_that_are_no_numbers() -> None:
 def test_entries_survive_the_way_to_a_reward_process_unchanged() -> None:
     """graph_color's metadata has numbers as keys, which json would turn into text; and it has no single answer."""
     row = load_rows("reasoning_gym:graph_color?size=1&seed=3")[0]
+    from reasoning_gym import create_dataset
+
     entry = create_dataset("graph_color", size=1, seed=3)[0]
     assert row.ground_truth is None
     assert pickle.loads(pickle.dumps(row.extra_info))["reasoning_gym"]["entry"] == entry

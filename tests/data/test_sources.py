@@ -11,6 +11,7 @@ import pytest
 
 from tests.data.conftest import record, write_jsonl
 from tether.data.location import SUFFIXES, split_query
+from tether.data.pairs import load_pairs
 from tether.data.rows import Rows
 from tether.data.sources import READERS, load_rows
 
@@ -264,11 +265,54 @@ def test_a_column_that_stands_twice(tmp_path: Path) -> None:
     assert refusal(str(path)) == f"{path}: several columns are named `prompt`. Leave one, or rename the others."
 
 
+def test_patterns_and_folders(tmp_path: Path) -> None:
+    """Sorted by name, whatever the order of the disk; options hold for each file; a file's own name counts first."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("train-00001.parquet", "train-00010.parquet", "train-00000.parquet"):
+        write_parquet(shards / name, [record(name)])
+    (shards / "README.md").touch()
+    (shards / ".train.parquet").touch()
+    sharded = ["train-00000.parquet", "train-00001.parquet", "train-00010.parquet"]
+    for spec in (shards, shards / "*", shards / "train-*.parquet", shards / "train-[0-9]*.parquet", tmp_path / "**/*t"):
+        assert contents(load_rows(str(spec))) == sharded, spec
+    rows = load_rows([str(shards / "*1.parquet?suffix=!&data_source=x"), f"{shards}?system=s"])
+    assert contents(rows) == ["train-00001.parquet!", *sharded]
+    assert [len(row.messages) for row in rows] == [1, 2, 2, 2]
+    assert [row.file for row in rows][1] == str(shards / "train-00000.parquet")
+    odd = write_jsonl(tmp_path / "a[0]*.jsonl", [record("odd")])
+    assert contents(load_rows(odd)) == ["odd"]
+    pair = {"chosen": "yes", "rejected": "no"}
+    for name in ("p0.jsonl", "p1.jsonl"):
+        write_jsonl(tmp_path / name, [pair])
+    assert len(load_pairs([str(tmp_path / "p*.jsonl")])) == 2
+
+
+def test_patterns_and_folders_that_are_refused(tmp_path: Path) -> None:
+    """What matches nothing; folders in which training and test data, or the same data twice, would be joined."""
+    none = str(tmp_path / "*.parquet")
+    assert refusal(none).startswith(f"{none}: no file matches this pattern, looked for from {Path.cwd()}.")
+    folder = tmp_path / "gsm8k"
+    (folder / "inner").mkdir(parents=True)
+    assert refusal(str(folder)) == (
+        f"{folder}: a folder without .parquet, .json, .jsonl files. Name one of its folders (inner), or "
+        f"{folder}/**/*.parquet."
+    )
+    write_jsonl(folder / "train.jsonl", [record()])
+    write_jsonl(folder / "x_test2.jsonl", [record()])
+    assert "files of several splits (test, train): train.jsonl, x_test2.jsonl. Name those" in refusal(str(folder))
+    (folder / "x_test2.jsonl").rename(folder / "trained.json")
+    assert "files of several formats (.json, .jsonl)" in refusal(str(folder))
+    (tmp_path / "t.csv").write_text("q,a\n")
+    assert "Convert it" in refusal(str(tmp_path / "*.csv"))
+    problems = refusal([none, str(tmp_path / "gone.jsonl")]).splitlines()
+    assert len(problems) == 2
+
+
 def test_other_kinds_of_path(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [record()])
     table = tmp_path / "a.csv"
     table.write_text("prompt\nhello\n")
-    assert refusal(str(tmp_path)).startswith(f"{tmp_path}: a folder. Name its files one by one: a.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "pipe.jsonl: no regular file" in refusal(str(tmp_path / "pipe.jsonl"))
     assert refusal(str(table)).startswith(f"{table}: not a .parquet, .json, .jsonl file")

@@ -91,6 +91,28 @@ class Counts(Noisy):
         return self._scale(self._steps) + sum(self._last)
 
 
+def _counting():
+    steps = 0
+
+    def count(last=[0]):  # noqa: B006
+        nonlocal steps
+        steps, last[0] = steps + 1, steps
+        return (steps + last[0]) % 11
+
+    return count
+
+
+class CountsInFunctions(Noisy):
+    """Keeps its state in a closure and in a default argument, beside a generator of another function's."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self._count = _counting()
+
+    def extra(self, *, random=np.random.default_rng(5)):
+        return self._count() / 5 + random.normal()
+
+
 class RandomTheFirstTime(Noisy):
     """Begins with a state that no seed decides."""
 

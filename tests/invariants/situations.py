@@ -173,6 +173,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         "data.truncation": [*overlong, "data.truncation=left"],
         "data.filter_overlong_prompts": [*overlong, "data.truncation=left"],
         "data.apply_chat_template_kwargs": ['data.chat_template="{{ flag }}{{ messages[0].content }}"'],
+        "data.chat_template_date": ["data.chat_template=\"{{ strftime_now('%d') }}{{ messages[0].content }}\""],
         "data.control_tokens_as_text": [
             f"data.train_files={folder / 'control_tokens.jsonl'}",
             "data.max_prompt_length=80",
@@ -221,6 +222,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.engine_kwargs.sglang": ["{attention_backend: triton}"],
         "data.val_files": [f"{folder / 'train.jsonl'}"],
         "data.chat_template": ['"{{ messages[0].content }}"'],
+        "data.chat_template_date": ["2026-01-31"],
         "data.apply_chat_template_kwargs": ["{flag: 7}"],
         "data.custom_cls.path": [f"{folder / 'datasets2.py'}"],
         "data.custom_cls.name": ["Second"],

@@ -166,6 +166,7 @@ WRAPPERS = {
     "a generator of the module": f"{STATEFUL}:DrawsFromASharedGenerator",
     "generators of its own": f"{STATEFUL}:OwnGenerators",
     "counts": f"{STATEFUL}:Counts",
+    "counts in functions": f"{STATEFUL}:CountsInFunctions",
     "random the first time": f"{STATEFUL}:RandomTheFirstTime",
     "gives its state": f"{STATEFUL}:GivesItsState",
     "running statistics": f"{STATEFUL}:RunningStatistics",
@@ -186,11 +187,12 @@ KILLED = [
     ("np.random", "processes"), ("random", "here"), ("torch", "chunks"), ("a generator of the module", "here"),
     ("generators of its own", "processes"), ("counts", "processes"), ("random the first time", "here"),
     ("gives its state", "chunks"), ("running statistics", "here"), ("forgets at reset", "processes"),
+    ("counts in functions", "processes"),
 ]  # fmt: skip
 STOPPED = [
     ("np.random", "here"), ("random", "processes"), ("torch", "processes"), ("a generator of the module", "processes"),
     ("generators of its own", "here"), ("counts", "chunks"), ("counts", "here"), ("random the first time", "processes"),
-    ("gives its state", "processes"), ("running statistics", "processes"),
+    ("gives its state", "processes"), ("running statistics", "processes"), ("counts in functions", "here"),
 ]  # fmt: skip
 QUICK = [
     ("np.random", "processes"), ("forgets at reset", "processes"), ("counts", "here"), ("gives its state", "processes"),

@@ -59,9 +59,8 @@ class Combination:
         mask, counts = case.mask, count_valid(case.mask)
         aggregate, sizes = Aggregation(self.mode, width=WIDTH), LossSizes(int(counts[0]), int(counts[1]))
         log_probs, values = (x.clone().requires_grad_() for x in (case.log_probs, case.values))
-        rewards, kl = apply_kl_penalty(
-            case.rewards, case.old_log_probs, case.ref_log_probs, mask, kl_coef=0.1, kind=self.kl_kind
-        )
+        old_kl = kl_penalty(case.old_log_probs, case.ref_log_probs, self.kl_kind, mask)
+        rewards, kl = apply_kl_penalty(case.rewards, old_kl, mask, kl_coef=0.1)
         found = ADVANTAGE_ESTIMATORS[self.estimator](rewards, mask, **case.estimator_inputs, gamma=0.9, lam=0.8)
         selected = selection(self.loss, case, found)
         policy = POLICY_LOSSES[self.loss](

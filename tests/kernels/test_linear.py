@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.compiled import compile_kernels
 from tests.kernels.test_elementwise import close, drawn
 from tests.pairwise import in_turn_parameters, pairwise_parameters
 from tether.kernels.cpu import (
@@ -22,6 +21,7 @@ from tether.kernels.cpu import (
     linear_plain,
 )
 from tether.kernels.dispatch import kernels_for
+from tether.kernels.precompile import compile_kernels
 
 BF16 = torch.bfloat16
 HERE = {linear_amx: amx_instructions.has_amx(), linear_avx512: avx512_instructions.has_avx512_bf16()}

@@ -21,7 +21,7 @@ from tether.kernels.cpu import avx512_instructions, packed_attention  # noqa: E4
 has_avx512 = avx512_instructions.has_avx512_bf16()
 pytestmark = [
     pytest.mark.skipif(not has_avx512, reason="no AVX512_BF16 here"),
-    pytest.mark.usefixtures("compiled_attention"),
+    pytest.mark.usefixtures("compiled_kernels"),
 ]
 
 LAYOUTS = {

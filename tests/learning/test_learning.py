@@ -13,7 +13,7 @@ from benchmarks.algorithms.tasks import LEDGER, SPELL, Learned, overrides, train
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.config import load_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "learning.md"
+PAGE = Path(__file__).parents[2] / "docs/evidence/learning.md"
 FEW = 12  # of the 40 steps of the table
 CASES = {(case.group, case.name): case for case in all_cases()}
 

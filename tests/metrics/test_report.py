@@ -51,6 +51,10 @@ def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:
     assert any("tether play" in line for line in next_commands(tmp_path, "tether train"))
     (tmp_path / "actor" / "config.json").touch()
     assert any("tether generate" in line for line in next_commands(tmp_path, "tether train"))
+    spaced = tmp_path / "my runs"
+    (spaced / "actor").mkdir(parents=True)
+    (spaced / "actor/config.json").touch()
+    assert f"tether generate '{spaced / 'actor'}' " in "".join(next_commands(spaced, "tether train"))
 
 
 def test_the_command_that_resumes_names_no_key_twice() -> None:

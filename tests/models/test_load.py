@@ -1,7 +1,11 @@
 """Loading: what comes out is ready for training, and every bad path gives one clear error."""
 
+import io
 import json
+import os
 import shutil
+import struct
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +103,76 @@ def test_a_damaged_weights_file_is_refused(tiny_dir):
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ValueError, match=f"{tiny_dir}: its weights could not be loaded"):
         load_causal_lm(tiny_dir, dtype=torch.float32)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+def stored(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+NO_OBJECTS = (b"", b"{", b"[]", b'"x"', b"3", b"null", b"\xff\xfe\xfa", b"[" * 100_000)
+BROKEN = {
+    "config.json": NO_OBJECTS,
+    "tokenizer.json": NO_OBJECTS,
+    "tokenizer_config.json": (*NO_OBJECTS, b'{"tokenizer_class": 3}', b'{"eos_token": 3}'),
+    "model.safetensors": (b"", b"x" * 100, b"\xff" * 200),
+    "pytorch_model.bin": (
+        b"",
+        b"x" * 100,
+        stored({"x": Runs()}),
+        stored([1]),
+        stored({})[:60],
+        stored({1: torch.ones(2)}),
+    ),
+    "model.safetensors.index.json": (*NO_OBJECTS, b'{"weight_map": 3}', b'{"weight_map": {"a": "../x"}}'),
+}
+BROKEN_ENTRIES = (
+    {"hidden_size": "x"}, {"hidden_size": -1}, {"architectures": 3}, {"rope_parameters": "x"}, {"vocab_size": [1]},
+    {"dtype": "nonsense"}, {"auto_map": 3}, {"quantization_config": 3}, {"hidden_act": "nope"},
+)  # fmt: skip
+
+
+def test_broken_files_of_a_model_are_one_sentence(tiny_dir, monkeypatch, tmp_path):
+    """And a pickle in them runs nothing."""
+    monkeypatch.chdir(tmp_path)
+    cases = [(name, content) for name, contents in BROKEN.items() for content in contents]
+    config = json.loads((tiny_dir / "config.json").read_text())
+    cases += [("config.json", json.dumps(config | entry).encode()) for entry in BROKEN_ENTRIES]
+    faults = []
+    for name, content in cases:
+        folder = shutil.copytree(tiny_dir, tmp_path / "broken", dirs_exist_ok=True)
+        if name.startswith(("pytorch_model", "model.safetensors.")):
+            (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(content)
+        load = load_tokenizer if "tokenizer" in name else partial(load_causal_lm, dtype=torch.float32)
+        try:
+            load(folder)
+        except ValueError as error:
+            said = str(error)
+            if type(error) is not ValueError or not said.startswith(str(folder)) or "weights_only" in said:
+                faults.append((name, content[:40], repr(error)))
+        except Exception as error:  # noqa: BLE001
+            faults.append((name, content[:40], repr(error)))
+        shutil.rmtree(folder)
+    assert faults == []
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_broken_gguf_file_is_one_sentence(tmp_path):
+    pytest.importorskip("gguf")
+    file = tmp_path / "x.gguf"
+    begin = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
+    for content in (b"", b"x" * 100, b"GGUF", begin, begin + b"\xff" * 40, b"GGUF" + struct.pack("<IQQ", 99, 1, 1)):
+        file.write_bytes(content)
+        for load in (load_tokenizer, partial(load_causal_lm, dtype=torch.float32)):
+            with pytest.raises(ValueError, match=rf"^{file}: .*Copy the file again$"):
+                load(file)
 
 
 def test_a_critic_is_no_policy(tmp_path):

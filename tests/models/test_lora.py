@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import TINY_CONFIGS, tiny_model
@@ -81,7 +80,29 @@ def test_bad_options():
         add_lora(tiny_model("llama"), LoraOptions(rank=2, target_modules=("q_proj", "query")))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2_moe"])
+def test_experts_and_routers_stay_frozen_whatever_peft_takes_their_names_for(tmp_path, packed):
+    """peft 0.19 and later read ``all-linear`` as fused experts and routers, too, which could not be merged."""
+    model = trained_lora(tiny_model("qwen3_moe"))
+    adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trainable(model)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    save_adapter(model, tmp_path)
+    again = tiny_model("qwen3_moe")
+    load_lora(again, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(packed[0]).logits, model(packed[0]).logits)
+
+
+def test_what_could_not_be_merged_is_refused():
+    for name, modules, words in (
+        ("deepseek_v3", ("gate_proj", "up_proj"), "on model.layers.1.mlp.experts of DeepseekV3ForCausalLM"),
+        ("deepseek_v3", ("gate_proj",), "Cannot convert PEFT target"),
+        ("llama", r".*(embed_tokens|q_proj)", "on model.embed_tokens .* no linear layer.*Name .*: q_proj"),
+    ):
+        with pytest.raises(ValueError, match=f"target_modules=.*{words}"):
+            add_lora(tiny_model(name), LoraOptions(rank=2, target_modules=modules))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_merged_directory_loads_in_transformers_and_leaves_the_model_alone(name, tmp_path, packed):
     model = trained_lora(tiny_model(name, dtype=torch.float64))
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -94,6 +115,8 @@ def test_merged_directory_loads_in_transformers_and_leaves_the_model_alone(name,
 
 
 def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
+    from peft import PeftModel
+
     model = trained_lora(tiny_model("qwen2"))
     save_adapter(model, tmp_path)
     with torch.no_grad():

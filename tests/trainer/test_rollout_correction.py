@@ -67,7 +67,7 @@ def test_weights(level: str, normalize: bool, expected: list[list[float]]) -> No
     metrics = RolloutCorrection(level, 2.0, normalize).apply(found)
     assert filled(found.rollout_is_weights).numpy() == pytest.approx(np.array([*expected, [0, 0, 0]]))
     assert found.response_mask.tolist() == recorded().response_mask.tolist()
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(4 if level == "token" else 2)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2)
     assert all(describe(key) for key in metrics)
 
 

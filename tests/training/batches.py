@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from tests.device import on_device
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty
+from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
 from tether.models.language.critic import critic_from, value_head_of
 from tether.models.layers.attention import use_tether_attention
@@ -85,9 +85,8 @@ def make_batch(policy: PreTrainedModel, critic: PreTrainedModel, estimator: str 
 def with_advantages(batch: TrainBatch, estimator: str = "gae") -> TrainBatch:
     """Fill in rewards (KL penalty included), advantages and returns, as the trainer does."""
     mask = batch.response_mask
-    batch.token_level_rewards = apply_kl_penalty(
-        batch.token_level_scores, filled(batch.old_log_probs), filled(batch.ref_log_probs), mask, kl_coef=0.05
-    ).token_level_rewards
+    kl = kl_penalty(filled(batch.old_log_probs), filled(batch.ref_log_probs), "kl", mask)
+    batch.token_level_rewards = apply_kl_penalty(batch.token_level_scores, kl, mask, kl_coef=0.05).token_level_rewards
     result = ADVANTAGE_ESTIMATORS[estimator](
         batch.token_level_rewards,
         mask,

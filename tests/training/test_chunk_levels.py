@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tether.algorithms import aggregate_loss, count_valid
+from tether.algorithms import AGGREGATIONS, aggregate_loss, count_valid
 from tether.training.control.chunk_levels import mask_at, sum_to_level, to_columns
 from tether.training.control.samples import loss_weights
 
@@ -29,7 +29,7 @@ def test_gradients_go_back_the_same_way(level, mask):
     assert torch.equal(to_columns(grad, 6, mask).expand(2, 6), expected)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_weights_are_the_derivatives_of_the_aggregation(mode, level, mask):

@@ -211,6 +211,8 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     found["learned"] = distance(updated, before)
     parts = saved(sharded, folder)
     if dist.get_rank() == 0:
+        sharded.check_saving(folder / "tried")
+        assert (folder / "tried" / "config.json").exists()
         join_shards([part / "actor" for part in parts], folder / "actor")
         merged = LlamaForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
         found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))

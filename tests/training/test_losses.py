@@ -46,8 +46,10 @@ POLICY = (-2.4, 1.0, 2.4)  # -2 * clipped 1.2; 1 * 1; 3 * clipped 0.8
         (Aggregation(), (-2.4 + 1 + 2.4) / 6),
         (Aggregation("seq-mean-token-sum"), (-2.4 + 1 + 2.4) / 4),
         (Aggregation("seq-mean-token-mean"), ((-2.4 + 1) / 2 + 2.4) / 4),
-        (Aggregation("seq-mean-token-sum-norm"), (-2.4 + 1 + 2.4) / 3),  # by the width of the responses
-        (Aggregation("seq-mean-token-sum-norm", scale_factor=10), (-2.4 + 1 + 2.4) / 10),
+        (Aggregation("seq-mean-token-sum-norm"), (-2.4 + 1 + 2.4) / 3 / 4),  # by the width of the responses
+        (Aggregation("seq-mean-token-sum-norm", scale_factor=10), (-2.4 + 1 + 2.4) / 10 / 4),
+        (Aggregation("token-sum-norm"), (-2.4 + 1 + 2.4) / 3),
+        (Aggregation("token-sum-norm", scale_factor=10), (-2.4 + 1 + 2.4) / 10),
         # an episode of full length 3 in a width of 3: every row weighs the same
         (Aggregation("masked_mean_ratio"), ((-2.4 + 1) / 2 + 2.4) / 4),
         (Aggregation("masked_mean_ratio", scale_factor=6), ((-2.4 + 1) * 6 / 2 + 2.4 * 6 / 1) / (4 * 3)),

@@ -119,7 +119,6 @@ def mine(name: str, mode: str, per_row: bool = False, kl: float = 0.0, **keyword
 
 def losses() -> list[Check]:
     rows = {"poison": NAN, "empty": EMPTY_ROW}
-    norm = "TRL: Dr. GRPO (2503.20783) divides by length and by answers; tether's mode grows with the mini-batch"
     cispo = "a choice: TRL bounds CISPO's ratio from above only and by the ratio itself (1.28 is epsilon_high=1.28)"
     table = {
         "vanilla": (
@@ -161,7 +160,7 @@ def losses() -> list[Check]:
         "seq-mean-token-sum-norm": (
             mine("vanilla", "seq-mean-token-sum-norm", clip_ratio_c=None, **CLIP),
             trl_loss("dr_grpo", by_token),
-            dict.fromkeys(FINITE, norm) | {"poison": NAN},
+            rows,
         ),
     }
     return [Check(name, own, theirs, SCENARIOS, differs) for name, (own, theirs, differs) in table.items()]

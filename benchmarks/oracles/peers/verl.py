@@ -28,6 +28,7 @@ from tether.algorithms import (
     entropy_from_logits,
     importance_metrics,
     importance_weights,
+    kl_penalty,
     masked_whiten,
     off_policy_metrics,
     parse_rejection,
@@ -42,6 +43,7 @@ NAN = "tether: what stands at a masked position must not matter; verl multiplies
 NO_TOKEN = "tether: an answer without a token (rejected, or failed) was not drawn; verl keeps its score in the group"
 LONE_PASSK = "a choice: verl raises for a group of one; tether gives 0, since there is no second best to lead"
 HIDDEN = "tether: k3_kl of log r held within +-20, which stays finite; verl takes exp of it as it is"
+EMPTY_ROW_WEIGHT = "tether: a row without a token has no weight; verl counts it with 0"
 EMPTY_ROW = "tether: a row without a token has no perplexity; verl's means count it with 1"
 UNBOUNDED = "tether: log r is held within +-20, as in verl's own vanilla loss; here verl takes exp of it as it is"
 
@@ -289,7 +291,6 @@ def value_losses() -> list[Check]:
 
 
 def aggregations() -> list[Check]:
-    norm = "verl: Dr. GRPO (2503.20783) divides by length and by answers; tether's mode grows with the mini-batch"
     scenarios = ("ragged", "tools", "empty", "poison")
 
     def mine(mode: str) -> Callable[[Case], Outputs]:
@@ -299,11 +300,13 @@ def aggregations() -> list[Check]:
         return lambda case: {"loss": core_algos.agg_loss(case.values, case.mask.long(), mode)}
 
     def differs(mode: str) -> dict[str, str]:
-        if mode.endswith("norm"):
-            return dict.fromkeys(("ragged", "tools", "empty"), norm) | {"poison": NAN}
         return {} if mode == "token-mean" else {"poison": NAN}
 
-    return [Check(mode, mine(mode), theirs(mode), scenarios, differs(mode)) for mode in AGGREGATIONS]
+    return [
+        Check(mode, mine(mode), theirs(mode), scenarios, differs(mode))
+        for mode in AGGREGATIONS
+        if mode != "token-sum-norm"
+    ]
 
 
 def kl_kinds() -> list[Check]:
@@ -319,7 +322,8 @@ def kl_kinds() -> list[Check]:
 
 def kl_in_reward() -> list[Check]:
     def mine(case: Case) -> Outputs:
-        made = apply_kl_penalty(case.dense_rewards, case.old_log_probs, case.ref_log_probs, case.mask, kl_coef=0.3)
+        kl = kl_penalty(case.old_log_probs, case.ref_log_probs, "kl", case.mask)
+        made = apply_kl_penalty(case.dense_rewards, kl, case.mask, kl_coef=0.3)
         return {"rewards": made.token_level_rewards}
 
     def theirs(case: Case) -> Outputs:
@@ -417,18 +421,15 @@ def metrics() -> list[Check]:
             rollout_corr_helper.compute_offpolicy_metrics(case.old_log_probs, case.rollout_log_probs, case.mask.long())
         )
 
-    shared = ("ratio_fraction_high", "ratio_fraction_low", "batch_norm_factor")
-
     def weights(case: Case) -> Outputs:
-        found = numbers(importance_metrics(case.old_log_probs, case.rollout_log_probs, case.mask, level="token"))
-        return {f"rollout_is_{name}": found[f"rollout_is_{name}"] for name in shared}
+        return numbers(importance_metrics(case.old_log_probs, case.rollout_log_probs, case.mask, level="token"))
 
     def their_weights(case: Case) -> Outputs:
         log_ratio = case.old_log_probs - case.rollout_log_probs
         _, found = rollout_corr_helper.compute_rollout_correction_weights(
             log_ratio, case.mask.long(), "token", 2.0, rollout_is_batch_normalize=True
         )
-        return {f"rollout_is_{name}": torch.tensor(found[f"rollout_is_{name}"]) for name in shared}
+        return numbers(found)
 
     return [
         Check(
@@ -438,7 +439,7 @@ def metrics() -> list[Check]:
             LOSS_SCENARIOS,
             {"far": HIDDEN, "empty": EMPTY_ROW},
         ),
-        Check("importance metrics", weights, their_weights, LOSS_SCENARIOS),
+        Check("importance metrics", weights, their_weights, LOSS_SCENARIOS, {"empty": EMPTY_ROW_WEIGHT}),
     ]
 
 

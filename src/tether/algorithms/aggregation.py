@@ -10,7 +10,9 @@ from tether.algorithms.checks import NonNegative, Positive
 from tether.algorithms.masking import masked_sum, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum-norm"
+)  # fmt: skip
 
 Count = NonNegative | Shaped[Tensor, ""]
 
@@ -40,22 +42,23 @@ def aggregate_loss(
         mode: one of `AGGREGATIONS`.
         num_tokens: tokens in the whole mini-batch, all pieces and ranks together (`count_valid`).
         num_sequences: rows of the whole mini-batch with at least one token.
-        max_length: the divisor of ``seq-mean-token-sum-norm``, required for it and unused otherwise.
+        max_length: the divisor of the two modes whose names end in ``-norm``, required for them and unused otherwise.
 
     With s_i the sum of row i over its tokens and n_i their number, the shares add up to L:
 
     - ``token-mean``: L = sum_i s_i / num_tokens
     - ``seq-mean-token-sum``: L = sum_i s_i / num_sequences
     - ``seq-mean-token-mean``: L = sum_i (s_i / n_i) / num_sequences
-    - ``seq-mean-token-sum-norm``: L = sum_i s_i / max_length. In spite of its name this mode does not divide by the
-      number of sequences, as in verl of January 2026, so its gradient grows with the mini-batch.
+    - ``seq-mean-token-sum-norm``: L = sum_i (s_i / max_length) / num_sequences
+    - ``token-sum-norm``: L = sum_i s_i / max_length, so its gradient grows with the mini-batch. verl computed this as
+      ``seq-mean-token-sum-norm`` until February 2026.
 
     The denominators have no default on purpose: those of one piece would make the gradient depend on its size. A
     mini-batch without a token has loss 0. Under data parallelism sum the shares; where gradients are averaged over
     ranks, multiply by the number of ranks.
 
     Raises:
-        ValueError: an unknown mode, or ``seq-mean-token-sum-norm`` without max_length.
+        ValueError: an unknown mode, or one that ends in ``-norm`` without max_length.
     """
     row_tokens = response_mask.bool().sum(dim=-1)
     of_row, of_all = loss_divisors(
@@ -93,10 +96,10 @@ def loss_divisors(
             return 1, _at_least_one(num_sequences)
         case "seq-mean-token-mean":
             return _at_least_one(row_tokens), _at_least_one(num_sequences)
-        case "seq-mean-token-sum-norm":
+        case "seq-mean-token-sum-norm" | "token-sum-norm":
             if max_length is None:
-                raise ValueError("seq-mean-token-sum-norm needs max_length: the response width, or loss_scale_factor")
-            return 1, max_length
+                raise ValueError(f"{mode} needs max_length: the response width, or loss_scale_factor")
+            return max_length, 1 if mode == "token-sum-norm" else _at_least_one(num_sequences)
     raise ValueError(f"unknown aggregation {mode!r}. Use one of: {', '.join(AGGREGATIONS)}")
 
 

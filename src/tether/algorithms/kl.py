@@ -15,12 +15,23 @@ divergence", 2020):
 
 k3 clamps d to +-20 and itself to 10, as verl does: beyond, its gradient is 0.
 
+In the reward, ``full`` at a token is the same whichever token was sampled there, so it reaches the policy through the
+returns of the tokens before: it holds the policy away from contexts in which it differs from the reference. With p the
+policy and KL_t its exact KL from the reference at token t of a response a::
+
+    gradient of E sum_t KL_t = E sum_t [ gradient of KL_t + (gradient of log p(a_t)) sum_{s>t} KL_s ]
+
+The reward is the second term, and ``full`` in the loss with the same weight the first: together they are the whole
+gradient, with less variance than ``k1`` in the reward, whose expected gradient is the same. A reward of ``full`` alone
+does not restrain the last token, and so nothing where responses have one token.
+
 Watch: `actor/kl_loss` (in the loss), `actor/reward_kl_penalty` (in the reward): it grows slowly; a jump means that the
     policy left the reference for good.
 Keys: `actor_rollout_ref.actor.use_kl_loss`, `actor_rollout_ref.actor.kl_loss_type`,
     `actor_rollout_ref.actor.kl_loss_coef`; `algorithm.use_kl_in_reward`, `algorithm.kl_penalty`, `algorithm.kl_ctrl`.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,7 +41,7 @@ from torch import Tensor
 
 from tether.algorithms.checks import NonNegative, checked
 from tether.algorithms.logits import full_kl
-from tether.algorithms.masking import count_valid, masked_mean, select, widen
+from tether.algorithms.masking import clip, count_valid, masked_mean, select, widen
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 
@@ -67,8 +78,8 @@ def k3(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:
     Assumes: as `k1`; far from the reference its variance grows as exp(-d) does.
     Use it: for a value to log, or in a loss that should pull as the reverse KL does.
     """
-    minus_d = (-k1(log_probs, ref_log_probs)).clamp(-20.0, 20.0)
-    return (torch.expm1(minus_d) - minus_d).clamp(max=10.0)
+    minus_d = clip(-k1(log_probs, ref_log_probs), -20.0, 20.0)
+    return clip(torch.expm1(minus_d) - minus_d, -math.inf, 10.0)
 
 
 Estimator = Callable[[Tokens, Tokens], Tokens]
@@ -140,19 +151,14 @@ class PenalizedRewards(NamedTuple):
 
 @torch.no_grad()
 def apply_kl_penalty(
-    token_level_scores: Tokens,
-    old_log_probs: Tokens,
-    ref_log_probs: Tokens,
-    response_mask: Mask,
-    *,
-    kl_coef: NonNegative,
-    kind: str = "kl",
+    token_level_scores: Tokens, kl: Tokens, response_mask: Mask, *, kl_coef: NonNegative
 ) -> PenalizedRewards:
     """Subtract the KL of each token from its reward: r_t = score_t - kl_coef * kl_t; 0 outside the mask.
 
-    Update the controller with the returned KL only afterwards: this step's coefficient does not depend on it.
+    `kl` is that of the old policy, from `kl_penalty` or `full_kl`. Update the controller with the returned mean only
+    afterwards: this step's coefficient does not depend on it.
     """
-    kl = kl_penalty(old_log_probs, ref_log_probs, kind, response_mask)
-    rewards = select(token_level_scores, response_mask) - kl_coef * select(kl, response_mask)
+    kl = select(kl, response_mask)
+    rewards = select(token_level_scores, response_mask) - kl_coef * kl
     row_means = masked_mean(kl, response_mask, dim=-1)
     return PenalizedRewards(rewards, row_means.sum() / count_valid(response_mask).num_sequences.clamp(min=1))

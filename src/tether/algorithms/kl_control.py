@@ -48,7 +48,9 @@ class FixedKLController:
 class AdaptiveKLController:
     """Raises the coefficient while the KL is over its target, and lowers it below (Ziegler et al. 2019, 1909.08593).
 
-    value *= 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon, with n the rows of the step.
+    value *= max(1/2, 1 + clip(kl / target_kl - 1, -0.2, 0.2) * n / horizon), with n the rows of the step. It at most
+    halves in a step: without that bound (which neither the paper nor verl has) the penalty would turn into a reward for
+    distance where a step has more than 5 horizon rows.
 
     Assumes: the KL answers to the weight within the horizon.
     Use it: where the scale of the reward is unknown, but the KL that is wanted is known.
@@ -68,7 +70,7 @@ class AdaptiveKLController:
         if not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
+        self.value *= max(0.5, 1 + error * n_steps / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient reached so far."""

@@ -14,7 +14,10 @@ from tether.algorithms.checks import PositiveInt
 
 
 def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
-    """Entropy of each position in nats: logsumexp(z) - sum_v p_v z_v. Divide logits by the temperature first."""
+    """Entropy of each position in nats: logsumexp(z) - sum_v p_v z_v. Divide logits by the temperature first.
+
+    A token with logit -inf has probability 0, adds nothing and gets no gradient.
+    """
     return _chunked(_entropy, chunk_size, logits)
 
 
@@ -28,6 +31,9 @@ def full_kl(
 ) -> Float[Tensor, "*shape"]:
     """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v).
 
+    A token to which the policy gives probability 0 (a logit of -inf) adds nothing, whatever the reference gives it. The
+    KL is infinite where the reference gives 0 to one that the policy may sample.
+
     Assumes: logits of both models at once, which cost two vocabularies of memory a token.
     Use it: where the estimators' noise is too much: small models, distillation.
     """
@@ -36,7 +42,7 @@ def full_kl(
 
 def _entropy(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
     log_probs = _log_softmax(logits)
-    return -(log_probs.exp() * log_probs).sum(dim=-1)
+    return -(log_probs.exp() * _where_possible(log_probs, log_probs)).sum(dim=-1)
 
 
 def _collision(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
@@ -45,7 +51,12 @@ def _collision(logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
 
 def _kl(logits: Float[Tensor, "N V"], ref_logits: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
     log_probs = _log_softmax(logits)
-    return (log_probs.exp() * (log_probs - _log_softmax(ref_logits))).sum(dim=-1)
+    return (log_probs.exp() * _where_possible(log_probs, log_probs - _log_softmax(ref_logits))).sum(dim=-1)
+
+
+def _where_possible(log_probs: Float[Tensor, "N V"], values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
+    """Values of tokens with a probability above 0; 0 times the infinite ones of the others would be NaN."""
+    return values.masked_fill(log_probs.isneginf(), 0.0)
 
 
 def _log_softmax(logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:

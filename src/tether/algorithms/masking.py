@@ -47,6 +47,15 @@ def spread(per_row: Rows, mask: Mask) -> Tokens:
     return select(per_row[:, None].expand(mask.shape), mask)
 
 
+def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Tensor:
+    """Return the values limited to the bounds; the gradient is 1 from bound to bound, both included, and 0 outside.
+
+    Versions of torch disagree about the gradient of `torch.clamp` at a bound, where the ratio of a clip of 0 is.
+    """
+    inside = (values >= lowest) & (values <= highest)
+    return torch.where(inside, values, values.detach().clamp(lowest, highest))
+
+
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:

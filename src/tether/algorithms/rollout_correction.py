@@ -15,7 +15,7 @@ from torch import Tensor
 from tether.algorithms.checks import Positive
 from tether.algorithms.masking import largest, masked_mean, masked_sum, masked_var, select
 from tether.algorithms.shapes import Mask, Rows, Tokens
-from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min, bounded_log_ratio
+from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
@@ -33,7 +33,7 @@ def importance_weights(
 ) -> Tokens:
     """Truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
 
-    A token to which neither policy gives a probability (-inf and -inf) has no ratio, and its weight is NaN.
+    A token to which both policies give no probability at all (-inf and -inf) has ratio 1: they agree. NaN stays NaN.
 
     Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
     Use it: ``token`` where the mismatch is of rounding; ``sequence`` where it must be unbiased and answers are short.
@@ -65,19 +65,19 @@ def importance_weights(
 def importance_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
 ) -> dict[str, float]:
-    """Describe the weights of `importance_weights` over the whole batch, before truncation.
+    """Describe the weights of `importance_weights` over the whole batch, before they are normalised.
 
-    Those of `importance_statistics`, and what does not add up over pieces of a batch: standard deviations, and the
-    effective sample size 1 / mean((w / mean w)^2). Both are of weights held in [1 / threshold, threshold], since one
-    outlier would be all they show.
+    Those of `importance_statistics`, and what does not add up over pieces of a batch: standard deviations of the
+    truncated weights, and their effective sample size 1 / mean((w / mean w)^2).
     """
-    mask = response_mask.bool()
-    weights, valid, row_mean, rows = _described(log_probs, rollout_log_probs, mask, level)
-    bounded = weights.clamp(1 / threshold, threshold)
-    mean = masked_mean(bounded, valid)
-    normalized = bounded / mean.clamp(min=1e-8)
+    mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
+    tokens = _ratio(log_probs, rollout_log_probs, mask, level).clamp(max=threshold)
+    row_mean = masked_mean(tokens, mask, dim=-1)
+    weights, valid = (row_mean, rows) if level == "sequence" else (tokens, mask)
+    mean = masked_mean(weights, valid)
+    normalized = weights / mean.clamp(min=1e-8)
     spread = {
-        "std": masked_mean((bounded - mean).square(), valid).sqrt(),
+        "std": masked_mean((weights - mean).square(), valid).sqrt(),
         "eff_sample_size": 1 / masked_mean(normalized.square(), valid).clamp(min=1e-8),
         "seq_std": masked_var(row_mean, rows).sqrt(),
     }
@@ -91,38 +91,34 @@ def importance_metrics(
 def importance_statistics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
 ) -> dict[str, Metric]:
-    """Describe the weights of `importance_weights` before truncation, so that micro-batches add up to the mini-batch.
+    """Describe the weights of `importance_weights` before they are normalised, in sums that micro-batches add up to.
 
-    One weight per token or, for level ``sequence``, per row; ``seq_*`` is of the mean weight of each row.
+    One weight per token or, for level ``sequence``, per row; ``seq_*`` is of the mean weight of each row. As in verl,
+    all are of the truncated weights but the fractions above and below the bounds and, for level ``sequence``, the
+    largest and the smallest weight, which would show nothing of what was truncated.
     """
-    mask = response_mask.bool()
-    weights, valid, row_mean, rows = _described(log_probs, rollout_log_probs, mask, level)
-    tokens = _ratio(log_probs, rollout_log_probs, mask, level).clamp(max=threshold)
-    row_factor = Mean.of(masked_mean(tokens, mask, dim=-1), rows)
+    mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
+    ratio = _ratio(log_probs, rollout_log_probs, mask, level)
+    tokens = ratio.clamp(max=threshold)
+    row_ratio, row_mean = masked_mean(ratio, mask, dim=-1), masked_mean(tokens, mask, dim=-1)
+    of_rows = level == "sequence"
+    ratios, weights, extremes = (row_ratio, row_mean, row_ratio) if of_rows else (ratio, tokens, tokens)
+    valid = rows if of_rows else mask
     metrics: dict[str, Metric] = {
         "mean": Mean.of(weights, valid),
-        "max": Max.of(weights, valid),
-        "min": Min.of(weights, valid),
-        "ratio_fraction_high": Mean.of(weights > threshold, valid),
-        "ratio_fraction_low": Mean.of(weights < 1 / threshold, valid),
+        "max": Max.of(extremes, valid),
+        "min": Min.of(extremes, valid),
+        "ratio_fraction_high": Mean.of(ratios > threshold, valid),
+        "ratio_fraction_low": Mean.of(ratios < 1 / threshold, valid),
         "seq_mean": Mean.of(row_mean, rows),
         "seq_max": Max.of(row_mean, rows),
         "seq_min": Min.of(row_mean, rows),
         "seq_max_deviation": Max.of((row_mean - 1).abs(), rows),
-        "seq_fraction_high": Mean.of(row_mean > threshold, rows),
-        "seq_fraction_low": Mean.of(row_mean < 1 / threshold, rows),
-        "batch_norm_factor": row_factor if level == "sequence" else Mean.of(tokens, mask),
+        "seq_fraction_high": Mean.of(row_ratio > threshold, rows),
+        "seq_fraction_low": Mean.of(row_ratio < 1 / threshold, rows),
+        "batch_norm_factor": Mean.of(weights, valid),
     }
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
-
-
-def _described(
-    log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"], level: str
-) -> tuple[Tensor, Tensor, Rows, Bool[Tensor, " B"]]:
-    """Weights of tokens or rows with their mask, then the mean weight of each row with the rows that have one."""
-    tokens = _ratio(log_probs, rollout_log_probs, mask, level)
-    row_mean, rows = masked_mean(tokens, mask, dim=-1), mask.any(dim=-1)
-    return (row_mean, rows, row_mean, rows) if level == "sequence" else (tokens, mask, row_mean, rows)
 
 
 _TOKEN_DIVERGENCES: dict[str, Callable[[Tokens], Tokens]] = {
@@ -146,11 +142,14 @@ def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[
     bound; for k1 ``lower_upper`` are bounds of the inverse ratio 1 / rho, and a single u means 1/u to u.
 
     Raises:
-        ValueError: an unknown mode, a threshold that is no positive number, or a wrong number of thresholds.
+        ValueError: an unknown mode or one that is named twice, a threshold that is no positive finite number, or a
+            wrong number of thresholds.
     """
     modes = [mode.strip() for mode in rollout_rs.split(",")]
     thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
     _check_modes(modes)
+    if repeated := [mode for mode in modes if modes.count(mode) > 1]:
+        raise ValueError(f"rollout_rs: {repeated[0]} is named twice. Name each mode once, with one threshold")
     if len(thresholds) == 1:
         thresholds *= len(modes)
     if len(thresholds) != len(modes):
@@ -192,7 +191,8 @@ def veto_mask(
     """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
 
     One token that the policy would hardly ever have sampled says that the row is not its own. rho is not bounded here,
-    so that a threshold far below exp(-20) still counts. A rho that is NaN vetoes its row.
+    so that a threshold far below exp(-20) still counts. A rho that is NaN vetoes its row, as does a token to which
+    neither policy gives any probability: it was not sampled.
     """
     mask = response_mask.bool()
     log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
@@ -264,8 +264,12 @@ def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, le
 
 
 def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    """Not bounded yet: of a row it is the sum that is bounded, in which one far token may be made up for by others."""
-    return select(log_probs, response_mask) - select(rollout_log_probs, response_mask)
+    """Not bounded yet: of a row it is the sum that is bounded, in which one far token may be made up for by others.
+
+    0 where neither policy gives the token any probability.
+    """
+    mine, sampler = select(log_probs, response_mask), select(rollout_log_probs, response_mask)
+    return torch.where(mine.isneginf() & sampler.isneginf(), 0.0, mine - sampler)
 
 
 def _bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -303,7 +307,7 @@ def _bounds(mode: str, threshold: str) -> tuple[float, float]:
         numbers = [float(part) for part in (lower, upper) if part]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise ValueError(f"{problem}. Give a positive number, for k1 also lower_upper")
     if not mode.endswith("k1"):
         return -math.inf, numbers[0]
@@ -317,7 +321,7 @@ def _divergence(
     mode: str, log_probs: Tokens, rollout_log_probs: Tokens, mask: Bool[Tensor, "B T"]
 ) -> Float[Tensor, " B #T"]:
     level, _, kind = mode.rpartition("_")
-    tokens = select(_TOKEN_DIVERGENCES[kind](bounded_log_ratio(log_probs, rollout_log_probs, mask)), mask)
+    tokens = select(_TOKEN_DIVERGENCES[kind](_bounded(_log_ratio(log_probs, rollout_log_probs, mask))), mask)
     reductions: dict[str, Callable[[], Rows]] = {
         "seq_sum": lambda: masked_sum(tokens, mask, dim=-1),
         "seq_mean": lambda: masked_mean(tokens, mask, dim=-1),

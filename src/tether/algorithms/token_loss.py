@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Shaped
 
-from tether.algorithms.masking import largest, masked_sum, select
+from tether.algorithms.masking import clip, largest, masked_sum, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 MAX_LOG_RATIO = 20.0
@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 20.0
 def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: Mask) -> Tokens:
     """Return log p - log p_old within +-20; 0 outside the mask."""
     difference = select(log_probs, response_mask) - select(old_log_probs, response_mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 
 from tether.algorithms.checks import Positive
-from tether.algorithms.masking import masked_mean, masked_var, select
+from tether.algorithms.masking import clip, masked_mean, masked_var, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 from tether.algorithms.token_loss import Mean, Metric, TokenLoss
 
@@ -37,7 +37,7 @@ def value_loss(
     unclipped = _penalty(values - returns, huber_delta)
     clipped = unclipped
     if cliprange_value is not None:
-        near_old = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+        near_old = clip(values, old_values - cliprange_value, old_values + cliprange_value)
         clipped = _penalty(near_old - returns, huber_delta)
     loss = torch.maximum(unclipped, clipped)
     metrics: dict[str, Metric] = {

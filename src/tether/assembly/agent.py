@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +38,9 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
         raise ValueError(
             f"{checkpoint}: envpool makes no single environment. Say env.eval.env_type=gymnasium in its run."
         )
-    make_env = partial(importlib.import_module("tether.envs.make").make_one, options)
+    make = importlib.import_module("tether.envs.make")
     policy = load_policy(checkpoint / POLICY)
     code = code_of(policy)
     decode = None if code is None else code.decode
     agent_type = importlib.import_module("tether.rollout.env.agent").EnvAgent
-    with closing(make_env()) as env:
-        return agent_type(policy, env.observation_space, env.action_space, options.id, decode, seed), make_env
+    return agent_type(policy, *make.spaces_of(options), options.id, decode, seed), partial(make.make_one, options)

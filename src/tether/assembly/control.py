@@ -75,11 +75,20 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
         return loaded
     config = loaded.config
     train = config.env.train
-    own = "auto" if train.vectorization == "vector" else train.vectorization
-    one = train.model_copy(update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": own})
+    one = train
+    if not _has_vector_code_alone(config):
+        own = "auto" if train.vectorization == "vector" else train.vectorization
+        one = train.model_copy(update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": own})
     with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
         continuous = isinstance(env.actions, ContinuousActions)
     return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
+
+
+def _has_vector_code_alone(config: RunConfig) -> bool:
+    """Whether environments of ``env.train`` are only made together, perhaps always as many of them."""
+    options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
+    alone: bool = importlib.import_module("tether.envs.make").has_vector_code_alone(options)
+    return alone
 
 
 def build_control_run(loaded: LoadedConfig) -> Run:
@@ -118,6 +127,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             warn=lambda message: loggers.warn(message),
             ranks=trainer_config.devices,
             transfers=groups.whole.transfers.take if groups else dict,
+            trusts_pickles=trainer_config.trust_checkpoint_pickle,
         )
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(
@@ -202,6 +212,8 @@ def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
     """Environments like those of training, whole groups of them, for the preflight."""
     train = config.env.train
     count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
+    if train.vectorization == "vector" or _has_vector_code_alone(config):
+        count = train.total_num_envs
     few = train.model_copy(
         update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.loading import load_engine
-from tether.data.chat import render, tokenize
+from tether.data.chat import dated_template, render, tokenize
 from tether.data.rows import Row
 from tether.models.language.load import load_tokenizer
 from tether.models.language.model_path import resolve_model_path
@@ -26,6 +26,7 @@ def build_generator(
     chat_template: str | None = None,
     template_kwargs: Mapping[str, object] | None = None,
     *,
+    template_date: str | None = None,
     num_threads: int | None = None,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
     """An engine for a model, its tokenizer, and the encoding of a conversation.
@@ -34,6 +35,7 @@ def build_generator(
         model: a directory, a known name or a hub id.
         chat_template: instead of the tokenizer's.
         template_kwargs: further variables of the template.
+        template_date: date that the template writes, as YYYY-MM-DD; None: today's.
         num_threads: CPU threads; None: `tether.runtime.threads.num_threads` decides.
 
     Raises:
@@ -42,9 +44,10 @@ def build_generator(
     set_threads(num_threads)
     path = resolve_model_path(str(model), cache_dir())
     tokenizer = load_tokenizer(path)
+    template = dated_template(tokenizer, chat_template, template_date)
 
     def encode(messages: Sequence[Message]) -> list[int]:
         row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
-        return tokenize([render(row, tokenizer, chat_template, template_kwargs or {})], tokenizer)[0].tolist()
+        return tokenize([render(row, tokenizer, template, template_kwargs or {})], tokenizer)[0].tolist()
 
     return load_engine(path, resolve_device("auto"), "auto"), tokenizer, encode

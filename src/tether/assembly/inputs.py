@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from tether.assembly.reward_model import check_scoring
 from tether.assembly.rewards import check_parts_act, check_rewards
 from tether.assembly.row_agents import check_turns_act
 from tether.assembly.turns import check_agents
-from tether.config import RunConfig, device_count, placed, reads_weights, values_of
+from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
+from tether.data.chat import dated_template, today
+from tether.data.columns import Columns
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
 from tether.data.rows import Agent
@@ -119,6 +122,27 @@ def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerB
     return load_tokenizer(path, trust_remote_code=trusted)
 
 
+def with_template_date(loaded: LoadedConfig, checkpoint: Path | None) -> LoadedConfig:
+    """Return the configuration with the date that the chat template writes: that of the resumed run, else today."""
+    if loaded.config.data.chat_template_date is not None:
+        return loaded
+    key = "data.chat_template_date"
+    day: object = today()
+    if checkpoint is not None:  # null for runs that stored no date
+        day = (saved_values(checkpoint / "run.yaml") or {}).get(key)
+    return loaded.with_values({key: day}, "the first start of the run")
+
+
+def _dated(tokenizer: PreTrainedTokenizerBase, day: str | None) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose own template writes that date; the original is stored in checkpoints."""
+    template = dated_template(tokenizer, None, day)
+    if template is None:
+        return tokenizer
+    dated = copy(tokenizer)
+    dated.chat_template = template
+    return dated
+
+
 def build_dataset(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -133,18 +157,21 @@ def build_dataset(
     Without a tokenizer, which a custom dataset needs, they have no token ids.
     """
     data = config.data
+    columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
+    template = data.chat_template
+    if tokenizer:
+        template = dated_template(tokenizer, template, data.chat_template_date)
     if is_object(files[0]):
-        rows = rows_of_object(files[0], prompt_key=data.prompt_key, reward_fn_key=data.reward_fn_key)
+        rows = rows_of_object(files[0], columns)
     elif data.custom_cls.path:
         assert tokenizer
         rows = load_custom_dataset(
             data.custom_cls.path,
             data.custom_cls.name or "",
             files=files,
-            tokenizer=tokenizer,
-            config=data.model_dump(),
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
+            tokenizer=_dated(tokenizer, data.chat_template_date),
+            config=data.model_dump() | {"chat_template": template},
+            columns=columns,
         )
     else:
         rows = rows_of(config, files)
@@ -155,7 +182,7 @@ def build_dataset(
         max_samples=max_samples,
         shuffle=shuffle,
         seed=data.seed,
-        chat_template=data.chat_template,
+        chat_template=template,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         control_tokens_as_text=data.control_tokens_as_text,
         default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop,

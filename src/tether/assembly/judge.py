@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.assembly.judging import judge_of
 from tether.assembly.loading import load_engine
 from tether.config import JudgePart, RunConfig
-from tether.data.chat import decode, write_conversation
+from tether.data.chat import dated_template, decode, write_conversation
 from tether.data.control_tokens import ControlTokens
 from tether.models.language.load import load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
@@ -51,7 +51,9 @@ def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards |
         path = resolve_model_path(part.path, cache_dir())
         engine = load_engine(path, resolve_device(config.trainer.device), part.dtype)
         context = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
-        return ModelRewards(model_judge(judge, EngineAnswers(engine, load_tokenizer(path), part.max_tokens, context)))
+        tokenizer = load_tokenizer(path)
+        template = dated_template(tokenizer, None, config.data.chat_template_date)
+        return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, part.max_tokens, context, template)))
     endpoint = Endpoint(
         f"{str(part.base_url).rstrip('/')}/chat/completions",
         secret_from(part.api_key_env, f"{key}.api_key_env"),
@@ -76,12 +78,19 @@ class EngineAnswers:
         tokenizer: its own.
         max_tokens: of an answer; a longer one is none.
         context: positions that the model has; None: no limit.
+        chat_template: instead of the tokenizer's.
     """
 
     def __init__(
-        self, engine: NativeEngine, tokenizer: PreTrainedTokenizerBase, max_tokens: int, context: int | None
+        self,
+        engine: NativeEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        context: int | None,
+        chat_template: str | None = None,
     ) -> None:
         self._engine, self._tokenizer, self._max_tokens, self._context = engine, tokenizer, max_tokens, context
+        self._chat_template = chat_template
         self.control = ControlTokens(tokenizer)
 
     def __call__(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[str | RewardError]:
@@ -94,7 +103,8 @@ class EngineAnswers:
     def _read(self, messages: Sequence[dict[str, str]]) -> Any:
         """Token ids of a conversation, or the error that it is no prompt."""
         try:
-            text = write_conversation(messages, self._tokenizer, add_generation_prompt=True)
+            arguments = {"chat_template": self._chat_template, "add_generation_prompt": True}
+            text = write_conversation(messages, self._tokenizer, **arguments)
         except ValueError as error:
             return RewardError(f"of the judge, {error}")
         ids = self.control.tokenize(text)

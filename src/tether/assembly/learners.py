@@ -20,7 +20,14 @@ from tether.assembly.number_formats import DTYPES
 from tether.assembly.off_policy import bypass_options, old_log_probs_from
 from tether.assembly.router_replay import RECOMPUTED, UPDATED
 from tether.batch import TrainBatch
-from tether.config import RunConfig, device_count, replay_of
+from tether.config import (
+    RunConfig,
+    device_count,
+    full_kl_in_loss,
+    full_kl_in_reward,
+    reference_runs_with_actor,
+    replay_of,
+)
 from tether.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -75,7 +82,7 @@ def reference_ranks(config: RunConfig) -> int:
     settings = config.actor_rollout_ref
     if settings.model.lora_rank:
         return sequence_ranks(config, settings.actor)
-    return 1 if needs_full_kl(config) else sequence_ranks(config, settings.ref)
+    return 1 if reference_runs_with_actor(config) else sequence_ranks(config, settings.ref)
 
 
 def micro_batching(
@@ -181,7 +188,7 @@ def actor_engine(
             ranks=sequence_ranks(config, actor),
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
-        reference=reference if needs_full_kl(config) else None,
+        reference=reference if reference_runs_with_actor(config) else None,
         save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model, tokenizer),
         incident_dir=incidents / "actor",
     )
@@ -198,6 +205,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
             packed,
             with_entropy=True,
             with_sum_pi_squared=asks_for(config, "sum_pi_squared"),
+            with_full_kl=full_kl_in_reward(config),
             experts=RECOMPUTED[replay_of(config)[1]],
         ),
         _actor_loss(config, actor),
@@ -214,7 +222,7 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
             config.actor_rollout_ref.rollout.temperature,
             config.actor_rollout_ref.model.use_remove_padding,
             with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
-            with_full_kl=needs_full_kl(config),
+            with_full_kl=full_kl_in_loss(config),
             experts=UPDATED[replay_of(config)[1]],
         ),
         _policy_loss(actor, config.algorithm.rollout_correction, config.data.max_response_length),
@@ -240,15 +248,9 @@ def load_reference(
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
-        lazy_device=device if unread and not needs_full_kl(config) else None,
+        lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
     return ReferenceModel(on_device(model, device))
-
-
-def asks_reference(config: RunConfig) -> bool:
-    """Whether a KL is estimated from the reference's log-probabilities of the sampled tokens."""
-    by_tokens = config.actor_rollout_ref.actor.use_kl_loss and not needs_full_kl(config)
-    return config.algorithm.use_kl_in_reward or by_tokens
 
 
 def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
@@ -346,12 +348,6 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width:
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
     )
-
-
-def needs_full_kl(config: RunConfig) -> bool:
-    """Whether the loss compares whole distributions, for which the reference runs beside the policy."""
-    actor = config.actor_rollout_ref.actor
-    return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
 def _update_micro(config: RunConfig, role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,13 +36,14 @@ from tether.config import (
 )
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
-from tether.data.location import locate
+from tether.data.location import expand, locate
 from tether.data.rows import TOOL_AGENT, Agent, agent_of
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.rewards.sandbox import ProgramOptions, Server
 from tether.runtime.cache import cache_dir
+from tether.runtime.disk import COPY_AGAIN, read_json, reading
 from tether.runtime.http import check_address
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
@@ -219,6 +219,34 @@ def _of_both(config: RunConfig) -> Named:
     yield from (("trainer.logger", name, _definition) for name in config.trainer.logger if is_own_function(name))
     if config.trainer.resume_mode == "resume_path" and config.trainer.resume_from_path:
         yield "trainer.resume_from_path", config.trainer.resume_from_path, _path
+    yield from ((key, package, partial(_package, extra=extra)) for key, package, extra in _packages(config))
+
+
+LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+SIMULATOR_PACKAGES = {"envpool": "envpool", "metaworld": "metaworld", "maniskill": "mani_skill", "libero": "libero"}
+
+
+def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Each optional package that the configuration asks for: (key, name that is imported, extra of tether)."""
+    if config.trainer.devices > 1:
+        yield "trainer.n_gpus_per_node", "ray", "ray"
+    yield from (
+        ("trainer.logger", LOGGER_PACKAGES[name], name) for name in config.trainer.logger if name in LOGGER_PACKAGES
+    )
+    if config.actor_rollout_ref.model.lora_rank > 0:
+        yield "actor_rollout_ref.model.lora_rank", "peft", "lora"
+    if config.env.train.id is not None:
+        yield "env.train.id", "gymnasium", "gymnasium"
+        if (simulator := config.env.train.env_type) in SIMULATOR_PACKAGES:
+            yield "env.train.env_type", SIMULATOR_PACKAGES[simulator], simulator
+
+
+def _package(name: str, extra: str) -> None:
+    if find_spec(name) is None:
+        raise ValueError(
+            f"needs the package {name}, which is not installed. Run: pip install 'tether[{extra}]' (in a clone: pip "
+            f"install -e '.[{extra}]')."
+        )
 
 
 def _rows(
@@ -229,7 +257,7 @@ def _rows(
     `sources`: gets the data sources that rules score; `agents`: by name, who answers the rows of it, where that is
     known; see `check_turns_act`.
     """
-    kind, turns = locate(name).kind, config.actor_rollout_ref.rollout.multi_turn
+    kind, turns = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:
         raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
     if kind == "environment":
@@ -307,12 +335,13 @@ def _reward_model(path: str, *, writes: bool) -> None:
     folder = _model(path)
     if not isinstance(folder, Path) or not folder.is_dir():
         return  # it is looked into once it is there
-    settings = json.loads((folder / "config.json").read_text())
-    outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
+    with reading(folder / "config.json", COPY_AGAIN):
+        settings = read_json(folder / "config.json", dict, COPY_AGAIN)
+        outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
     if outputs != 1:
         raise ValueError(f"{path}: its head has {outputs} outputs, and a reward model has 1")
     tokenizer = folder / "tokenizer_config.json"
-    in_file = tokenizer.is_file() and "chat_template" in json.loads(tokenizer.read_text())
+    in_file = tokenizer.is_file() and "chat_template" in read_json(tokenizer, dict, COPY_AGAIN)
     if writes and tokenizer.is_file() and not in_file and not any(folder.glob("*chat_template*")):
         raise ValueError(f"{path}: {NO_TEMPLATE}")
 

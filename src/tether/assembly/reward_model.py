@@ -16,6 +16,7 @@ from tether.assembly.number_formats import DTYPES, number_format
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ScoringServerConfig
+from tether.data.chat import dated_template
 from tether.execution import Replicas, ShardedEngine
 from tether.models.language.critic import check_reward_model, load_reward_model
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
@@ -142,11 +143,13 @@ def _served(config: RunConfig, path: Path | str, server: ScoringServerConfig) ->
 def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
     settings = load_config(path, trust_remote_code=config.reward_model.model.trust_remote_code)
     text = settings.get_text_config()
+    tokenizer = None if config.reward_model.model.input_tokenizer is None else _tokenizer(config, path)
     return ConversationReader(
-        tokenizer=None if config.reward_model.model.input_tokenizer is None else _tokenizer(config, path),
+        tokenizer=tokenizer,
         pad_id=settings.pad_token_id,
         vocabulary=text.vocab_size,
         max_length=config.reward_model.max_length or text.max_position_embeddings,
+        chat_template=None if tokenizer is None else dated_template(tokenizer, None, config.data.chat_template_date),
     )
 
 

@@ -15,6 +15,7 @@ from tether.assembly.learners import save_model
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES, number_format
 from tether.assembly.reward_model import check_vocabulary
+from tether.data.chat import dated_template
 from tether.data.pairs import load_pairs
 from tether.models.language.critic import new_reward_model
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
@@ -53,7 +54,11 @@ class RewardTrainingOptions:
 
 
 def build_reward_training(
-    model: str, files: Sequence[str], options: RewardTrainingOptions, trained: Path | None = None
+    model: str,
+    files: Sequence[str],
+    options: RewardTrainingOptions,
+    trained: Path | None = None,
+    template_date: str | None = None,
 ) -> Pretraining:
     """A reward model, from a causal LM or a saved sequence classifier, and the pairs that it learns from.
 
@@ -62,6 +67,7 @@ def build_reward_training(
         files: of pairs.
         options: of its training.
         trained: a checkpoint of this training, to resume from.
+        template_date: date that the chat template writes, as YYYY-MM-DD; None: today's.
 
     Raises:
         ValueError: files that hold no pairs, a model that cannot be trained, or options that cannot be meant.
@@ -78,8 +84,9 @@ def build_reward_training(
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     length = _length(options.max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
+    template = dated_template(tokenizer, None, template_date)
     learned_batch, held_out_batch = (
-        preference_batch(part, tokenizer, config.pad_token_id, length) for part in (learned, held_out)
+        preference_batch(part, tokenizer, config.pad_token_id, length, template) for part in (learned, held_out)
     )
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(classifier)

@@ -18,7 +18,6 @@ from tether.assembly.learners import (
     Reference,
     Role,
     actor_engine,
-    asks_reference,
     build_actor,
     build_critic,
     build_reference,
@@ -26,7 +25,6 @@ from tether.assembly.learners import (
     load_policy,
     load_reference,
     load_value_model,
-    needs_full_kl,
     reference_engine,
     reference_ranks,
     sequence_ranks,
@@ -38,7 +36,7 @@ from tether.assembly.reward_model import SCORER, reward_engine
 from tether.assembly.router_replay import replays
 from tether.assembly.servers import PolicyCard, build_servers
 from tether.batch import TrainBatch
-from tether.config import RunConfig, models_of, placed
+from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor
 from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
 from tether.models.language.expert_choice import follow_choice
@@ -213,7 +211,7 @@ def _engines(
         policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=unread)
         if replays(config):
             follow_choice(policy)
-    if "reference" in names or ("actor" in names and needs_full_kl(config)):
+    if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
         reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
     if "actor" in names:
         assert policy is not None
@@ -228,7 +226,7 @@ def _engines(
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference.model is policy:  # with LoRA
             make_reference = lambda _, micro, during: parts["actor"].frozen(micro, during)  # noqa: E731
-        elif needs_full_kl(config):  # then it is whole on every rank, as the actor's forward passes need it
+        elif reference_runs_with_actor(config):  # then it is whole on every rank, as the actor's forward passes need it
             make_reference = LocalEngine
         parts["reference"] = reference_engine(config, reference, make_reference)
     return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from tether.assembly.common import (
     ranks_line,
 )
 from tether.assembly.groups import Groups, build_groups
-from tether.assembly.inputs import Inputs, build_inputs
+from tether.assembly.inputs import Inputs, build_inputs, with_template_date
 from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
 from tether.assembly.off_policy import (
@@ -56,11 +55,13 @@ from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
 from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
 from tether.config.schema import AlgorithmConfig
+from tether.data.chat import dated_template
 from tether.data.prompts import PromptDataset
 from tether.data.sampler import PromptSampler
 from tether.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
 from tether.rollout import NoiseKey, RolloutEngine, SamplingParams
 from tether.rollout.parity import MORE_ROWS, ParityProbe
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
@@ -109,7 +110,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(loaded)
-        loaded = after_rollbacks(loaded, store, checkpoint)
+        loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)
         formats = decided_formats(loaded.config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
@@ -187,10 +188,15 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if checkpoint:
             trainer.resume(checkpoint)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
-        chat = ChatFormat(config.data.chat_template, config.data.apply_chat_template_kwargs)
-        check = partial(preflight, partial(look_at_responses, source, rollouts, chat), learners)
+        check = partial(preflight, partial(look_at_responses, source, rollouts, _chat_format(config, inputs)), learners)
         about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
+    data = config.data
+    template = dated_template(inputs.tokenizer, data.chat_template, data.chat_template_date)
+    return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
 def _about(config: RunConfig, inputs: Inputs, groups: Groups | None, learners: Sequence[AnyLearner]) -> Iterator[str]:
@@ -232,7 +238,7 @@ def _sampling_ahead(
 def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
     """Whether the batches that wait in a checkpoint are those that this configuration draws; warns where not."""
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
-    before, now = json.loads((checkpoint / "identity.json").read_text()), _scoring_files(loaded.config)
+    before, now = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT), _scoring_files(loaded.config)
     changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
     if changes:
         what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"

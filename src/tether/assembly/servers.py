@@ -98,8 +98,8 @@ def build_servers(
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, sources, logs / rollout.name)
-    dialect, adapters = _dialect(config, policy.config), _adapters(config)
-    servers = [InferenceServer(dialect, one, rollout.server_timeout) for one in where]
+    api, adapters = _server_api(config, policy.config), _adapters(config)
+    servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
@@ -153,9 +153,9 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
     )
-    dialect = _dialect(config, policy)
+    api = _server_api(config, policy)
     for url in settings.rollout.server_urls:
-        server = InferenceServer(dialect, server_address(url), settings.rollout.server_timeout, token_timeout=2.0)
+        server = InferenceServer(api, server_address(url), settings.rollout.server_timeout, token_timeout=2.0)
         if server.is_healthy():
             try:
                 server.wait_ready()
@@ -172,7 +172,7 @@ def _adapters(config: RunConfig) -> Adapters | None:
     return Adapters(model.lora_rank, model.lora_alpha)
 
 
-def _dialect(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
+def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
     sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
     wanted = ServedPolicy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)

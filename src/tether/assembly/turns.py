@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.assembly.row_agents import agent_problem, interactions_of, row_agent
 from tether.config import RunConfig
+from tether.data.chat import dated_template
 from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of, own_tools
@@ -102,8 +103,9 @@ def build_conversations(
     turns, data = config.actor_rollout_ref.rollout.multi_turn, config.data
     default = config.actor_rollout_ref.rollout.agent.default_agent_loop
     kwargs = dict(data.apply_chat_template_kwargs)
-    template = TurnTemplate(tokenizer, ends, data.chat_template, kwargs)
-    listing = TurnTemplate(tokenizer, ends, data.chat_template, {**kwargs, "tools": tools.schemas or None})
+    dated = dated_template(tokenizer, data.chat_template, data.chat_template_date)
+    template = TurnTemplate(tokenizer, ends, dated, kwargs)
+    listing = TurnTemplate(tokenizer, ends, dated, {**kwargs, "tools": tools.schemas or None})
     agents = {row_agent(config, prompt) for prompts in datasets for prompt in prompts}
     if any(agent.has_tools for agent in agents):
         listing.check(["tool"], turns.tokenization_sanity_check_mode)

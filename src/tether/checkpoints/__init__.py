@@ -3,14 +3,16 @@
 Rank 0 of a run writes through `CheckpointStore`; use `find_checkpoint` and `load_state` to read a folder.
 """
 
-from tether.checkpoints.manifest import PARTIAL, sha256_of
+from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of
+from tether.checkpoints.ownership import read_own, write_own
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_path, save_moments, save_state
-from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, run_of, step_of
+from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, is_disk_full, run_of, step_of
 from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
     "BEST",
+    "CARD",
     "PARTIAL",
     "CheckpointStore",
     "Rollback",
@@ -18,8 +20,10 @@ __all__ = [
     "find_checkpoint",
     "forget_other_rollbacks",
     "from_tree",
+    "is_disk_full",
     "load_state",
     "moments_path",
+    "read_own",
     "roll_back",
     "rollbacks_of",
     "run_of",
@@ -28,4 +32,5 @@ __all__ = [
     "sha256_of",
     "step_of",
     "to_tree",
+    "write_own",
 ]

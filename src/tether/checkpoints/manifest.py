@@ -15,9 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
+from tether.runtime.disk import read_json
 from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
+CARD = ("README.md", "curve.png")
+"""Files for readers that `tether card` adds to a checkpoint later: nothing that is loaded depends on them."""
 PARTIAL = ".writing_"
 """Prefix of names that are still being written; a killed process may leave such files."""
 FORMAT = 1
@@ -61,11 +64,11 @@ def find_damage(folder: Path, step: int) -> str | None:
         gone = f" (a link to {folder.readlink()})" if folder.is_symlink() and not folder.exists() else ""
         return f"{folder}: not whole{gone}, its {MANIFEST} is missing"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, dict, "")
         format_version = manifest["format"]
         body = {key: value for key, value in manifest.items() if key != "checksum"}
         intact = manifest["checksum"] == _checksum(body) and manifest["step"] == step
-    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, or JSON of another shape
+    except (ValueError, KeyError):  # no JSON, or JSON of another shape
         return f"{path}: damaged, it is not what was saved"
     if format_version != FORMAT:
         return (
@@ -74,11 +77,15 @@ def find_damage(folder: Path, step: int) -> str | None:
         )
     if not intact:
         return f"{path}: damaged, it is not what was saved"
-    unlisted = sorted(_names(folder) - manifest["files"].keys() - {MANIFEST})
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
+        return f"{path}: damaged, it does not list files"
+    added = {name for name in _names(folder) - listed.keys() if Path(name).name not in CARD}
+    unlisted = sorted(added - {MANIFEST})
     if unlisted:
         return f"{folder / unlisted[0]}: not part of the checkpoint, its {MANIFEST} does not list it; move it away"
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
-        problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), manifest["files"].items())
+        problems = pool.map(lambda item: _file_damage(folder / item[0], item[1]), listed.items())
         return next((problem for problem in problems if problem is not None), None)
 
 
@@ -117,8 +124,8 @@ def _names(folder: Path) -> set[str]:
 def _file_damage(path: Path, expected: Mapping[str, object]) -> str | None:
     if not path.is_file():
         return f"{path}: missing, though the manifest lists it"
-    if path.stat().st_size != expected["size"]:
-        return f"{path}: damaged, {path.stat().st_size} bytes instead of {expected['size']}"
+    if path.stat().st_size != expected.get("size"):
+        return f"{path}: damaged, {path.stat().st_size} bytes instead of {expected.get('size')}"
     if _entry(path, durable=False) != expected:
         return f"{path}: damaged, its sha256 is not that of the file that was saved"
     return None

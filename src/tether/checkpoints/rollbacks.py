@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tether.checkpoints.manifest import write_durably
 from tether.checkpoints.store import CheckpointStore, step_of
+from tether.runtime.disk import read_json, reading
 
 NOTE = "rollbacks.json"
+FORGET = "Delete it to go on as if nothing had been rolled back"
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,8 @@ def _noted(root: Path) -> list[Rollback]:
     note = root / NOTE
     if not note.is_file():
         return []
-    try:
-        return [Rollback(**entry) for entry in json.loads(note.read_text())]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{note}: cannot be read ({error}). Delete it to continue as if nothing had been rolled back"
-        ) from error
+    with reading(note, FORGET):
+        return [Rollback(int(entry["collapsed"]), int(entry["to"])) for entry in read_json(note, list, FORGET)]
 
 
 def forget_other_rollbacks(root: Path, rollbacks: list[Rollback]) -> None:

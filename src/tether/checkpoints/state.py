@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.types import StateDict
 
 
@@ -51,15 +51,13 @@ def load_state(path: Path, *, mapped: bool = False) -> StateDict:
     Raises:
         ValueError: the file is not such a state.
     """
-    try:
+    with reading(path, ANOTHER_CHECKPOINT):
         state: StateDict = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path}: not a training state that tether saved; take another checkpoint ({error})"
-        ) from error
+        if not isinstance(state, dict):
+            raise ValueError(f"{path}: not a training state, but a {type(state).__name__}. {ANOTHER_CHECKPOINT}")
     for shard in sorted(path.parent.glob(f"{path.stem}-*-of-*.safetensors")):
-        with safe_open(shard, "pt") as file:
-            for key in file.keys():  # noqa: SIM118  noqa: SIM118  it is no mapping
+        with reading(shard, ANOTHER_CHECKPOINT), safe_open(shard, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  it is no mapping
                 number, name = key.split(".", 1)
                 state["state"].setdefault(int(number), {})[name] = file.get_tensor(key)
     return state

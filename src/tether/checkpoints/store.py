@@ -113,7 +113,7 @@ class CheckpointStore:
         try:
             yield
         except BaseException as error:
-            full = _is_disk_full(error)
+            full = is_disk_full(error)
             written = _size(folder) if full else 0
             _discard(folder)  # another rank may be writing to it
             if full:
@@ -156,6 +156,8 @@ class CheckpointStore:
             ValueError: ``resume_path`` without a checkpoint at the path.
             CheckpointDamaged: from `verify` or `latest`.
         """
+        if (tracker := self.root / TRACKER).is_dir():
+            raise CheckpointDamaged(f"{tracker}: is a folder; the file of that name has the last step. Move it away")
         self._clear_leftovers()
         if resume_mode == "disable":
             return None
@@ -342,7 +344,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_disk_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether an error means a full disk; torch and safetensors report it as errors of their own."""
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import signal
 import sys
@@ -20,6 +21,7 @@ from tether import __version__
 from tether.commands.data import data_app
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
+from tether.commands.recipes import recipe, recipe_file
 from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
@@ -47,6 +49,7 @@ reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_i
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
+app.command()(recipe)
 
 
 def _print_version(asked: bool) -> None:
@@ -110,9 +113,11 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """The file, if one comes first, and the overrides."""
+    """Return the file, or that of the recipe, which comes first, if one does, and the overrides."""
     rest = list(arguments or [])
     is_file = bool(rest) and (rest[0].endswith((".yaml", ".yml")) or ("=" not in rest[0] and Path(rest[0]).is_file()))
+    if rest and not is_file and re.fullmatch(r"[\w.-]+", rest[0]) and (named := recipe_file(rest[0])):
+        return named, rest[1:]
     return (Path(rest.pop(0)), rest) if is_file else (None, rest)
 
 
@@ -316,6 +321,17 @@ def plot(
 
 
 @app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
+) -> None:
+    """Write the README of a trained policy next to its weights: task, curve, seed, configuration, command."""
+    with _importing():
+        from tether.commands.card import write_card
+
+    typer.echo(write_card(run))
+
+
+@app.command()
 def doctor() -> None:
     """Show what is installed, which device and dtype a run would use, and what each extra would add."""
     from tether.commands.doctor import show_doctor
@@ -473,9 +489,8 @@ def main() -> None:
         message = _for_the_user(error)
         code = 1 if message is None else 2
         with suppress(BrokenPipeError):
-            typer.secho(
-                printable(message or traceback.format_exc()), fg=typer.colors.RED if message else None, err=True
-            )
+            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:

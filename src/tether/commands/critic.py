@@ -11,6 +11,7 @@ from tether.config import LoadedConfig
 from tether.metrics.loggers import RunInfo, build_loggers
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
+from tether.trainer import check_saving
 from tether.trainer.text import EXPLAINED
 
 
@@ -38,6 +39,7 @@ def pretrain_critic(
     console = Screen()
     with RunLock(out, key="--out"):
         pretraining = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
+        check_saving(out, {"critic": pretraining.learner.engine})
         learned, apart, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
         console.print(f"{learned} responses to learn from, {apart} held out, {total} steps", soft_wrap=True)
         info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.shown(), total_steps=total)

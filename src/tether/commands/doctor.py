@@ -10,6 +10,8 @@ import sys
 import time
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
 from tether.kernels import backend
@@ -56,13 +58,23 @@ def show_doctor() -> None:
             console.print(line, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("package", "version", "what it adds", "install"):
-        table.add_column(column)
-    for name in CORE:
-        table.add_row(name, _version(name) or "MISSING", "core", "" if _version(name) else "pip install tether")
-    for name, (extra, adds) in EXTRAS.items():
-        version = _version(name)
-        table.add_row(name, version or "-", adds, "" if version else f"pip install 'tether[{extra}]'")
+        table.add_column(column, overflow="fold")
+    for name, (extra, adds) in (dict.fromkeys(CORE, ("", "core")) | EXTRAS).items():
+        version, supported = _version(name), supported_versions(name, extra)
+        if version is None:
+            target = f"'tether[{extra}]'" if extra else "tether"
+            table.add_row(name, "-" if extra else "MISSING", adds, f"pip install {target}")
+        else:
+            fits = supported.contains(version, prereleases=True)
+            table.add_row(name, version, adds, "" if fits else f"pip install '{name}{supported}'")
     console.print(table)
+
+
+def supported_versions(package: str, extra: str = "") -> SpecifierSet:
+    """Return the versions of a package that tether, with one of its extras, supports."""
+    needed = [Requirement(text) for text in importlib.metadata.requires("tether") or []]
+    ours = [one for one in needed if one.name == package and (not one.marker or one.marker.evaluate({"extra": extra}))]
+    return SpecifierSet(",".join(str(one.specifier) for one in ours))
 
 
 def _cluster(address: str) -> list[str]:

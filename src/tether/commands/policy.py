@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from tether.checkpoints import find_checkpoint
 from tether.config import load_config
 from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import holding, is_object
 from tether.training import named_out_of_memory
 from tether.types import Message
@@ -173,8 +173,8 @@ def load(
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data, threads = config.data, config.trainer.num_threads
-        template = data.chat_template, data.apply_chat_template_kwargs
-        return Policy(_generator()(checkpoint / "actor", *template, num_threads=threads))
+        template, day = (data.chat_template, data.apply_chat_template_kwargs), data.chat_template_date
+        return Policy(_generator()(checkpoint / "actor", *template, template_date=day, num_threads=threads))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
     objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
     with holding(objects):
@@ -195,7 +195,9 @@ def _generator() -> Callable[..., Any]:
 
 def _check_class(checkpoint: Path, model: str) -> None:
     """Refuse what transformers would load as another class than it was trained as."""
-    name = json.loads((checkpoint / "actor" / "config.json").read_text())["architectures"][0]
+    file = checkpoint / "actor" / "config.json"
+    with reading(file, ANOTHER_CHECKPOINT):
+        name = str(read_json(file, dict, ANOTHER_CHECKPOINT)["architectures"][0])
     if is_object(model) and not hasattr(importlib.import_module("transformers"), name):
         raise ValueError(f"{checkpoint}: a model of your own class; load it with {name}.from_pretrained('.../actor')")
 

@@ -35,13 +35,15 @@ def train(
     callbacks: Sequence[object] = (),
     dataset: object = None,
     val_dataset: object = None,
-    reward: Callable[..., object] | None = None,
+    reward: Callable[..., object] | str | None = None,
     model: object = None,
     tokenizer: object = None,
-    env: Callable[..., object] | None = None,
+    env: Callable[..., object] | str | None = None,
     policy: object = None,
 ) -> TrainingResult:
     """Train, as `tether train` does: a run that was begun in its folder resumes; a signal stops it after a step.
+
+    An argument that stands for a key may also be a text, such as an id or a file: the value of that key.
 
     Args:
         config: a YAML file, or its content as a mapping; None: the overrides are all of it.
@@ -49,13 +51,13 @@ def train(
             (``["trainer.total_epochs=2"]``).
         callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
             ``on_checkpoint(step, path)``. What one raises ends the run, after a checkpoint of the step that is done.
-        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, or of
-            `tether.batch.Prompt`.
+        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, a DataFrame, or a
+            sequence of `tether.batch.Prompt`.
         val_dataset: the same for ``data.val_files``.
         reward: a function in the place of ``custom_reward_function.path``, called in the same way, but in this process.
         model: a `transformers.PreTrainedModel` in the place of ``actor_rollout_ref.model.path``; a copy is trained.
         tokenizer: in the place of ``actor_rollout_ref.model.tokenizer_path``; a model needs it.
-        env: a function in the place of ``env.train.id``, which makes a `gymnasium.Env`.
+        env: a class or function in the place of ``env.train.id``, which makes a new `gymnasium.Env` at each call.
         policy: a `torch.nn.Module` in the place of ``policy.model_type``, of which a copy is trained; or its class.
 
     Raises:
@@ -72,17 +74,20 @@ def train(
         "env": env,
         "policy": policy,
     }
-    objects = {name: one for name, one in given.items() if one is not None}
-    if model is not None and tokenizer is None:
+    texts = {STANDS_FOR[name]: one for name, one in given.items() if isinstance(one, str | Path)}
+    objects = {name: one for name, one in given.items() if one is not None and STANDS_FOR[name] not in texts}
+    if "model" in objects and tokenizer is None:
         raise ValueError("model: give its tokenizer, too, as tokenizer=...")
     try:
         with holding(objects):
-            return train_loaded(_load(config, overrides, objects), told)
+            return train_loaded(_load(config, overrides, objects, texts), told)
     finally:
         give_memory_back()
 
 
-def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[str], objects: Settings) -> LoadedConfig:
+def _load(
+    config: Path | str | Settings | None, overrides: Settings | Sequence[str], objects: Settings, texts: Settings
+) -> LoadedConfig:
     if isinstance(overrides, str):
         raise ValueError(f"overrides={overrides!r}: give a mapping of keys, or a list of texts KEY=VALUE")
     if config is not None and not isinstance(config, Mapping | str | Path):
@@ -90,8 +95,10 @@ def _load(config: Path | str | Settings | None, overrides: Settings | Sequence[s
     path = Path(config).expanduser() if isinstance(config, str | Path) else None
     given = [*(_as_overrides(config) if isinstance(config, Mapping) else ())]
     given += _as_overrides(overrides) if isinstance(overrides, Mapping) else overrides
-    named = {STANDS_FOR[name]: [PREFIX + name] if name in ROWS else PREFIX + name for name in objects}
-    return load_config(path, [*given, *_as_overrides(named)], missing_inputs)
+    named: dict[str, object] = {
+        STANDS_FOR[name]: [PREFIX + name] if name in ROWS else PREFIX + name for name in objects
+    }
+    return load_config(path, [*given, *_as_overrides(named | dict(texts))], missing_inputs)
 
 
 def _as_overrides(settings: Settings) -> Iterator[Override | str]:

@@ -80,16 +80,17 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     if checkpoint is None:
         return ["checkpoint  none saved: trainer.save_freq is 0. Set it to -1 to keep the last step's."]
     resume, actor = f"resume      {command}", checkpoint / "actor"
+    folder = shlex.quote(str(checkpoint))
     if (actor / "config.json").is_file():
         return [
             f"checkpoint  {checkpoint}   (the policy: {actor})",
-            f'try it      tether generate {actor} "your question"',
+            f'try it      tether generate {shlex.quote(str(actor))} "your question"',
             resume,
         ]
     return [
         f"checkpoint  {checkpoint}",
-        f"test it     tether eval {checkpoint} env.eval.num_episodes=100",
-        f"watch it    tether play {checkpoint}",
+        f"test it     tether eval {folder} env.eval.num_episodes=100",
+        f"watch it    tether play {folder}",
         resume,
     ]
 

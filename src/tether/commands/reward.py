@@ -23,6 +23,7 @@ from tether.rewards.audit import (
     Audit,
     audit,
     deviation_within_groups,
+    examples,
     share_of_differing_groups,
     verdicts,
 )
@@ -32,8 +33,8 @@ _WAY = "of the way from the worst replies to the ground truth"
 MEANINGS = {
     "fault": f"A fault means that calls fail, or that what is wrong is paid for (above {FAULT:.0%} {_WAY}), or that "
     "most of what is right is not: fix it before a run.",
-    "look": f"A look means that it may be as you want it (a wrong reply above {LOOK:.0%} {_WAY}, or the like); the "
-    "check does not fail by it.",
+    "look": f"A look is worth reading and may be intended (for example a wrong reply above {LOOK:.0%} {_WAY}); the "
+    "check does not fail because of it.",
 }
 
 
@@ -62,6 +63,9 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
             )
         audited = _audit(trial, screen)
     screen.print(_table(audited))
+    screen.print("\nThe best reply of each kind, and why it got its score:")
+    for line in examples(audited):
+        screen.print(f"  {line}", soft_wrap=True)
     found = verdicts(audited)
     kinds = ["fault" if verdict.is_fault else "look" for verdict in found]
     for kind, verdict in zip(kinds, found, strict=True):

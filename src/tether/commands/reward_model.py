@@ -14,6 +14,9 @@ import typer
 if TYPE_CHECKING:
     from tether.assembly.reward_training import RewardTrainingOptions
 
+_DATE = "the date of the first start"
+"""Names it in a checkpoint: chat templates may write it."""
+
 rm_app = typer.Typer(name="rm", help="The reward model on its own.", no_args_is_help=True)
 
 
@@ -95,11 +98,12 @@ def train_reward_model(
 
     from tether.assembly.reward_training import build_reward_training
     from tether.checkpoints import CheckpointStore, load_state, step_of
+    from tether.data.chat import today
     from tether.metrics.loggers import RunInfo, build_loggers
     from tether.runtime.global_rng import set_rng_state
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
-    from tether.trainer import Persistence
+    from tether.trainer import Persistence, check_saving
     from tether.trainer.text import ACCURACY, beats_chance, until_lost
 
     disable_progress_bar()
@@ -111,9 +115,8 @@ def train_reward_model(
             _refuse_existing(out)
             identity = _identity(model, pairs, options)
             start = store.resolve("auto")
-            if start:
-                _check_same(start, identity)
-            training = build_reward_training(model, pairs, options, start and start / "rm")
+            day = _check_same(start, identity).get(_DATE, today()) if start else today()
+            training = build_reward_training(model, pairs, options, start and start / "rm", day)
             engine, done = training.learner.engine, step_of(start) if start else 0
             if start:
                 best.accuracies |= _accuracies(work)
@@ -122,9 +125,10 @@ def train_reward_model(
                 screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
             else:
                 best.clear()
+            check_saving(work, {"reward model": engine})
             learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
             screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
-            persistence = Persistence(store, identity, json.dumps(asdict(options), indent=2))
+            persistence = Persistence(store, identity | {_DATE: day}, json.dumps(asdict(options), indent=2))
             info = RunInfo(work, "rm", out.name, asdict(options), total_steps=steps, resumed_step=done or None)
             loggers, accuracy = build_loggers(("file",), info), ""
             try:
@@ -242,18 +246,24 @@ def _move(whole: Path, out: Path) -> None:
 def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:
     """All that the result depends on, by option."""
     from tether.checkpoints import sha256_of
+    from tether.data.location import expand
 
     free = ("micro_batch_size", "gradient_checkpointing", "device")
     chosen = {f"--{key.replace('_', '-')}": str(value) for key, value in asdict(options).items() if key not in free}
-    files = [Path(name) for name in pairs if Path(name).is_file()]  # of the others `load_pairs` speaks
+    names = (Path(name) for spec in pairs for name in expand(spec))
+    files = [file for file in names if file.is_file()]  # `load_pairs` reports the others
     hashes = {f"the file {path}": found for path, found in zip(files, sha256_of(files), strict=True)}
     return {"--model": model, "the files": " ".join(pairs)} | hashes | chosen
 
 
-def _check_same(start: Path, identity: Mapping[str, str]) -> None:
-    before = json.loads((start / "identity.json").read_text())
+def _check_same(start: Path, identity: Mapping[str, str]) -> dict[str, str]:
+    """Return what identifies the training that was stopped; refuses a different one."""
+    from tether.runtime.disk import read_json
+
+    before: dict[str, str] = read_json(start / "identity.json", dict, "Delete the folder to begin again")
     if changed := [key for key in identity if before.get(key) != identity[key]]:
         raise ValueError(
             f"{start.parent}: a training was stopped here, and {', '.join(changed)} was not as it is now. Give the "
             "same to go on, or delete the folder to begin again"
         )
+    return before

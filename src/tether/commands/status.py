@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tether.runtime.disk import read_json, reading
 from tether.runtime.ranks import STATUS
 from tether.runtime.run_lock import owner_of
 from tether.runtime.terminal import Screen
+from tether.types import JsonObject
+
+DELETE = "Delete it; a run that is going on writes it again"
 
 
 def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
@@ -25,8 +28,6 @@ def show_status(folder: Path) -> None:
     Raises:
         ValueError: there is no run in it.
     """
-    from rich.table import Table  # slow to import, as the next one
-
     from tether.metrics.loggers import METRICS_FILE, read_metrics
 
     screen, metrics = Screen(), folder / METRICS_FILE
@@ -39,13 +40,19 @@ def show_status(folder: Path) -> None:
     file = folder / STATUS
     if not file.exists():
         return
-    status = json.loads(file.read_text())
+    with reading(file, DELETE):
+        _show_ranks(read_json(file, dict, DELETE), screen)
+
+
+def _show_ranks(status: JsonObject, screen: Screen) -> None:
+    from rich.table import Table  # slow to import
+
     table = Table(
         "rank", "process", "does", "since", "memory (peak)", "on its device", "seconds without a sign of life"
     )
     for rank in status["ranks"]:
-        doing = (rank["doing"], _ago(rank["since"]), _size(rank["host"]), _size(rank["device"]))
-        table.add_row(str(rank["rank"]), rank["process"], *doing, str(rank["silent"]))
+        doing = (str(rank["doing"]), _ago(rank["since"]), _size(rank["host"]), _size(rank["device"]))
+        table.add_row(str(rank["rank"]), str(rank["process"]), *doing, str(rank["silent"]))
     screen.print(f"ranks, seen {_ago(status['time'])}:")
     screen.print(table)
     if status["failure"]:

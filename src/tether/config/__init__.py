@@ -7,10 +7,11 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, saved_values
+from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
 from tether.config.devices import device_count, models_of, placed, pools
 from tether.config.explanations import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
+from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError, Problem
@@ -42,6 +43,7 @@ __all__ = [
     "RewardPart",
     "RulesPart",
     "RunConfig",
+    "asks_reference",
     "changes_since",
     "check_has_part",
     "check_resumable",
@@ -51,16 +53,20 @@ __all__ = [
     "for_continuous_actions",
     "format_inheritance",
     "format_tree",
+    "full_kl_in_loss",
+    "full_kl_in_reward",
     "importers",
     "live_keys",
     "load_config",
     "masked_command",
+    "minimal_tree",
     "models_of",
     "part_problems",
     "placed",
     "pools",
     "read_parts",
     "reads_weights",
+    "reference_runs_with_actor",
     "replay_of",
     "saved_values",
     "schema",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
-from tether.config.keys import keys, show, values_of
+from tether.config.keys import Key, keys, show, values_of
 from tether.config.loading.load import LoadedConfig, load_config
+from tether.config.loading.overrides import Override
 from tether.config.problems import ConfigError
 from tether.config.schema.section import Inherits
 
@@ -98,3 +103,25 @@ def check_resumable(saved: Path, now: LoadedConfig) -> None:
             "change. Set it back, or start a new run in another trainer.default_local_dir, for example from "
             "actor_rollout_ref.model.path=CHECKPOINT/actor."
         )
+
+
+def minimal_tree(loaded: LoadedConfig) -> dict[str, Any]:
+    """Return the settings that a file needs to give the same run again, as nested plain values without secrets."""
+    values = values_of(loaded.config)
+    needed = [path for path, key in keys().items() if values[path] != key.default and not _follows(values, key)]
+    again = values_of(load_config(None, [Override(path, values[path], delete=False) for path in needed]).config)
+    # A kind of run may have defaults of its own, such as a control run, next to those of the schema.
+    needed = [path for path in keys() if path in needed or values[path] != again[path]]
+    shown: Any = loaded.shown()
+    tree: dict[str, Any] = {}
+    for path in needed:
+        *above, name = path.split(".")
+        section = reduce(lambda inner, part: inner.setdefault(part, {}), above, tree)
+        section[name] = reduce(getitem, path.split("."), shown)
+    return tree
+
+
+def _follows(values: Mapping[str, object], key: Key) -> bool:
+    """Whether a key has the value that it inherits."""
+    inherits = key.inherits
+    return inherits is not None and (inherits.equals is not None or values[key.path] == values[inherits.key])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tether.config.kl import asks_reference, full_kl_in_loss, reference_runs_with_actor
 from tether.config.placement import PATH, Placement, parse_placements
 from tether.config.problems import Problem
 from tether.config.schema.rollout import SERVERS
@@ -71,12 +72,10 @@ def models_of(cfg: RunConfig) -> set[str]:
     """The models that the devices of a run hold; of an embodied run the policy, with its critic, acts there, too."""
     if cfg.env.train.id is not None:
         return {"actor"}
-    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
-    by_tokens = actor.use_kl_loss and actor.kl_loss_type != "full"
     has = {
         "actor": True,
         "critic": cfg.critic.enable,
-        "reference": algorithm.use_kl_in_reward or by_tokens,
+        "reference": asks_reference(cfg),
         "sampler": cfg.actor_rollout_ref.rollout.name not in SERVERS,
         "reward_model": cfg.reward_model.enable and cfg.reward_model.server.url is None,
     }
@@ -174,7 +173,8 @@ def _unfit(cfg: RunConfig, found: Mapping[str, range]) -> Problem | None:
     if "reference" in apart and settings.model.lora_rank:
         what = f"apart from the actor, of whose model it is a part ({LORA}={settings.model.lora_rank})"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
-    if "reference" in apart and settings.actor.use_kl_loss and settings.actor.kl_loss_type == "full":
-        what = "apart from the actor, which runs beside it (actor_rollout_ref.actor.kl_loss_type=full)"
+    if "reference" in apart and reference_runs_with_actor(cfg):
+        key = "actor_rollout_ref.actor.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
+        what = f"apart from the actor, which runs beside it ({key}=full)"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
     return None

@@ -85,7 +85,7 @@ def _in_this_run(path: str, loaded: LoadedConfig) -> str:
 
 def _unread_status(row: Unread) -> str:
     if not row.refused:
-        return f"no effect here: {row.why}"
+        return row.why if row.is_translated else f"no effect here: {row.why}"
     return f"refused: any value but {show(row.fine[0] if row.fine else None)} ({row.why})"
 
 

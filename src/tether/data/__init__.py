@@ -8,6 +8,7 @@ the module that you need.
 __all__ = [
     "chat",
     "checks",
+    "columns",
     "control_tokens",
     "custom",
     "demonstrations",

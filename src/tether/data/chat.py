@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -30,6 +33,34 @@ TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
     "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
 }
 """Cuts to `length` tokens; each is named by what is cut away. `middle` keeps half from each end."""
+
+
+_TODAY = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
+
+
+def today() -> str:
+    """Return today's date as YYYY-MM-DD."""
+    return date.today().isoformat()
+
+
+def dated_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, day: str | None) -> str | None:
+    """Return the chat template with a fixed date in the place of today's, which templates such as Llama 3.2's write.
+
+    Args:
+        tokenizer: whose chat template is used when `chat_template` is None.
+        chat_template: a Jinja template to use instead.
+        day: YYYY-MM-DD; None leaves the template as it is.
+
+    Returns:
+        The dated template; `chat_template` where it writes no date.
+    """
+    template = chat_template or tokenizer.chat_template
+    if day is None or not isinstance(template, str):
+        return chat_template
+    fixed = date.fromisoformat(day)
+    # A function cannot be passed into a template: transformers passes plain values alone.
+    dated = _TODAY.sub(lambda call: json.dumps(fixed.strftime(call[2])), template)
+    return chat_template if dated == template else dated
 
 
 def render(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.columns import Columns
 from tether.data.rows import Rows, Source
+from tether.data.sources import ArrowRecords
 from tether.runtime.objects import PREFIX, held
 from tether.runtime.user_files import import_python_file
 from tether.spelling import did_you_mean
@@ -44,8 +46,7 @@ def load_custom_dataset(
     files: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     config: Mapping[str, object],
-    prompt_key: str = "prompt",
-    reward_fn_key: str = "data_source",
+    columns: Columns | None = None,
 ) -> Rows:
     """Build the user's dataset (see `CustomDataset`) and read all its items.
 
@@ -55,8 +56,7 @@ def load_custom_dataset(
         files: handed to the class, which reads them.
         tokenizer: handed to the class.
         config: handed to the class.
-        prompt_key: the key of an item that holds the prompt.
-        reward_fn_key: the key of an item that says which reward scores it.
+        columns: the keys of an item; published layouts are recognised by theirs.
 
     Raises:
         ValueError: no such file or class, a file that cannot be imported, a class without the two methods, no items,
@@ -66,27 +66,45 @@ def load_custom_dataset(
     data_files = [files] if isinstance(files, str) else list(files)
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
-    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
-    return Rows([Source(f"{path}:{name}", records, (), columns=columns, from_columns=True)])  # if its class reads any
+    return _rows_of(f"{path}:{name}", records, columns, from_columns=True)  # if its class reads any
 
 
-def rows_of_object(name: str, *, prompt_key: str = "prompt", reward_fn_key: str = "data_source") -> Rows:
+def rows_of_object(name: str, columns: Columns | None = None) -> Rows:
     """The rows of a dataset that is an object of this process (see `tether.runtime.objects`).
 
     Args:
-        name: stands for it: a sequence of rows, as `CustomDataset` gives them.
-        prompt_key: the key of an item that holds the prompt.
-        reward_fn_key: the key of an item that says which reward scores it.
+        name: stands for it: a sequence of rows, as `CustomDataset` gives them, or a table (a DataFrame of pandas).
+        columns: the keys of an item; published layouts are recognised by theirs.
 
     Raises:
         ValueError: it has no length or no items by number, or items that break the row layout.
     """
     dataset, argument = held(name), name.removeprefix(PREFIX)
+    if hasattr(dataset, "__arrow_c_stream__"):  # tables of pandas, pyarrow and polars
+        dataset = _table(dataset, argument)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
-        raise ValueError(f"{argument}: a {type(dataset).__name__} is no sequence of rows; give a list, or a Dataset")
+        splits = f" ({argument}[{next(iter(dataset))!r}])" if isinstance(dataset, Mapping) and dataset else ""
+        kind = type(dataset).__name__
+        raise ValueError(f"{argument}: a {kind} is no sequence of rows; give a list, a Dataset{splits} or a DataFrame")
     records = [dataset[index] for index in range(len(dataset))]
-    columns = Columns(prompt=prompt_key, data_source=reward_fn_key)
-    return Rows([Source(argument, records, (), columns=columns, from_columns=not isinstance(dataset, list | tuple))])
+    return _rows_of(argument, records, columns, from_columns=not isinstance(dataset, list | tuple))
+
+
+def _table(table: Any, argument: str) -> ArrowRecords:
+    try:
+        return ArrowRecords(pyarrow.table(table))
+    except pyarrow.ArrowException as error:
+        raise ValueError(
+            f"{argument}: a {type(table).__name__} that cannot be read as a table ({error}). Let each column have one "
+            f"type, or give a list of rows, as {argument}.to_dict('records') does."
+        ) from error
+
+
+def _rows_of(name: str, records: Sequence[object], columns: Columns | None, *, from_columns: bool) -> Rows:
+    """Return the rows of records that stand for themselves, in the layout that they show."""
+    keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
+    shown = (columns or Columns()).recognised(tuple(keys), records[0] if records else None)
+    return Rows([Source(name, records, (), columns=shown, from_columns=from_columns)])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:

@@ -174,7 +174,7 @@ def _rows(file: Path, names: Collection[str]) -> Iterator[tuple[str, JsonObject]
 def _parsed(text: bytes, where: str) -> JsonObject:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: cannot be read as JSON ({error}). {AGAIN}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {text[:40].decode(errors='replace')!r} is no object of JSON. {AGAIN}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\\t"}
 ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
 """Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
+_SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 PACKAGES = {
     "task": ("reasoning_gym", "tether[quickstart]"),
@@ -42,11 +44,54 @@ class Location:
     """The options after the ``?``."""
 
 
-def locate(spec: str) -> Location:
-    """Find out what kind of source `spec` names.
+def expand(spec: str) -> list[str]:
+    """Return the files that a pattern (``dir/*.parquet``) or a folder stands for, sorted; else `spec` itself.
+
+    Options after a ``?`` are those of each file.
 
     Raises:
-        ValueError: a file that does not exist, a folder, options that cannot be read or are unknown, or a package that
+        ValueError: nothing matches, or a folder has files of several splits or formats.
+    """
+    if spec.startswith((PROCEDURAL, ENVIRONMENT)) or _REMOTE.match(spec) or Path(spec).expanduser().is_file():
+        return [spec]
+    name, query, options = spec.partition("?")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = _files_of(spec, path)
+    elif ("*" in name or "[" in name) and not path.exists():
+        found = [Path(file) for file in sorted(glob(str(path), recursive=True)) if Path(file).is_file()]
+        found = [file for file in found if file.suffix in SUFFIXES] or found
+        if not found:
+            raise ValueError(f"{spec}: no file matches this pattern, looked for from {Path.cwd()}. Correct it.")
+    else:
+        return [spec]
+    return [f"{file}{query}{options}" for file in found]
+
+
+def _files_of(spec: str, folder: Path) -> list[Path]:
+    """Return the files of a folder that belong together, sorted."""
+    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    if not found:
+        inner = sorted(child.name for child in folder.iterdir() if child.is_dir())
+        below = f" Name one of its folders ({', '.join(inner[:5])}), or {spec}/**/*.parquet." if inner else ""
+        raise ValueError(f"{spec}: a folder without {', '.join(SUFFIXES)} files.{below}")
+    splits = sorted({split[1].lower() for file in found if (split := _SPLIT.search(file.stem))})
+    endings = sorted({file.suffix for file in found})
+    for kind, several in (("splits", splits), ("formats", endings)):
+        if len(several) > 1:
+            pattern = f"{folder / splits[-1]}*" if kind == "splits" else f"{folder}/*{endings[0]}"
+            raise ValueError(
+                f"{spec}: a folder with files of several {kind} ({', '.join(several)}): "
+                f"{', '.join(file.name for file in found[:10])}. Name those that you mean, for example {pattern}."
+            )
+    return found
+
+
+def locate(spec: str) -> Location:
+    """Find out what kind of source `spec` names; patterns and folders are for `expand`.
+
+    Raises:
+        ValueError: a file that does not exist, options that cannot be read or are unknown, or a package that
             is missing.
     """
     path = Path(spec).expanduser()
@@ -56,9 +101,6 @@ def locate(spec: str) -> Location:
     if spec.startswith(ENVIRONMENT):
         name, options = _split(spec, spec.removeprefix(ENVIRONMENT))
         return _installed(Location("environment", name, options))
-    if path.is_dir():
-        found = sorted(child.name for child in path.iterdir() if child.suffix in SUFFIXES)
-        raise ValueError(f"{spec}: a folder. Name its files one by one: {', '.join(found) or 'it has none to read'}.")
     if _REMOTE.match(spec):
         raise ValueError(f"{spec}: an address. Copy the file here, and name its path.")
     name, options = (spec, {}) if path.is_file() else _split(spec, spec)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.data.chat import tokenize, write_conversation
 from tether.data.columns import Columns
-from tether.data.location import locate
+from tether.data.location import expand, locate
 from tether.data.rows import half_characters, raise_problems
 from tether.data.sources import READERS
 from tether.runtime.terminal import shortened
@@ -58,7 +58,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
     """
     pairs: list[Pair] = []
     problems: list[str] = []
-    for name in files:
+    for name in (one for spec in files for one in expand(spec)):
         found = locate(name)
         if found.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
@@ -77,27 +77,32 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
     return pairs
 
 
-def pair_ids(pair: Pair, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def pair_ids(
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> tuple[list[int], list[int]]:
     """Token ids of the chosen and of the rejected side.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses a conversation.
     """
     try:
-        texts = [side if isinstance(side, str) else _written(side, tokenizer) for side in (pair.chosen, pair.rejected)]
+        texts = [
+            side if isinstance(side, str) else _written(side, tokenizer, chat_template)
+            for side in (pair.chosen, pair.rejected)
+        ]
     except ValueError as error:
         raise ValueError(f"{pair.place}: {error}") from error
     chosen, rejected = tokenize(texts, tokenizer)
     return chosen.tolist(), rejected.tolist()
 
 
-def _written(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def _written(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
             f"is a conversation, and the tokenizer of {tokenizer.name_or_path} has no chat template. Take the chat "
             "(instruct) version of the model, or give `chosen` and `rejected` as texts without `prompt`."
         )
-    return write_conversation(messages, tokenizer)
+    return write_conversation(messages, tokenizer, chat_template=chat_template)
 
 
 def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tether.data.columns import LAYOUT_KEYS, Columns
-from tether.data.location import locate
+from tether.data.location import expand, locate
 from tether.data.rows import MEDIA_KEYS, Rows, Source
 
 
@@ -32,7 +32,7 @@ def load_rows(
 
     Args:
         files: one source or several, of mixed kinds:
-            a path that ends in .parquet, .json (a list, or one object a line) or .jsonl;
+            a path that ends in .parquet, .json (a list, or one object a line) or .jsonl, a pattern or a folder of such;
             ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
             either with ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` of its own after the ``?``;
             ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`);
@@ -55,7 +55,7 @@ def load_rows(
     problems: list[str] = []
     for name in names:
         try:
-            sources.append(_read(name, columns, first))
+            sources += [_read(spec, columns, first) for spec in expand(name)]
         except ValueError as error:  # reported together with the other files' problems
             problems.append(str(error))
     return Rows(sources, problems)

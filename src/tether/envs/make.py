@@ -10,6 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, cast
 from urllib.parse import parse_qsl
+from weakref import WeakValueDictionary
 
 import gymnasium
 import yaml
@@ -154,22 +155,75 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     paced = options.pacing != Pacing()
     needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
     own_code = spec.vector_entry_point is not None and not needs_loop
-    if options.vectorization == "vector" or (options.vectorization == "auto" and own_code and options.num_envs >= 8):
+    if spec.entry_point is None:
+        _refuse_single_environments(options)
+    pays = own_code and (options.num_envs >= 8 or spec.entry_point is None)
+    if options.vectorization == "vector" or (options.vectorization == "auto" and pays):
         if not own_code:
             has_none = spec.vector_entry_point is None
             what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
             raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
-        arguments = _arguments(options)
-        with _in_time(options):
-            vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
-        if vector.num_envs != options.num_envs:
-            vector.close()
-            raise ValueError(
-                f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
-                f"Set it to {vector.num_envs}."
-            )
-        return GymnasiumVectorEnv(options.id, vector)
+        return GymnasiumVectorEnv(options.id, _own_vector(options, spec))
     return _make_loop(options)
+
+
+def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+    """Make environments by the vector code of their own."""
+    arguments = _arguments(options)
+    with _in_time(options):
+        vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+    if vector.num_envs != options.num_envs:
+        vector.close()
+        raise ValueError(
+            f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
+            f"Set it to {vector.num_envs}."
+        )
+    return vector
+
+
+def has_vector_code_alone(options: EnvOptions) -> bool:
+    """Whether an id is registered with vector code and without single environments.
+
+    Raises:
+        ValueError: the id is unknown, or what it needs is not installed.
+    """
+    with _needs_named(options):
+        return options.env_type == "gymnasium" and _find(options).entry_point is None
+
+
+def _refuse_single_environments(options: EnvOptions) -> None:
+    """Refuse what only single environments can do for an id that has none.
+
+    Raises:
+        ValueError: names the settings.
+    """
+    needing = {
+        f"{options.role}.vectorization={options.vectorization}": options.vectorization in ("sync", "subprocess"),
+        f"{options.role}.wrappers": bool(options.wrappers),
+        f"{options.role}.ignore_terminations": options.ignore_terminations,
+        "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view != View(),
+        "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.pacing != Pacing(),
+    }
+    if "render_mode" in options.init_params:
+        needing = {"a video (env.eval.video_cfg.save_video)": True}
+    if named := [name for name, needs in needing.items() if needs]:
+        raise ValueError(
+            f"{options.role}.id: {options.id} has vector code alone, and single environments are needed by "
+            f"{' and '.join(named)}. Take that out, and leave {options.role}.vectorization at auto."
+        )
+
+
+def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
+    """Return the spaces of the observations and actions of one environment.
+
+    Raises:
+        ValueError: see `make_vector_env`.
+    """
+    if has_vector_code_alone(options):
+        with closing(_own_vector(options, _find(options))) as vector:
+            return vector.single_observation_space, vector.single_action_space
+    with closing(make_one(options)) as env:
+        return env.observation_space, env.action_space
 
 
 def _make_loop(options: EnvOptions) -> VectorEnv:
@@ -239,7 +293,7 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     if is_object(options.id):
         function = held(options.id)
         if not callable(function):
-            raise ValueError(f"env: {type(function).__name__} is no function that makes a gymnasium.Env")
+            _refuse_instance(function)
         return cast("Callable[..., Any]", function)
     if not module.endswith(".py"):
         return None
@@ -256,6 +310,38 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     return cast("Callable[..., Any]", found)
 
 
+def _refuse_instance(given: object) -> None:
+    """Raise ValueError for what makes no environments."""
+    kind = type(given).__name__
+    if not isinstance(given, gymnasium.Env | gymnasium.vector.VectorEnv):
+        raise ValueError(f"env: {kind} is no function that makes a gymnasium.Env")
+    spec = getattr(given, "spec", None)
+    named = f", or its id, {spec.id!r}" if isinstance(spec, EnvSpec) else ", or an id"
+    kind = type(given.unwrapped).__name__
+    raise ValueError(
+        f"env: a {kind} that is made already. A run makes several: for training, and others for the preflight and for "
+        f"tests. Give its class, or a function that makes a new one at each call{named}."
+    )
+
+
+_alive: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Environments that functions of the user's gave, by their `id`."""
+
+
+def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+    """Call a function of the user's that makes environments.
+
+    Raises:
+        ValueError: it gave one that it has given before, whose episodes would be mixed.
+    """
+    env = function(**arguments)
+    if isinstance(env, gymnasium.Env):
+        if _alive.get(id(env.unwrapped)) is not None:
+            raise ValueError(f"{where}: gives the same environment again. Let it make a new one at each call.")
+        _alive[id(env.unwrapped)] = env.unwrapped
+    return env
+
+
 def _check_own(options: EnvOptions) -> None:
     """Where the id names a function of the user's, make one environment by it and take one step.
 
@@ -267,10 +353,14 @@ def _check_own(options: EnvOptions) -> None:
             _check_function(options, function)
 
 
+def _named(options: EnvOptions) -> str:
+    return f"{options.role}.id={options.id}"
+
+
 def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
-    where, given = f"{options.role}.id={options.id}", dict(options.init_params)
+    where, given = _named(options), dict(options.init_params)
     try:
-        env = function(**given)
+        env = _new(function, where, **given)
     except (Exception, SystemExit) as error:  # whatever a user's function raises is one and the same problem
         call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
         drawn = isinstance(error, TypeError) and "render_mode" in given
@@ -307,7 +397,11 @@ def make_one(options: EnvOptions) -> Env:
     try:
         with _in_time(options):
             if options.env_type == "gymnasium":
-                env = gymnasium.make(_find(options), disable_env_checker=True, **_arguments(options))
+                spec = _find(options)
+                if spec.entry_point is None:
+                    alone = "has vector code alone, so it makes no single environment"
+                    raise ValueError(f"{options.role}.id: {options.id} {alone}.")
+                env = gymnasium.make(spec, disable_env_checker=True, **_arguments(options))
             else:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
@@ -445,7 +539,8 @@ def _find(options: EnvOptions) -> EnvSpec:
     module, _, name = options.id.rpartition(":")
     if function := _own(options):
         hidden = {name: value for name, value in options.init_params.items() if name in TAKEN_BY_GYMNASIUM}
-        return EnvSpec(name, partial(function, **hidden) if hidden else function)
+        make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
+        return EnvSpec(name, partial(make, **hidden) if hidden else make)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
     if module and not module.endswith(".py"):
         importlib.import_module(module)

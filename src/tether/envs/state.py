@@ -3,18 +3,21 @@
 An environment is a chain of layers, wrappers around the environment proper. A layer with `get_state()` and
 `set_state(state)` gives its own state. Of any other layer the attributes are pickled that have changed since it was
 made, and likewise the data of its class and its module: what has not changed is what configuration and code say now.
-A layer is saved whole or not at all; what of it cannot be pickled is named.
+Functions that a layer holds, or that its class or module defines, keep data too: in the variables of a closure, in
+default arguments and in attributes. A layer is saved whole or not at all; what of it cannot be pickled is named.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getmodule
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import gymnasium
@@ -27,6 +30,9 @@ LIMIT = 16 * MEBIBYTE
 """Bytes for each environment; a state above it is not saved, since it would be written at every checkpoint."""
 ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, FunctionType, MethodType)
 """Types of values that may be the same object by chance."""
+CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
+"""Types of default arguments that no call can change."""
 OWNERS = (bytes, bytearray, memoryview)
 """Types that own the memory of an unpickled array."""
 
@@ -36,14 +42,20 @@ Key = tuple[int, str | None]
 
 @dataclass(frozen=True)
 class _Place:
-    """A layer, its class or its module."""
+    """A layer, its class or its module, or a function of theirs with data of its own."""
 
     name: str
     owner: Any
+    held: bool = False
+    """Of a function: a layer holds it."""
 
     @property
     def is_layer(self) -> bool:
-        return not isinstance(self.owner, type | ModuleType)
+        return not isinstance(self.owner, type | ModuleType | FunctionType)
+
+    @property
+    def is_function(self) -> bool:
+        return isinstance(self.owner, FunctionType)
 
     @property
     def gives_state(self) -> bool:
@@ -53,12 +65,16 @@ class _Place:
         """Attributes that may be state."""
         if self.is_layer:
             return dict(vars(self.owner))
+        if self.is_function:
+            return {name: value for name, value in _variables(self.owner).items() if not isinstance(value, CODE)}
         return {name: value for name, value in vars(self.owner).items() if name[:2] != "__" and _is_data(value)}
 
     def put(self, name: str, value: object) -> None:
         """Set an attribute, past properties and ``__setattr__`` of a layer."""
         if self.is_layer:
             vars(self.owner)[name] = value
+        elif self.is_function:
+            _set_variable(self.owner, name, value)
         else:
             setattr(self.owner, name, value)
 
@@ -73,6 +89,7 @@ class EnvKeeper:
     def __init__(self, envs: Sequence[object]) -> None:
         self._count = len(envs)
         self._places = list(_places(envs))
+        self._places += _functions(self._places)
         values, refs = self._values()
         self._made = {key: _try_fingerprint(key, value, refs) for key, value in values.items()}
 
@@ -87,7 +104,7 @@ class EnvKeeper:
                 continue
             found = _try_fingerprint(key, value, refs)
             if isinstance(found, Exception):
-                if place.is_layer:
+                if place.is_layer or place.held or isinstance(value, GeneratorType):
                     left_out[key[0]] = f"{place.name}.{key[1]} ({found})"
                 continue
             mentions[key] = found[1]
@@ -104,7 +121,8 @@ class EnvKeeper:
         try:
             data = _pickled((names, given, saved), made)[0]
         except Exception as error:  # noqa: BLE001 (whatever the code of a user's class raises)
-            return b"", (*left_out.values(), f"{', '.join(self._places[n].name for n in given)} ({error})")
+            of = dict.fromkeys(self._places[number].name for number in (*given, *(number for number, _ in changed)))
+            return b"", (*left_out.values(), f"{', '.join(of)} ({error})")
         if len(data) > LIMIT * self._count:
             size = len(data) / self._count / MEBIBYTE
             return b"", (*left_out.values(), f"{names[0]} ({size:.0f} MiB for each environment)")
@@ -131,7 +149,8 @@ class EnvKeeper:
     def _values(self) -> tuple[dict[Key, object], dict[int, Key]]:
         """All attributes, and the key of each object that others may share."""
         values: dict[Key, object] = {}
-        refs: dict[int, Key] = {id(p.owner): (number, None) for number, p in enumerate(self._places) if p.is_layer}
+        objects = (each for each in enumerate(self._places) if each[1].is_layer or each[1].is_function)
+        refs: dict[int, Key] = {id(place.owner): (number, None) for number, place in objects}
         for number, place in enumerate(self._places):
             for name, value in place.values().items():
                 values[number, name] = value
@@ -157,8 +176,13 @@ class _Pickler(pickle.Pickler):
         if key is not None and id(obj) != self._top:
             self.mentioned.add(key)
             return key
-        # A fingerprint names functions: code is not state.
-        return obj.__qualname__ if self._top is not None and isinstance(obj, FunctionType) else None
+        if self._top is None or not isinstance(obj, FunctionType):
+            return None
+        if _keeps_more_than(self._refs, obj):
+            raise pickle.PicklingError(
+                f"{obj.__qualname__} was made after the environment and has variables of its own"
+            )
+        return f"{obj.__qualname__} {id(obj.__code__)}"  # a fingerprint names functions: code is not state
 
     def _check_memory(self, array: Array) -> None:
         """Refuse views, which would become arrays of their own."""
@@ -179,7 +203,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Key) -> object:
         """See `pickle.Unpickler.persistent_load`."""
         number, name = pid
-        return self._places[number].owner if name is None else vars(self._places[number].owner)[name]
+        return self._places[number].owner if name is None else self._places[number].values()[name]
 
 
 def _places(envs: Sequence[object]) -> Iterator[_Place]:
@@ -196,6 +220,123 @@ def _places(envs: Sequence[object]) -> Iterator[_Place]:
     modules = dict.fromkeys(filter(None, map(getmodule, classes)))
     yield from (_Place(kind.__name__, kind) for kind in classes)
     yield from (_Place(module.__name__, module) for module in modules)
+
+
+def _functions(places: Sequence[_Place]) -> list[_Place]:
+    """Functions with data of their own: those that layers hold, then those that their classes and modules define, each
+    with the functions that they hold themselves.
+    """
+    found: dict[int, _Place] = {}
+    finder = _Finder(place.owner for place in places if place.is_layer)
+    for held in (True, False):
+        for place in places:
+            if place.is_layer == held:
+                finder.look_through(vars(place.owner).values() if held else _defined_by(place.owner))
+        while finder.functions:
+            function = finder.functions.pop()
+            if id(function) not in found:
+                found[id(function)] = _Place(function.__qualname__, function, held)
+                finder.look_through(_variables(function).values())
+    return [place for place in found.values() if {*map(id, place.values().values())} - finder.layers]
+
+
+class _Finder:
+    """Finds the functions in values, as deep as pickle goes; layers are not looked into again."""
+
+    def __init__(self, layers: Iterable[object]) -> None:
+        self.functions: list[FunctionType] = []
+        self.layers = set(map(id, layers))
+
+    def look_through(self, values: Iterable[object]) -> None:
+        """Add the functions in these values to `functions`."""
+        for value in values:
+            if isinstance(value, FunctionType):
+                self.functions.append(value)
+            elif not isinstance(value, CONSTANTS):
+                with suppress(Exception):  # whatever the code of a user's class raises
+                    _FindingPickler(self.functions, self.layers).dump(value)
+
+
+class _FindingPickler(pickle.Pickler):
+    def __init__(self, functions: list[FunctionType], layers: set[int]) -> None:
+        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        self._functions, self._layers = functions, layers
+
+    def persistent_id(self, obj: object) -> int | None:
+        """See `pickle.Pickler.persistent_id`."""
+        if isinstance(obj, FunctionType):
+            self._functions.append(obj)
+        return id(obj) if isinstance(obj, CODE) or id(obj) in self._layers else None
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def _defined_by(owner: type | ModuleType) -> Iterator[object]:
+    """Functions of a class, also below decorators, or those that a module defines itself.
+
+    None of Python's own modules: they keep caches there.
+    """
+    module = owner.__module__ if isinstance(owner, type) else owner.__name__
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        return
+    for value in vars(owner).values():
+        if isinstance(value, staticmethod | classmethod):
+            yield value.__func__
+        elif isinstance(value, property):
+            yield from (value.fget, value.fset, value.fdel)
+        elif isinstance(value, FunctionType) and (isinstance(owner, type) or value.__module__ == module):
+            yield value
+
+
+def _variables(function: FunctionType) -> dict[str, object]:
+    """Variables of the closure, default arguments that may change, and attributes; these begin with a dot."""
+    found = {f".{name}": value for name, value in vars(function).items() if name != "__wrapped__"}
+    found |= {name: value for name, value in _defaults(function).items() if not isinstance(value, CONSTANTS)}
+    return found | {name: cell.cell_contents for name, cell in _cells(function).items() if not _is_empty(cell)}
+
+
+def _cells(function: FunctionType) -> dict[str, CellType]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is cell  # never
+    except ValueError:
+        return True
+
+
+def _defaults(function: FunctionType) -> dict[str, object]:
+    values, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return dict(zip(names, values, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def _set_variable(function: FunctionType, name: str, value: object) -> None:
+    """Set what `_variables` gives."""
+    if name.startswith("."):
+        setattr(function, name[1:], value)
+    elif name in (cells := _cells(function)):
+        cells[name].cell_contents = value
+    elif function.__kwdefaults__ and name in function.__kwdefaults__:
+        function.__kwdefaults__[name] = value
+    else:
+        changed = _defaults(function) | {name: value}
+        function.__defaults__ = tuple(changed.values())[: len(function.__defaults__ or ())]
+
+
+def _keeps_more_than(refs: Mapping[int, Key], function: FunctionType, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a function has data beside the layers and the functions that are known."""
+    for value in _variables(function).values():
+        if isinstance(value, FunctionType) and id(value) not in {*refs, *seen, id(function)}:
+            if _keeps_more_than(refs, value, seen | {id(function)}):
+                return True
+        elif not isinstance(value, CODE) and refs.get(id(value), (0, ""))[1] is not None:
+            return True
+    return False
 
 
 def _is_data(value: object) -> bool:

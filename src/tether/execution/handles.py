@@ -77,6 +77,10 @@ class EngineHandle(ABC):
         with TemporaryDirectory(dir=folder.parent) as beside:
             self.saving(folder, Path(beside) / "state.pt", copy=False)()
 
+    def check_saving(self, folder: Path) -> None:
+        """See `tether.training.protocol.Engine.check_saving`."""
+        self._call("check_saving", [(folder,), *[None] * (self._group.size - 1)])
+
     @abstractmethod
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """See `tether.training.protocol.Engine.saving`."""

@@ -24,8 +24,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tether.execution.cluster import LOOK_SECONDS, check_versions, connect, is_local, room
 from tether.execution.transfers import FROM, TO, Transfers, size_of
 from tether.execution.worker import Group, Process, Worker, this_process
+from tether.runtime.disk import read_json
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost
+from tether.runtime.rendezvous import StoreAddress, serve_store
 from tether.runtime.threads import OMP_NUM_THREADS, num_threads
 from tether.training import MicroBatchTooLarge
 
@@ -70,7 +72,10 @@ class RayGroup:
         self.size = size = sum(pool.size for pool in pools)
         self._deadlines = deadlines
         self.transfers = Transfers()
-        self._beats = [b""] * size
+        self._signs: list[dict[str, Any]] = [{}] * size
+        """The last sign of life of each rank."""
+        self._seen = self._signs
+        """Those of the last look."""
         self._status = logs.absolute() / Path(STATUS).name
         self._silent = [0] * size
         """Looks since the last sign of life: not seconds, since the driver may have been stopped with the ranks."""
@@ -87,17 +92,18 @@ class RayGroup:
         here = sum(pool.per_node for pool in pools)
         host = connect(max(pool.nodes for pool in pools), here, device, options or {})
         try:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = _serve_store(host)
+            self._address = StoreAddress(host, self._store.port)
             for rank in range(size):
                 self._store.set(f"rank {rank}", "")
             for pool in pools:
                 self._rooms.append(room(pool, device, deadlines.start))
-            self._launch(pools, together or [range(size)], device, max(1, num_threads(threads) // here), host)
+            self._launch(pools, together or [range(size)], device, max(1, num_threads(threads) // here))
         except BaseException:
             self.close()
             raise
 
-    def _launch(self, pools: Sequence[Pool], together: Sequence[range], device: str, threads: int, host: str) -> None:
+    def _launch(self, pools: Sequence[Pool], together: Sequence[range], device: str, threads: int) -> None:
         """Start the ranks, which then know each other."""
         actors = ray.remote(RayWorker)
         places = [
@@ -111,7 +117,7 @@ class RayGroup:
                 num_gpus=int(device == "cuda"),
                 scheduling_strategy=place,
                 runtime_env={"env_vars": {OMP_NUM_THREADS: str(threads)}},  # Ray would set 1
-            ).remote(rank, threads, self._logs[rank], Path.cwd(), (host, self._store.port))
+            ).remote(rank, threads, self._logs[rank], Path.cwd(), self._address)
             for rank, place in enumerate(places)
         ]
         self._processes = self._answers("process", [()] * self.size, self._deadlines.start)
@@ -219,11 +225,10 @@ class RayGroup:
                 self._looked = time.monotonic()
 
     def _look_now(self) -> None:
-        beats = self._store.multi_get([f"rank {rank}" for rank in range(self.size)])
-        for rank, beat in enumerate(beats):
-            self._silent[rank] = self._silent[rank] + 1 if beat and beat == self._beats[rank] else 0
-        self._beats = beats
         self._note()
+        for rank, (sign, last) in enumerate(zip(self._signs, self._seen, strict=True)):
+            self._silent[rank] = self._silent[rank] + 1 if sign and sign is last else 0
+        self._seen = self._signs
         silent = max(self._silent)
         rank = self._silent.index(silent)
         give_up_if_interrupted(time.monotonic() - silent * LOOK_SECONDS, f"{self._name(rank)} gave no sign of life")
@@ -267,14 +272,12 @@ class RayGroup:
 
     def _note(self) -> None:
         """Write what each rank does, for `tether status`."""
-        signs = [
-            json.loads(beat) for beat in self._store.multi_get([f"rank {rank}" for rank in range(self.size)]) if beat
-        ]
-        if len(signs) < self.size or not self._processes:
+        self._signs = newest_signs(self._address, self._store, self._signs)
+        if not all(self._signs) or not self._processes:
             return
         ranks = [
             sign | {"rank": rank, "process": f"{process.pid} on {process.host}", "silent": self._silent[rank]}
-            for rank, (sign, process) in enumerate(zip(signs, self._processes, strict=True))
+            for rank, (sign, process) in enumerate(zip(self._signs, self._processes, strict=True))
         ]
         with suppress(OSError):  # a full disk ends no run for this
             whole = self._status.with_suffix(".new")
@@ -368,11 +371,35 @@ def _begin(log: Path, rank: int) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
+def newest_signs(address: StoreAddress, store: dist.Store, last: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last sign of life of each rank; the same object where there is none that is newer.
+
+    Whatever else is in the store is passed over: anybody who reaches its port can write there.
+    """
+    keys = [f"rank {rank}" for rank in range(len(last))]
+    signs = []
+    for key, written, before in zip(keys, store.multi_get(keys), last, strict=True):
+        value = address.verified(key, written)
+        sign = before if value is None else json.loads(value)
+        signs.append(sign if sign.get("beat", 0) > before.get("beat", 0) else before)
+    return signs
+
+
+def _serve_store(host: str) -> dist.TCPStore:
+    try:
+        return serve_store(host)
+    except OSError as error:
+        raise RankFailed(
+            f"this machine cannot listen at {host}, its address in the Ray cluster ({error.strerror}). Start Ray with "
+            "--node-ip-address=ADDRESS, an address of this machine that the others can reach"
+        ) from None
+
+
 def _last_failure(status: Path) -> dict[str, Any]:
     """The error that ended the previous ranks, and when."""
-    with suppress(OSError, ValueError, KeyError):
-        found = json.loads(status.read_text())
-        return {key: found[key] for key in ("failure", "failed")}
+    with suppress(ValueError, KeyError, TypeError):
+        found = read_json(status, dict, "")
+        return {"failure": str(found["failure"]), "failed": float(found["failed"])}
     return {"failure": None, "failed": None}
 
 

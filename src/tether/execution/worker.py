@@ -30,6 +30,7 @@ from tether import __version__
 from tether.execution.transfers import Transfers
 from tether.execution.weights import StoredWeights, in_parts
 from tether.runtime.machine import set_threads
+from tether.runtime.rendezvous import StoreAddress
 
 BEAT_SECONDS = 0.5
 """Between two signs of life."""
@@ -116,10 +117,10 @@ class Worker:
         threads: CPU threads.
         log: file that it adds what it prints to, stacks on SIGUSR1 among it.
         folder: that relative paths begin at.
-        store: host and port of the driver's `torch.distributed.TCPStore`, where ranks meet and give signs of life.
+        store: the driver's, where ranks meet and give signs of life.
     """
 
-    def __init__(self, rank: int, threads: int, log: Path, folder: Path, store: tuple[str, int]) -> None:
+    def __init__(self, rank: int, threads: int, log: Path, folder: Path, store: StoreAddress) -> None:
         self._rank, self._address = rank, store
         self._parts: Mapping[str, Any] = {}
         self._left: Iterator[tuple[list[tuple[str, Tensor]], bool]] = iter(())
@@ -133,7 +134,7 @@ class Worker:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
         set_threads(threads)
-        beats = self._store()  # of its own: that of the main thread may wait for others
+        beats = self._address.connect()  # of its own: that of the main thread may wait for others
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def process(self) -> Process:
@@ -142,10 +143,10 @@ class Worker:
 
     def join(self, ranks: range, device: str, seconds: float) -> None:
         """Wait for the ranks that work together with this one, now and in each collective so many seconds."""
-        _use_interface_to(self._address[0])
+        _use_interface_to(self._address.host)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore(f"ranks from {ranks.start}", self._store()),
+            store=dist.PrefixStore(f"ranks from {ranks.start}", self._address.connect()),
             rank=self._rank - ranks.start,
             world_size=len(ranks),
             timeout=timedelta(seconds=seconds),
@@ -180,18 +181,17 @@ class Worker:
         self._doing, self._since = "waits", time.time()
         return answer
 
-    def _store(self) -> dist.TCPStore:
-        return dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
-
     def _beat(self, store: dist.TCPStore) -> None:
-        number = 0
+        number, key = 0, f"rank {self._rank}"
         try:
             while True:
                 number += 1
                 device = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
                 host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # peak
                 sign = {"beat": number, "doing": self._doing, "since": self._since, "host": host, "device": device}
-                store.set(f"rank {self._rank}", json.dumps(sign))  # never a question, for which it would wait
+                signed = self._address.signed(key, json.dumps(sign).encode())
+                # Never a question, for which it would wait.
+                store.set(key, signed)  # type: ignore[arg-type]  # bytes are taken, too
                 time.sleep(BEAT_SECONDS)
         except dist.DistError:  # the driver is gone; Ray would see it later, and this process must not write any more
             os._exit(1)

@@ -238,17 +238,19 @@ MISMATCH: Mapping[str, MetricInfo] = {
     "rollout_corr/ppl_ratio": MetricInfo("Perplexity under the trainer over that under the sampler, mean.", "near 1"),
     "rollout_corr/chi2_token": MetricInfo("Chi-squared divergence from sampler to trainer, by tokens.", "near 0"),
     "rollout_corr/chi2_seq": MetricInfo("Chi-squared divergence from sampler to trainer, by responses."),
-    "rollout_corr/rollout_is_mean": MetricInfo("Mean importance weight before it is truncated.", "near 1"),
-    "rollout_corr/rollout_is_max": MetricInfo("Largest importance weight before it is truncated."),
+    "rollout_corr/rollout_is_mean": MetricInfo("Mean of the truncated importance weights.", "near 1"),
+    "rollout_corr/rollout_is_max": MetricInfo("Largest weight; of responses before truncation."),
     "rollout_corr/rollout_is_min": MetricInfo("Smallest importance weight."),
-    "rollout_corr/rollout_is_std": MetricInfo("Standard deviation of the weights, clipped to the threshold."),
+    "rollout_corr/rollout_is_std": MetricInfo("Standard deviation of the truncated weights."),
     "rollout_corr/rollout_is_eff_sample_size": MetricInfo(
         "Effective sample size of the weights, as a share of their number.", "above 0.9"
     ),
-    "rollout_corr/rollout_is_ratio_fraction_high": MetricInfo("Share of weights above the threshold.", "near 0"),
+    "rollout_corr/rollout_is_ratio_fraction_high": MetricInfo(
+        "Share of weights above the threshold, before truncation.", "near 0"
+    ),
     "rollout_corr/rollout_is_ratio_fraction_low": MetricInfo("Share of weights below 1 / threshold.", "near 0"),
     "rollout_corr/rollout_is_batch_norm_factor": MetricInfo("Mean of the truncated weights."),
-    "rollout_corr/rollout_is_seq_<statistic>": MetricInfo("The same for the mean ratio of each response."),
+    "rollout_corr/rollout_is_seq_<statistic>": MetricInfo("The same for the mean weight of each response."),
     "rollout_corr/rollout_rs_masked_fraction": MetricInfo("Share of tokens that are rejected.", "below 0.05"),
     "rollout_corr/rollout_rs_seq_masked_fraction": MetricInfo("Share of responses with a rejected token."),
     "rollout_corr/rollout_rs_<mode>_<statistic>": MetricInfo(

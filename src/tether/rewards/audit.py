@@ -30,6 +30,8 @@ SLOW = 1.0
 MANY_THE_SAME = 0.5
 """Share of groups without a difference above which that is worth a look."""
 _LISTED = 100
+_WORST = 2
+"""Sampled replies that are shown besides the best one."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,12 @@ class ProbeScores:
     def always_fails(self) -> bool:
         """Whether every call failed."""
         return 0 < len(self.outcomes) == len(self.errors)
+
+    @property
+    def best(self) -> tuple[RewardRequest, RewardOutcome]:
+        """The reply with the highest score, and its outcome; where none has a score, the first one."""
+        pairs = list(zip(self.requests, self.outcomes, strict=True))
+        return max(pairs, key=lambda pair: pair[1].value if isinstance(pair[1], Score) else -math.inf)
 
     @property
     def deviation(self) -> float:
@@ -233,7 +241,7 @@ def verdicts(audited: Audit) -> list[Verdict]:
             if share > LOOK:
                 message = (
                     f"{probe.kind}: scores {probe.mean:.3g} on average, the ground truth {truth.mean:.3g}; a policy "
-                    f"can find this. For example {_shown(_best(probe))}"
+                    f"can find this. For example {_shown_best(probe)}"
                 )
                 found.append(Verdict(message, is_fault=share > FAULT))
     highest = max(truth.scores)
@@ -264,7 +272,7 @@ def _without_truth(audited: Audit) -> list[Verdict]:
     return [
         Verdict(
             f"{probe.kind}: scores {probe.mean:.3g} on average, sampled replies {sampled.mean:.3g} (standard deviation "
-            f"{sampled.deviation:.3g}); a policy can find this. For example {_shown(_best(probe))}",
+            f"{sampled.deviation:.3g}); a policy can find this. For example {_shown_best(probe)}",
             is_fault=False,
         )
         for probe in audited.wrong
@@ -292,7 +300,7 @@ def _about_samples(audited: Audit) -> list[Verdict]:
         found.append(
             Verdict(
                 f"sampled replies score {sampled.mean:.3g}, more than the ground truth ({audited.truth.mean:.3g}); for "
-                f"example {_shown(_best(sampled))}",
+                f"example {_shown_best(sampled)}",
                 is_fault=True,
             )
         )
@@ -357,19 +365,44 @@ def _asked(prompt: Prompt) -> str:
     return asked[-1] if asked else ""
 
 
-def _best(probe: ProbeScores) -> str:
-    pairs = zip(probe.outcomes, probe.requests, strict=True)
-    return max((o.value, r.solution_str) for o, r in pairs if isinstance(o, Score))[1]
+def examples(audited: Audit) -> list[str]:
+    """Return a line for the best reply of each kind and for the worst sampled ones: score, details and text."""
+    shown = [(probe.kind, *probe.best) for probe in audited.rows if probe.outcomes]
+    if sampled := audited.sampled:
+        pairs = zip(sampled.requests, sampled.outcomes, strict=True)
+        scored = [(outcome.value, request, outcome) for request, outcome in pairs if isinstance(outcome, Score)]
+        worst = sorted(scored, key=lambda triple: triple[0])[: min(_WORST, max(0, len(scored) - 1))]
+        shown += [("sampled, low", request, outcome) for _, request, outcome in worst]
+    return [_example(*example) for example in shown]
+
+
+def _example(kind: str, request: RewardRequest, outcome: RewardOutcome) -> str:
+    score = f"{outcome.value:.3g}" if isinstance(outcome, Score) else type(outcome).__name__
+    return f"{kind}: {score}{_reason(outcome)}: {_shown(request.solution_str)}"
+
+
+def _shown_best(probe: ProbeScores) -> str:
+    request, outcome = probe.best
+    return f"{_shown(request.solution_str)}{_reason(outcome)}"
 
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
+def _details(outcome: RewardOutcome) -> str:
+    """Return what a reward said besides the score: its other values, then its `reason`."""
+    if isinstance(outcome, RewardError):
+        return outcome.message
+    extra = dict(outcome.extra) if isinstance(outcome, Score) else {}
+    reason = extra.pop("reason", None)
+    values = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in extra.items()]
+    return "; ".join([*([", ".join(values)] if values else []), *([str(reason)] if reason else [])])
+
+
 def _reason(outcome: RewardOutcome) -> str:
-    """Why the reward gave no more, where it says so."""
-    reason = outcome.extra.get("reason") if isinstance(outcome, Score) else None
-    return f" ({reason})" if reason else ""
+    said = _details(outcome)
+    return f" ({said})" if said else ""
 
 
 def _text(ground_truth: object) -> str:

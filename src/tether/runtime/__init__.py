@@ -24,6 +24,7 @@ __all__ = [
     "profiling",
     "program",
     "ranks",
+    "rendezvous",
     "run_lock",
     "supervised",
     "terminal",

@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tether.runtime.disk import read_json
+
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 20.0
@@ -152,7 +154,7 @@ class RunLock:
         try:
             owner = json.loads(os.pread(self._file, 4096, 0))
             return owner if {"host", "machine", "process", "started", "since"} <= owner.keys() else None
-        except (ValueError, AttributeError):  # empty: it ended well, or has not written its name yet
+        except (ValueError, AttributeError, RecursionError):  # empty: it ended well, or has not written its name yet
             return None
 
     def _touch(self) -> None:
@@ -191,7 +193,7 @@ def owner_of(folder: Path) -> str | None:
     path = folder / LOCK
     with suppress(OSError, ValueError, KeyError):
         if time.time() - path.stat().st_mtime < WATCH_SECONDS:
-            return _described(json.loads(path.read_text()))
+            return _described(read_json(path, dict, ""))
     return None
 
 

@@ -230,7 +230,7 @@ def tools_of(environment: verifiers.Environment) -> list[JsonObject]:
 def _value(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

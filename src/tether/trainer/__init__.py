@@ -5,7 +5,14 @@
 
 from tether.trainer.ahead import SamplingAhead, SourceAhead
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint, write_run_yaml
+from tether.trainer.checkpoint import (
+    Persistence,
+    check_identity,
+    check_saving,
+    model_fingerprint,
+    object_fingerprint,
+    write_run_yaml,
+)
 from tether.trainer.loop import OldLogProbs, Schedule, Trainer
 from tether.trainer.protocol import EvaluationResult
 from tether.trainer.saver import Saver
@@ -21,6 +28,7 @@ __all__ = [
     "SourceAhead",
     "Trainer",
     "check_identity",
+    "check_saving",
     "control",
     "model_fingerprint",
     "object_fingerprint",

@@ -33,6 +33,7 @@ from typing import Any, Generic
 from tether.batch import WeightUpdate
 from tether.checkpoints import as_bytes, from_tree, load_state, to_tree
 from tether.metrics.timing import Timer
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.trainer.protocol import Batch, Details, EvaluationResult, Experience, Frozen, Progress, Rollouts, Source
 from tether.types import StateDict
 
@@ -207,7 +208,8 @@ class SamplingAhead(Generic[Batch, Details]):
         """See `Rollouts`; a checkpoint of a run that did not sample ahead holds no batches."""
         self._rollouts.restore(checkpoint)
         file = checkpoint / FILE
-        waiting = [from_tree(tree, self._classes) for tree in load_state(file)["batches"]] if file.exists() else []
+        with reading(file, f"{ANOTHER_CHECKPOINT}, or delete this file and its entry"):
+            waiting = [from_tree(tree, self._classes) for tree in load_state(file)["batches"]] if file.exists() else []
         if (checkpoint / OLD_FILE).exists():
             what = "written by an earlier version, and not read; its batches are sampled again"
             warnings.warn(f"{checkpoint / OLD_FILE}: {what}", RuntimeWarning, stacklevel=2)

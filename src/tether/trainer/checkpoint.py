@@ -19,12 +19,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
 
-from tether.checkpoints import CheckpointStore, as_bytes, load_state, sha256_of
+from tether.checkpoints import CARD, PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import rng_state, set_rng_state
+from tether.runtime.ranks import RankLost
+from tether.training import Engine
 from tether.types import StateDict
 
 TRAINING = "training"
@@ -67,6 +72,31 @@ class Persistence:
         return self.store.begin(step, start_all)
 
 
+def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
+    """Save each model once before anything is learned, in a folder below `root` that goes again.
+
+    Raises:
+        ValueError: a model cannot be saved.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    rng = rng_state()
+    with TemporaryDirectory(dir=root, prefix=PARTIAL) as folder:
+        for role, engine in engines.items():
+            try:
+                engine.check_saving(Path(folder) / role)
+            except RankLost:
+                raise
+            except Exception as error:
+                if is_disk_full(error):  # the first checkpoint says how much it needs
+                    break
+                raise ValueError(
+                    f"the {role} cannot be saved, as was tried before the first step ({type(error).__name__}: "
+                    f"{error}). Fix that, or take another model or, with LoRA, other layers "
+                    "(actor_rollout_ref.model.target_modules)."
+                ) from error
+    set_rng_state(rng)  # whatever the libraries that write draw
+
+
 def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
     """Write the resolved configuration into a checkpoint; `private`: for its owner alone, from its first byte."""
     file = folder / "run.yaml"
@@ -94,12 +124,14 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
     Raises:
         ValueError: names each key whose content is another one now.
     """
-    before = json.loads((checkpoint / "identity.json").read_text())
+    before = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT)
     changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
     if changed:
+        prompts = ", and for prompts the same chat template and data.chat_template_date,"
         raise ValueError(
-            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again to resume, or start "
-            "again with trainer.resume_mode=disable and another trainer.default_local_dir."
+            f"{', '.join(changed)}: not what {checkpoint} was trained with. Give the same again"
+            f"{prompts if 'data.train_files' in changed else ''} to resume, or start again with "
+            "trainer.resume_mode=disable and another trainer.default_local_dir."
         )
 
 
@@ -107,7 +139,8 @@ def model_fingerprint(path: Path) -> str:
     """Hash a model directory by name and content of all its files but hidden ones and pages, or a GGUF file."""
     if not path.is_dir():
         return sha256_of([path])[0]
-    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file() and file.suffix != ".md")
+    names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    names = [name for name in names if name.suffix != ".md" and name.name not in CARD]
     names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
     contents = sha256_of([path / name for name in names])
     listing = "".join(f"{name}:{content}\n" for name, content in zip(names, contents, strict=True))

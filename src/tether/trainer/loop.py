@@ -17,11 +17,13 @@ from typing import Any, Literal
 
 from torch.profiler import record_function
 
+from tether.checkpoints import write_own
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
-from tether.trainer.checkpoint import TRAINING, Persistence, restore
+from tether.trainer.checkpoint import TRAINING, Persistence, check_saving, restore
 from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.critic_warmup import CriticWarmup
@@ -173,6 +175,8 @@ class Trainer:
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Train to the last step, or until `interrupted` or an alarm says so after one; then a checkpoint is saved."""
         starts = self.step_number == 0
+        if self.step_number < self.schedule.total_steps:
+            self._check_saving()
         if starts:
             self.rollouts.begin(self.step_number)
         if self.unlogged:
@@ -220,6 +224,17 @@ class Trainer:
             if complaint := self.critic_warmup.never_over():
                 self.loggers.warn(complaint)
         self.collect_saved(wait=True)
+
+    def _check_saving(self) -> None:
+        """What cannot be saved is refused before the first step; a run that is not to be saved is only warned."""
+        try:
+            check_saving(
+                self.persistence.store.root, {role: learner.engine for role, learner in self._learners().items()}
+            )
+        except ValueError as error:
+            if self.schedule.save_freq:
+                raise
+            self.loggers.warn(str(error))
 
     def _judge(self, tested: dict[str, float]) -> None:
         """Compare a test with those before, and keep the checkpoint of the best."""
@@ -327,7 +342,7 @@ class Trainer:
                 for complete in rest:
                     complete()
                 for name, content in frozen.files.items():
-                    (folder / name).write_bytes(content)
+                    write_own(folder / name, content)
 
             return write
 
@@ -338,7 +353,8 @@ class Trainer:
         """Take over all state of a checkpoint; the weights came with the models."""
         engines = {role: learner.engine.load_state for role, learner in self._learners().items()}
         self.rollouts.restore(checkpoint)
-        self.load_state(restore(checkpoint, engines))
+        with reading(checkpoint / TRAINING / "trainer.pt", ANOTHER_CHECKPOINT):
+            self.load_state(restore(checkpoint, engines))
 
     def _learners(self) -> dict[str, AnyLearner]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
@@ -387,8 +403,8 @@ class Trainer:
 
     def load_state(self, state: StateDict) -> None:
         """Take over what `state` gave."""
-        self.step_number = self.saved_step = state["step"]
-        self.unlogged = state["unlogged"]
+        self.step_number = self.saved_step = int(state["step"])
+        self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
         self.critic_warmup.load_state_dict(state["critic_warmup"])
         self.alarms.load_state_dict(state["alarms"])

@@ -156,6 +156,10 @@ class Engine(Protocol[Batch, Outputs]):
         """Write the model so that it can be loaded without tether; for text in transformers' format."""
         ...
 
+    def check_saving(self, folder: Path) -> None:
+        """Write the model like `save`, or a share of its weights if it is large, to check that saving will work."""
+        ...
+
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         """Start to save the model and all training state.
 

@@ -8,7 +8,7 @@ from tether.config.importers.rlinf.importer import import_file
 from tether.config.loading.overrides import parse_overrides
 
 ON_PENDULUM = ["env.train.env_type=gymnasium", "env.eval.env_type=gymnasium", "env.train.id=Pendulum-v1"]
-"""The command of docs/coming-from-rlinf.md."""
+"""The command of docs/guides/coming-from-rlinf.md."""
 WITHOUT = ["env.eval.data_collection.enabled=False", "reward.use_reward_model=False"]
 
 
@@ -33,8 +33,9 @@ def test_recipe_runs_on_another_simulator(tmp_path, name):
     assert config.trainer.total_training_steps in (200, 1000)
     for env in (config.env.train, config.env.eval):
         assert (env.id, env.env_type, env.init_params) == ("Pendulum-v1", "gymnasium", {})
-    notes = [note for note in loaded.notes if "do nothing here" not in note]
+    notes = [note for note in loaded.notes if "do nothing here" not in note and "take turns" not in note]
     assert len(notes) == 1
+    assert any("take turns" in note for note in loaded.notes) == ("async" in name)
     assert notes[0].startswith(f"another simulator, task or policy than that of {name}.yaml: its env.train.")
 
 

@@ -5,10 +5,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tether.metrics.loggers import build_loggers
+from tether.metrics.loggers import Loggers, build_loggers
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
 
 SAMPLE = Sample(3, "gsm8k", "What is 3+4?", "7", None, ground_truth=7, note="late")
@@ -43,6 +45,50 @@ def test_tensorboard(run: RunInfo) -> None:
     assert scalars == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
     text = events.Tensors("samples/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text == "**row 3, reward late**\n\n    What is 3+4?\n    -----\n    7"
+
+
+PATHS = ("/home/me/data/train.parquet", "../data/./x", "", "a//b", "täglich/daten", "x" * 300, "c:\\data\\x?")
+
+
+class Store:
+    """What a client of mlflow is asked to store."""
+
+    def __init__(self, *address: str | None) -> None:
+        self.stored = list[list[str]]()
+
+    def log_batch(self, run_id: str, metrics: list) -> None:
+        self.stored.append([metric.key for metric in metrics])
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: SimpleNamespace(info=SimpleNamespace(run_id="r"), experiment_id="e")
+
+
+def test_mlflow_has_a_name_for_every_data_source(
+    run: RunInfo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is one that mlflow accepts, no two are the same, and that they differ from the keys is noted once."""
+    pytest.importorskip("mlflow")
+    from mlflow.utils.validation import _validate_metric
+
+    from tether.metrics.loggers import mlflow
+
+    monkeypatch.setattr(mlflow, "MlflowClient", Store)
+    logger: Any = mlflow.MlflowLogger(replace(run, config={}))
+    loggers = Loggers({"mlflow": logger})
+    metrics = {f"val-core/{path}/acc/mean@{n}": 0.5 for path in PATHS for n in range(200)}
+    loggers.log(1, {"val-core/openai/gsm8k/acc/mean@1": 0.5})
+    assert not caplog.records
+    loggers.log(2, metrics)
+    loggers.log(3, metrics)
+    assert [len(names) for names in logger._client.stored] == [1, 1000, 400, 1000, 400]
+    names = [name for batch in logger._client.stored[:3] for name in batch]
+    assert names[0] == "val-core/openai/gsm8k/acc/mean_at_1"
+    assert names[1] == "val-core/_/home/me/data/train.parquet/acc/mean_at_0"
+    assert len(set(names)) == 1401
+    for name in names:
+        _validate_metric(name, 0.5, 0, 1)
+    (noted,) = caplog.records
+    assert "val-core//home/me/data/train.parquet" in noted.getMessage()
 
 
 @pytest.mark.slow  # its database is made by a hundred migrations

@@ -137,7 +137,7 @@ def test_tensors_that_are_missing_or_too_many_are_named(stored: dict[str, Tensor
     third = {name.replace("layers.1.", "layers.2."): x for name, x in apart.items() if "layers.1." in name}
     assert "it also has decoder.layers.2.input_layernorm.weight" in refusal(write(tmp_path / "third", apart | third))
     of_qwen2 = stored | {"decoder.layers.self_attention.linear_qkv.bias": torch.zeros(2, 64)}
-    assert "has besides decoder.layers.self_attention.linear_qkv.bias" in refusal(write(tmp_path / "bias", of_qwen2))
+    assert "also has decoder.layers.self_attention.linear_qkv.bias" in refusal(write(tmp_path / "bias", of_qwen2))
 
 
 def test_a_folder_that_is_none_is_refused(stored: dict[str, Tensor], tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_folder_that_is_none_is_refused(stored: dict[str, Tensor], tmp_path: P
     short = shutil.copytree(folder, tmp_path / "short")
     (file,) = short.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-9])
-    assert f"{file}: is cut short" in refusal(short)
+    assert f"{file}: is truncated" in refusal(short)
     file.unlink()
     assert f"{file}: is missing" in refusal(short)
 

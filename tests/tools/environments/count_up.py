@@ -1,7 +1,7 @@
 """Environments of the library verifiers, as its packages have them: a module with `load_environment`."""
 
-import verifiers as vf
-from datasets import Dataset
+import verifiers as vf  # noqa: TID253
+from datasets import Dataset  # noqa: TID253
 
 
 class CountUp(vf.MultiTurnEnv):

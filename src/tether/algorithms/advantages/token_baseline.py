@@ -22,7 +22,7 @@ def optimal_token_baseline(
     old_log_probs: Tokens,
     sum_pi_squared: Tokens,
     rollout_is_weights: Tokens | None = None,
-    handle_zero_tail: bool = False,
+    handle_zero_tail: bool = True,
 ) -> Advantages:
     """Return of each token minus the weighted mean return of the group at the same position (verl's OTB).
 
@@ -43,8 +43,9 @@ def optimal_token_baseline(
         old_log_probs: log p of each sampled token.
         sum_pi_squared: sum_v p_v^2 at each position (`sum_pi_squared`).
         rollout_is_weights: rho, if the rollout is corrected by importance weights.
-        handle_zero_tail: where a row is the only one of its group that has a token, use baseline 0; otherwise its
-            advantage there is 0, since it is its own baseline.
+        handle_zero_tail: where a row is the only one of its group that has a token, use baseline 0, so that its
+            advantage there is its return; False, verl's default until February 2026: it is its own baseline, and its
+            advantage 0.
     """
     groups = Groups.of(uid, response_mask)
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
@@ -72,7 +73,7 @@ def tir_optimal_token_baseline(
 
     A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as there.
     For tool-integrated reasoning (verl's TIR): observations between the actions are taken out first, so that they
-    shift nothing. Arguments as there, but handle_zero_tail is on by default.
+    shift nothing. Arguments as there.
 
     Assumes: the n-th token that the policy wrote is comparable between rows, whatever a tool said between.
     Use it: as `optimal_token_baseline`, for answers of several turns.

@@ -3,7 +3,7 @@
 import torch
 
 from tether.algorithms.checks import AboveOne, NonNegative, Positive
-from tether.algorithms.masking import select, widen
+from tether.algorithms.masking import clip, select, widen
 from tether.algorithms.shapes import Mask, RowIds, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
@@ -36,7 +36,7 @@ def vanilla(
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    clipped = -advantages * clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     loss = torch.maximum(unclipped, clipped)
     capped = torch.zeros_like(loss, dtype=torch.bool)
     if clip_ratio_c is not None:

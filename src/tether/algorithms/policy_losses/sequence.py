@@ -3,7 +3,7 @@
 import torch
 
 from tether.algorithms.checks import NonNegative
-from tether.algorithms.masking import masked_mean, select, spread
+from tether.algorithms.masking import clip, masked_mean, select, spread
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
@@ -37,7 +37,7 @@ def gspo(
     ratio = (token_log_probs - token_log_probs.detach() + row_log_ratio.detach()).clamp(max=10.0).exp()
     advantages = select(advantages, response_mask)
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    clipped = -advantages * clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     bounded = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     metrics = ratio_metrics(bounded, response_mask) | {"actor/pg_clipfrac": Mean.of(clipped > unclipped, response_mask)}
     return weighted(torch.maximum(unclipped, clipped), response_mask, rollout_is_weights, metrics)
@@ -67,7 +67,7 @@ def geo_mean(
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     advantages = select(advantages, response_mask)
-    clipped = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    clipped = clip(log_ratio, -clip_ratio_low, clip_ratio_high)
     sign = advantages.sign()
     bounded = sign * torch.minimum(sign * log_ratio, sign * clipped)
     ratio = masked_mean(bounded, response_mask, dim=-1).exp()

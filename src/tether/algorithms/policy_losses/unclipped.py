@@ -5,7 +5,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from tether.algorithms.checks import NonNegative, Positive
-from tether.algorithms.masking import select
+from tether.algorithms.masking import clip, select
 from tether.algorithms.shapes import Mask, Tokens
 from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
@@ -87,7 +87,7 @@ def clip_cov(
     """
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
     ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
-    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    clipped = clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     loss = torch.where(selected.bool(), 0.0, torch.maximum(-advantages * ratio, -advantages * clipped))
     metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(selected, response_mask)}
     return weighted(loss, response_mask, rollout_is_weights, metrics)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.importers.rlinf.marks import ENV_KEY, NOT_SUPPORTED, is_rlinf
 from tether.config.keys import keys, sections, show
+from tether.config.loading.asynchronous import translate_asynchronous
 from tether.config.loading.compose import compose
 from tether.config.loading.foreign_words import KEYS
 from tether.config.loading.interpolation import interpolates
@@ -76,8 +77,11 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
         problems += [*imported.refusals(), *imported.problems]
         notes += _import_notes(imported, path)
     elif path is not None and shipped is not None:
-        notes.append(f"{path.stem} stands for verl's defaults; docs/coming-from-verl.md lists those that differ here")
         chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
+        sets = [f"{item[0]}={show(item[1])}" for item in chosen if not isinstance(item, Problem) and item[1] != {}]
+        also = f", with {' and '.join(sets)}" if sets else ""
+        where = "docs/guides/coming-from-verl.md lists those that differ here"
+        notes.append(f"{path.stem} stands for verl's defaults{also}; {where}")
         problems += _store(given, chosen, path.stem, 0)
     elif path is not None:
         composed, found = compose(path, tree, composed_files().get)
@@ -90,6 +94,9 @@ def read_given(path: Path | None, overrides: Sequence[str | Override]) -> tuple[
     for position, override in enumerate(parsed, start=1):
         problems += _apply(given, override, position)
     _choose_engine(given)
+    asynchronous, translated = translate_asynchronous(given)
+    problems += asynchronous
+    notes += translated
     if ENV_KEY not in given and any(problem.fix == f"did you mean {ENV_KEY}?" for problem in problems):
         given[ENV_KEY] = Setting(STAND_IN, COMMAND_LINE, 0)  # it is no text run, which would lack other keys
     return given, list(dict.fromkeys([*problems, *_still_to_give(given)])), notes
@@ -142,6 +149,7 @@ def _import_notes(imported: Imported, path: Path) -> list[str]:
     idle = sum(line.status == "no effect" for line in imported.lines)
     command = f"`tether config import-rlinf {path}`"
     notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
+    notes += imported.remarks()
     if imported.left_out:
         left_out = ", ".join(imported.left_out)
         notes.append(f"another simulator, task or policy than that of {path.name}: its {left_out} are left out")
@@ -266,7 +274,7 @@ def _not_its_value(override: Override) -> Problem:
 def _choose_engine(given: Given) -> None:
     """verl's ``model_engine=megatron`` chooses the files of actor and critic, and those say the strategy."""
     chosen = given.get(MODEL_ENGINE)
-    if chosen is not None and chosen.value == "megatron":
+    if chosen is not None and chosen.value not in (None, "dp"):
         del given[MODEL_ENGINE]
         given.setdefault(STRATEGY, replace(chosen, written=MODEL_ENGINE))
 

@@ -107,7 +107,7 @@ def _load(
         raise ConfigError([_as_written(problem, given) for problem in problems])
     idle = (
         *notes(resolved.given, values_of(config)),
-        *unread_notes(_values(resolved.unread), _on_command_line(resolved.unread)),
+        *unread_notes(_values(resolved.unread), _on_command_line(resolved.unread), resolved.values),
     )
     found = tuple(dict.fromkeys((*notes_on_file, *resolved.notes, *idle)))
     return LoadedConfig(config, resolved.sources, found, given if not continuous and is_undecided(given) else None)

@@ -65,6 +65,8 @@ def _parse(text: str) -> Override | Problem:
         return Problem(text, what, f"write key=value, or `- override {choice}` last in the file's defaults list")
     if override.is_sweep_override():
         return Problem(text, "asks for several runs", "give one value; a list is written [a,b]")
+    if "\0" in text:  # which ends a path for the system
+        return Problem(_key(text), "holds a NUL character", "take it out")
     value = override.value()
     if _depth(value) > _MOST_LEVELS:
         return _too_deep(text)

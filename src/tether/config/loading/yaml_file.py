@@ -85,12 +85,14 @@ def _check_size(root: yaml.Node | None) -> None:
     """Count the values of a file, whose aliases may stand for any number of them, and for what they stand in.
 
     Raises:
-        YAMLError: there are too many, or without end.
+        YAMLError: there are too many, or without end; or one holds a NUL character.
     """
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
+            if isinstance(node.value, str) and "\0" in node.value:  # which ends a path for the system
+                raise YAMLError(f"line {node.start_mark.line + 1} holds a NUL character")
             sizes[id(node)] = MOST_VALUES  # of a node that is reached again from within itself
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
             parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]

@@ -7,6 +7,7 @@ from typing import Any
 
 from tether.config.devices import device_count, devices_of, misplaced
 from tether.config.keys import show
+from tether.config.kl import full_kl_in_loss, reference_runs_with_actor
 from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
@@ -141,9 +142,9 @@ def whole_models_train(cfg: RunConfig) -> Problem | None:
 
 def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
     """The KL over the vocabulary runs both models on one micro-batch, and a pipeline has one of them at a time."""
-    actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
-    if not trains(cfg) or not actor.use_kl_loss or actor.kl_loss_type != "full":
+    if not trains(cfg) or not reference_runs_with_actor(cfg):
         return None
+    key = f"{ACTOR}.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
     what = f"full runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"
     return Problem(key, what, "set it to low_var_kl, or another estimator from sampled tokens")
 

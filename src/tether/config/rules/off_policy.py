@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tether.config.kl import full_kl_in_reward
 from tether.config.problems import Problem
 from tether.config.schema.algorithm import RolloutCorrectionConfig
 from tether.config.schema.root import RunConfig
@@ -19,6 +20,8 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
         return None
     if given is None:
         return Problem(key, f"missing with {CORRECTION}.rollout_rs={','.join(modes)}", "give one bound, or one a mode")
+    if repeated := [mode for mode in modes if modes.count(mode) > 1]:
+        return Problem(f"{CORRECTION}.rollout_rs", f"{repeated[0]} is named twice", "name each mode once")
     if len(str(given).split(",")) not in (1, len(modes)):
         what = f"{given} is no list of bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
         return Problem(key, what, f"give 1 or {len(modes)}")
@@ -92,6 +95,14 @@ def bypass_has_no_token_baseline(cfg: RunConfig) -> Problem | None:
     return Problem("algorithm.adv_estimator", what, f"set {CORRECTION}.bypass_mode=False, or take another estimator")
 
 
+def bypass_has_no_full_kl_in_reward(cfg: RunConfig) -> Problem | None:
+    """The KL over the vocabulary is computed in the pass that bypass mode leaves out."""
+    if not cfg.algorithm.rollout_correction.bypass_mode or not full_kl_in_reward(cfg):
+        return None
+    what = f"full needs the pass over the old policy that {CORRECTION}.bypass_mode=True leaves out"
+    return Problem("algorithm.kl_penalty", what, f"set {CORRECTION}.bypass_mode=False, or take kl")
+
+
 def filtered_groups_have_peers(cfg: RunConfig) -> Problem | None:
     """The scores of a single response cannot differ."""
     if not cfg.algorithm.filter_groups.enable or cfg.actor_rollout_ref.rollout.n > 1:
@@ -123,6 +134,7 @@ OFF_POLICY_RULES = (
     decoupled_corrects_once,
     bypass_has_no_mean_weight,
     bypass_has_no_token_baseline,
+    bypass_has_no_full_kl_in_reward,
     filtered_groups_have_peers,
     dynamic_sampling_ends,
     groups_are_filtered_before_the_kl,

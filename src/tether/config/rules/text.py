@@ -312,16 +312,19 @@ def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
 
 
 def resume_path_is_given(cfg: RunConfig) -> Problem | None:
-    """The mode needs the path, and the path needs the mode."""
-    by_path, path = cfg.trainer.resume_mode == "resume_path", cfg.trainer.resume_from_path
-    if by_path == (path is not None):
+    """The mode needs the path."""
+    if cfg.trainer.resume_mode != "resume_path" or cfg.trainer.resume_from_path is not None:
         return None
-    if by_path:
-        return Problem(
-            "trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint"
-        )
-    what = f"{path} is not read with trainer.resume_mode={cfg.trainer.resume_mode}"
-    return Problem("trainer.resume_from_path", what, "set trainer.resume_mode=resume_path, or leave the path out")
+    return Problem("trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint")
+
+
+def adapters_have_a_scale(cfg: RunConfig) -> Problem | None:
+    """Adapters of scale 0 learn nothing; without adapters there is nothing to scale."""
+    model, key = cfg.actor_rollout_ref.model, "actor_rollout_ref.model.lora_alpha"
+    if model.lora_rank == 0 or model.lora_alpha > 0:
+        return None
+    what = f"0 multiplies the adapters of actor_rollout_ref.model.lora_rank={model.lora_rank} by nothing"
+    return Problem(key, what, f"set {key} above 0, such as 16")
 
 
 def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
@@ -385,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     vllm_starts,
     staleness_bounds_something,
     vllm_takes_adapters_of_this_rank,
+    adapters_have_a_scale,
     agents_are_known,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
@@ -409,6 +413,7 @@ RULES: tuple[Rule, ...] = (
 EMBODIED_RULES: tuple[Rule, ...] = (
     ACTOR_WARMUP,
     critic_warmup_ends,
+    adapters_have_a_scale,
     resume_path_is_given,
     a_rollback_has_checkpoints,
     KEPT_TOGETHER,

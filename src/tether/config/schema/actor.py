@@ -35,7 +35,8 @@ from tether.config.schema.section import (
 )
 
 LossAggMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "masked_mean_ratio"
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum-norm",
+    "masked_mean_ratio",
 ]  # fmt: skip
 LossMode = Literal[
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled"
@@ -101,10 +102,10 @@ class ActorConfig(Section):
     """Aggregation of the losses per token; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
     loss_scale_factor: Annotated[
         PositiveFloat | None,
-        ActsIf(".loss_agg_mode", on=("seq-mean-token-sum-norm", "masked_mean_ratio")),
+        ActsIf(".loss_agg_mode", on=("seq-mean-token-sum-norm", "token-sum-norm", "masked_mean_ratio")),
         EMBODIED_TOO,
     ] = None
-    """seq-mean-token-sum-norm divides by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
+    """Modes with -norm divide by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
     entropy_coeff: Annotated[float, EMBODIED_TOO] = 0.0
     """Weight of the entropy bonus."""
     entropy_coeff_schedule: Annotated[Falls, ActsIf(".entropy_coeff", off=(0.0,)), EMBODIED_TOO] = "constant"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from tether.config.schema.section import (
     EMBODIED,
@@ -15,9 +15,11 @@ from tether.config.schema.section import (
     Fraction,
     Inherits,
     NonNegative,
+    NullIsUnset,
     OwnFunction,
     PositiveFloat,
     Refuses,
+    Says,
     Section,
     Strings,
     as_strings,
@@ -27,11 +29,6 @@ AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
     "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "raw",
 ]  # fmt: skip
-FULL_KL = Refuses(
-    ("full", "full+"),
-    "the KL over the whole vocabulary is the same whichever token was sampled, so that a reward of it says nothing "
-    "about that token; it belongs in the loss (actor_rollout_ref.actor.kl_loss_type)",
-)
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",
@@ -83,7 +80,15 @@ class RolloutCorrectionConfig(Section):
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights, of each token or of each response."""
-    rollout_is_threshold: Annotated[PositiveFloat, WEIGHED] = 2.0
+    rollout_is_threshold: Annotated[
+        float,
+        Field(gt=0),
+        NullIsUnset(),
+        Says(
+            "a number above 0; to drop what lies outside 'lower_upper', set rollout_rs=token_k1, rollout_rs_threshold"
+        ),
+        WEIGHED,
+    ] = 2.0
     """Highest weight."""
     rollout_is_batch_normalize: Annotated[bool, WEIGHED] = False
     """Divide the weights by their mean."""
@@ -106,7 +111,7 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     """Drop groups without two different scores and sample further prompts in their place (DAPO)."""
-    metric: str = "score"
+    metric: Annotated[str, NullIsUnset()] = "score"
     """The number that must differ: score (also called seq_reward), or a key that the reward returns, such as acc."""
     max_num_gen_batches: Count = 10
     """Batches of prompts sampled for one step at most; then the step takes what it has. (verl: 0, without end.)"""
@@ -157,8 +162,10 @@ class AlgorithmConfig(Section):
     """Scale scores to mean 0 and std 1: by all scores so far, or by those of the step. (tether's own key.)"""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from each token's reward."""
-    kl_penalty: Annotated[KlKind, FULL_KL, ActsIf(".use_kl_in_reward", on=(True,))] = "kl"
-    """Estimator of that penalty."""
+    kl_penalty: Annotated[
+        KlKind, Refuses(("full+",), "a reward has no gradient: write full"), ActsIf(".use_kl_in_reward", on=(True,))
+    ] = "kl"
+    """Estimator of that penalty; full is exact, over the vocabulary, and the same whichever token was sampled."""
     kl_ctrl: KlControlConfig
     use_pf_ppo: bool = False
     """PF-PPO: draw the batch again by reward."""

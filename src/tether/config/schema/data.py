@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tether.config.schema.section import (
     ActsIf,
+    Day,
     Inherits,
     Limit,
     NullIsUnset,
@@ -32,7 +33,7 @@ class DataConfig(Section):
     """Prompts: files, order, lengths, chat template."""
 
     train_files: Strings = Field(examples=["data/gsm8k/train.parquet"])
-    """Training prompts: parquet, json or jsonl files, a hub dataset id, or reasoning_gym:TASK?key=value. Joined."""
+    """Training prompts, joined: files (parquet, json, jsonl), patterns, folders, hub ids, reasoning_gym:TASK?key=n."""
     val_files: Annotated[Strings, NullIsUnset()] = ()
     """Held-out prompts, in the same forms; none: nothing is validated."""
     train_batch_size: Positive = 1024
@@ -63,6 +64,8 @@ class DataConfig(Section):
     """data_source of rows that have none; null: every row must name its own. (tether's own key.)"""
     chat_template: str | None = None
     """Jinja chat template, as text, instead of the tokenizer's own. (tether's own key.)"""
+    chat_template_date: Day | None = None
+    """Date that the chat template writes as today's; null: that of the run's first start. (tether's own key.)"""
     apply_chat_template_kwargs: Options
     """Passed to the chat template, for example {enable_thinking: false}."""
     control_tokens_as_text: bool = False

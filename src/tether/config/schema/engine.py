@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from tether.config.schema.section import ActsIf, Inherits, Options, Positive, Says, Section
+from tether.config.schema.section import ActsIf, Inherits, Options, Positive, Refuses, Says, Section
 
 SHORT = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 """Short names of number formats."""
@@ -35,7 +35,13 @@ STRATEGY = "actor_rollout_ref.actor.strategy"
 IN_SHARDS = ActsIf(STRATEGY, off=("megatron",))
 MEGATRON = ActsIf(STRATEGY, on=("megatron",))
 FROM_MEGATRON = ActsIf(".use_dist_checkpointing", on=(True,))
-Strategy = Literal["fsdp", "fsdp2", "megatron"]
+Strategy = Annotated[
+    Literal["fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo", "mindspeed", "mlite"],
+    Refuses(
+        ("veomni", "torchtitan", "automodel", "fsdp_turbo", "mindspeed", "mlite"),
+        "of verl's engines there are FSDP2 and Megatron here",
+    ),
+]
 
 
 class FsdpConfig(Section):

@@ -14,7 +14,6 @@ from tether.config.schema.section import (
     Count,
     Inherits,
     Options,
-    Positive,
     Section,
     Strings,
 )
@@ -47,10 +46,10 @@ class ModelConfig(Section):
     """Pack rows without padding into one long sequence: faster, same gradients."""
     lora_rank: Annotated[Count, EMBODIED_TOO] = 0
     """Rank of LoRA adapters; 0 trains all weights. The reference is then the model without its adapter."""
-    lora_alpha: Annotated[Positive, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = 16
+    lora_alpha: Annotated[Count, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = 16
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[Strings, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = ("all-linear",)
-    """Modules that get an adapter."""
+    """Linear layers that get an adapter, by name; all-linear: all but the output head, fused experts and routers."""
     lora: Annotated[LoraConfig, LORA_AT_VLLM]
     custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
     """verl's name of data.chat_template."""

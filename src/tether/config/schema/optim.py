@@ -11,6 +11,7 @@ from tether.config.schema.section import (
     Betas,
     Fraction,
     NonNegative,
+    NullIsUnset,
     OffOrEvery,
     Positive,
     PositiveFloat,
@@ -32,7 +33,7 @@ class OptimConfig(Section):
     """AdamW's decay rates of the first and second moment."""
     clip_grad: PositiveFloat = 1.0
     """The gradient is scaled down to this global norm before each optimizer step."""
-    lr_warmup_steps: OffOrEvery = -1
+    lr_warmup_steps: Annotated[OffOrEvery, NullIsUnset()] = -1
     """Training steps over which the rate rises from 0; -1: lr_warmup_steps_ratio decides."""
     lr_warmup_steps_ratio: Fraction = 0.0
     """Warm-up as a share of all training steps."""
@@ -54,6 +55,7 @@ class OptimConfig(Section):
     """WSD: shape of that decay."""
     min_lr_ratio: Annotated[
         Fraction,
+        NullIsUnset(),
         ActsIf(".lr_scheduler_type", on=("cosine", "linear"), other=ActsIf(".lr_decay_style", on=("cosine", "linear"))),
     ] = 0.0
     """Cosine and linear: the rate never falls below this share of lr."""

@@ -31,12 +31,12 @@ def _named_by_text(value: object) -> object:
 
 
 def _manager(value: object) -> object:
-    # dapo is naive with overlong_buffer, which acts with any of them; prime and remote are naive with processes, as all
-    # are here.
+    # dapo is naive with overlong_buffer, which acts with any of them; gdpo is naive, whose estimator finds the parts of
+    # a score by itself; prime and remote are naive with processes, as all are here.
     return "naive" if value in _NAIVE_TOO else value
 
 
-_NAIVE_TOO = ("dapo", "prime", "remote")
+_NAIVE_TOO = ("dapo", "gdpo", "prime", "remote")
 RATE_LIMITED = Refuses(
     ("rate_limited",),
     "at most reward_model.num_workers calls of a function run at once, and a judge in reward_model.parts has its "
@@ -134,14 +134,14 @@ class ScoringServerConfig(Section):
 class RewardModelConfig(Section):
     """Computation of rewards: by functions, a learned reward model, judges, or several of them."""
 
-    enable: bool = False
+    enable: Annotated[bool, NullIsUnset()] = False
     """Score responses by reward_model.model, in place of rules, or as one of the parts."""
     model: Annotated[ScoringModelConfig, ActsIf("reward_model.enable", on=(True,))]
-    enable_resource_pool: Annotated[bool, ActsIf("reward_model.enable", on=(True,))] = False
+    enable_resource_pool: Annotated[bool, NullIsUnset(), ActsIf("reward_model.enable", on=(True,))] = False
     """Score on devices of its own, beside those of trainer.nnodes."""
-    nnodes: Annotated[Count, ActsIf(".enable_resource_pool", on=(True,))] = 1
+    nnodes: Annotated[Count, NullIsUnset(), ActsIf(".enable_resource_pool", on=(True,))] = 1
     """Machines with such devices. (verl: 0.)"""
-    n_gpus_per_node: Annotated[Positive, ActsIf(".enable_resource_pool", on=(True,))] = 1
+    n_gpus_per_node: Annotated[Positive, NullIsUnset(), ActsIf(".enable_resource_pool", on=(True,))] = 1
     """Such devices of each of these machines. (verl: 8.)"""
     server: ScoringServerConfig
     parts: Annotated[Options, BeforeValidator(_named_by_text)]
@@ -176,7 +176,7 @@ class RewardModelConfig(Section):
         RATE_LIMITED,
         ActsIf("custom_reward_function.path", off=(None,)),
     ] = "naive"
-    """batch: the function is called once, with lists of all responses; naive, dapo, prime, remote: once for each."""
+    """batch: the function is called once, with lists of all responses; the others: once for each response."""
     overlong_buffer: Annotated[OverlongBufferConfig, ActsIf("reward_model.overlong_buffer.enable", on=(True,))]
     sandbox: SandboxConfig
     sandbox_fusion: SandboxFusionConfig

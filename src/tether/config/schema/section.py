@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated
 
 import yaml
@@ -105,6 +106,10 @@ def _printable(value: str) -> str:
     return value
 
 
+def _as_day(value: str) -> str:
+    return date.fromisoformat(value).isoformat()
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -122,6 +127,7 @@ def as_strings(value: object) -> object:
 
 Name = Annotated[str, BeforeValidator(_as_text), AfterValidator(_printable), Says("a name: one line, not empty")]
 OwnFunction = Annotated[str, Field(pattern=r"^.+\.py:\w+$"), Says("a function of a file: FILE.py:NAME")]
+Day = Annotated[str, AfterValidator(_as_day), Says("a date, YYYY-MM-DD")]
 Strings = Annotated[tuple[str, ...], BeforeValidator(as_strings), Says("a string or a list of strings")]
 Floats = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Says("a list of numbers")]
 Beta = Annotated[float, Field(ge=0, lt=1)]

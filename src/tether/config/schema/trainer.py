@@ -74,8 +74,10 @@ class TrainerConfig(Section):
     """The same number: actor and critic stand in one checkpoint."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], EMBODIED_TOO] = "auto"
     """Continue the newest checkpoint if there is one, never, or the one at resume_from_path."""
-    resume_from_path: Annotated[str | None, EMBODIED_TOO] = None
+    resume_from_path: Annotated[str | None, ActsIf(".resume_mode", on=("resume_path",)), EMBODIED_TOO] = None
     """Checkpoint to continue with resume_mode=resume_path."""
+    trust_checkpoint_pickle: Annotated[bool, EMBODIED] = False
+    """Load environments.pkl also from a checkpoint that other users can write: it can run code. (tether's own key.)"""
     test_freq: Annotated[OffOrEvery, EMBODIED_TOO] = -1
     """Validate every so many steps, and at the end."""
     val_before_train: Annotated[bool, ActsIf("data.val_files", off=((),), other=EMBODIED), EMBODIED_TOO] = True

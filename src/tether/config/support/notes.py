@@ -14,11 +14,13 @@ from tether.config.schema.rollout import SERVERS
 from tether.config.support.live_keys import why_idle
 
 ACTOR = "actor_rollout_ref.actor"
+CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decoupled")
+"""Policy losses whose clip range is around a ratio of 1; that of geo_mean is around a log-ratio of 0."""
 
 
 def notes(given: Given, values: Mapping[str, object]) -> list[str]:
     """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
-    looks = (_engine, _no_peers, _validation, _bypass, _stale, _both_kls)
+    looks = (_engine, _first_machine, _no_peers, _validation, _bypass, _stale, _both_kls, _no_lower_clip)
     own = [_clip_ratio(given, values), _parity(given, values), *(look(values) for look in looks)]
     found = (*own, *_idle(given, values))
     return [note for note in found if note is not None]
@@ -29,6 +31,16 @@ def _engine(values: Mapping[str, object]) -> str | None:
     if name != "hf":
         return None
     return f"actor_rollout_ref.rollout.name={name}: the native engine samples instead, also of a model of transformers"
+
+
+def _first_machine(values: Mapping[str, Any]) -> str | None:
+    name, machines = values["actor_rollout_ref.rollout.name"], values["trainer.nnodes"]
+    if name not in SERVERS or machines == 1 or values["actor_rollout_ref.rollout.server_urls"]:
+        return None
+    return (
+        f"trainer.nnodes={machines} with actor_rollout_ref.rollout.name={name}: only the first machine samples, where "
+        "the servers start; actor_rollout_ref.rollout.server_urls names servers on any machine"
+    )
 
 
 def _clip_ratio(given: Given, values: Mapping[str, object]) -> str | None:
@@ -83,6 +95,13 @@ def _both_kls(values: Mapping[str, Any]) -> str | None:
     return (
         f"{in_reward}=True with {in_loss}=True: both penalties act ({weights}), where verl's pages describe one of them"
     )
+
+
+def _no_lower_clip(values: Mapping[str, Any]) -> str | None:
+    low, mode = values[f"{ACTOR}.clip_ratio_low"], values[f"{ACTOR}.policy_loss.loss_mode"]
+    if low <= 1 or mode not in CLIPS_RATIOS:
+        return None
+    return f"{ACTOR}.clip_ratio_low={low}: nothing is clipped below, as no ratio of probabilities is below 1 - {low:g}"
 
 
 def _parity(given: Given, values: Mapping[str, object]) -> str | None:

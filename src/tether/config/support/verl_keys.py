@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,15 @@ class Unread:
     """Whether a value outside of `fine` is refused: verl would act on it."""
     fine: tuple[object, ...] = ()
     """Values that ask for nothing; of a key that is not refused, verl's default as it is shown."""
+    idle_if: Mapping[str, object] = field(default_factory=dict)
+    """Keys with values beside which verl does not read it: then it is noted, not refused."""
+    is_translated: bool = False
+    """Other keys follow from it."""
+
+    def why_idle(self, known: Mapping[str, object]) -> str | None:
+        """Return why verl does not read it beside these values; None where it does."""
+        held = (f"{key} is {show(value)}" for key, value in self.idle_if.items() if known.get(key) == value)
+        return next(held, None)
 
 
 @cache
@@ -39,12 +48,13 @@ def unread_keys() -> Mapping[str, Unread]:
     """Every such key with its row."""
     rows: dict[str, Unread] = {}
     for group in _file()["unread"]:
+        marks = {name: group[name] for name in ("idle_if", "is_translated") if name in group}
         for section in group.get("under", [""]):
             prefix = section and f"{section}."
             for key, _, default in (item.partition("=") for item in group.get("keys", ())):
-                rows[prefix + key] = Unread(group["why"], False, (default,) if default else ())
+                rows[prefix + key] = Unread(group["why"], False, (default,) if default else (), **marks)
             for key, fine in group.get("unless", {}).items():
-                rows[prefix + key] = Unread(group["why"], True, tuple(fine))
+                rows[prefix + key] = Unread(group["why"], True, tuple(fine), **marks)
     return rows
 
 
@@ -86,7 +96,7 @@ def unread_problems(given: Mapping[str, Any], values: Mapping[str, object]) -> l
     problems = []
     for path, value in leaves.items():
         row = unread(path)
-        if row is None or not row.refused:
+        if row is None or not row.refused or row.why_idle(known):
             continue
         fine = [known.get(str(item)[2:-1]) if str(item).startswith("${") else item for item in row.fine]
         if value not in (None, *fine):
@@ -95,14 +105,22 @@ def unread_problems(given: Mapping[str, Any], values: Mapping[str, object]) -> l
     return problems
 
 
-def unread_notes(values: Mapping[str, object], named: Collection[str]) -> list[str]:
-    """One note for each reason, with the keys that do nothing for it: those in `named`, and some of the others."""
+def unread_notes(values: Mapping[str, object], named: Collection[str], known: Mapping[str, object]) -> list[str]:
+    """Return one note for each reason, with the keys that do nothing for it: those in `named`, and some of the others.
+
+    Args:
+        values: keys that nothing reads, with their values.
+        named: those that a note names all.
+        known: all keys that are read.
+    """
     silenced: dict[str, list[str]] = defaultdict(list)
     for path in sorted(values, key=lambda path: path not in named):
         row = unread(path)
         asks = values[path] not in (None, {}) and row is not None and show(values[path]) not in row.fine
-        if row is not None and asks and not row.refused:
-            silenced[row.why].append(path)
+        if row is None or not asks or row.is_translated:
+            continue
+        if why := row.why_idle(known) if row.refused else row.why:
+            silenced[why].append(path)
     return [f"no effect: {_some(values, paths, named)} ({why})" for why, paths in silenced.items()]
 
 

@@ -82,7 +82,9 @@ class Kernel:
         such a variable, so that code compiled from another version of these files is not reused.
         """
         lines = ["def make(fingerprint):\n", *(f"    {line}\n" for line in self.signature.unpacking().splitlines())]
-        code = compile("".join([*lines, f"    return {self.name}\n"]), self._body.__code__.co_filename, "exec")
+        # numba has inspect read the source at the entry's line, which has to be code: Python 3.13 tokenizes it.
+        source = "\n" * (self._body.__code__.co_firstlineno - 2) + "".join([*lines, f"    return {self.name}\n"])
+        code = compile(source, self._body.__code__.co_filename, "exec")
         called = {"carray": carray, "float_of": float_of, "address_of": address_of}
         space: dict[str, Any] = {**called, "body": body, **_ARRAYS}
         exec(code, space)

@@ -59,6 +59,15 @@ class WarningDisplay(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesNotes(Protocol):
+    """A logger that logs some things otherwise than they are, and says so."""
+
+    def take_notes(self) -> list[str]:
+        """Return what the user should know, each note once."""
+        ...
+
+
 class Loggers:
     """All loggers of a run, behind the interface of one."""
 
@@ -68,6 +77,8 @@ class Loggers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for logger in self._loggers.values():
             logger.log(step, metrics)
+            for note in logger.take_notes() if isinstance(logger, TakesNotes) else ():
+                self.warn(note)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         for logger in self._loggers.values():

@@ -216,7 +216,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
                 return
             try:
                 record = json.loads(line.decode(errors="replace"))
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of JSON ({error}); fix or delete the line") from error
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError(f'{path}:{number}: not a line of this log: no whole number "step"; delete the line')

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 
 import mlflow
 from mlflow.entities import Metric, Param
@@ -15,7 +16,11 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 
 ID_FILE = "mlflow_run_id.txt"
 MAX_BATCH = 100
-"""Number of parameters that mlflow accepts in one call; it accepts 1000 metrics."""
+"""Parameters that mlflow takes in one call."""
+MAX_METRICS = 1000
+"""Metrics that mlflow takes in one call."""
+MAX_NAME = 250
+"""Characters of the name of a metric or parameter."""
 MAX_VALUE = 6000
 """Number of characters of a parameter that mlflow stores."""
 
@@ -25,6 +30,8 @@ class MlflowLogger:
 
     def __init__(self, run: RunInfo) -> None:
         run.directory.mkdir(parents=True, exist_ok=True)
+        self._notes: list[str] = []
+        self._has_noted = False
         own_store = not mlflow.is_tracking_uri_set()
         self._client = MlflowClient(f"sqlite:///{run.directory.resolve()}/mlflow.db" if own_store else None)
         id_file = run.directory / ID_FILE
@@ -43,7 +50,20 @@ class MlflowLogger:
             return
         now = int(time.time() * 1000)
         batch = [Metric(_mlflow_name(key), float(value), now, step) for key, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=batch)
+        for start in range(0, len(batch), MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=batch[start : start + MAX_METRICS])
+        renamed = [key for key in metrics if _mlflow_name(key) != _in_mlflow_characters(key)]
+        if renamed and not self._has_noted:
+            self._has_noted = True
+            self._notes.append(
+                f"mlflow does not accept {renamed[0]!r} as the name of a metric and has it as "
+                f"{_mlflow_name(renamed[0])!r}; so it is with other paths in data_source"
+            )
+
+    def take_notes(self) -> list[str]:
+        """Return what the user should know, each note once."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Store the samples as the artifact `samples/step_<N>.json`."""
@@ -74,7 +94,17 @@ class MlflowLogger:
 
 
 def _mlflow_name(key: str) -> str:
-    """Replace characters that mlflow does not allow in a key: ``mean@4`` becomes ``mean_at_4``."""
+    """Return a name that mlflow accepts: one that is also a relative path in its shortest form, and not too long."""
+    segments = _in_mlflow_characters(key).split("/")
+    name = "/".join(f"_{segment}" if segment in ("", ".", "..") else segment for segment in segments)
+    if len(name) <= MAX_NAME:
+        return name
+    digest = sha256(key.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - len(digest) - 1]}_{digest}"
+
+
+def _in_mlflow_characters(key: str) -> str:
+    """Spell a key with the characters that mlflow allows: ``mean@4`` becomes ``mean_at_4``."""
     return re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_"))
 
 

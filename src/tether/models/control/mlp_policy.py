@@ -22,6 +22,7 @@ from tether.models.control.observations import ObservationBatch
 from tether.models.control.own_policy import OwnPolicy
 from tether.models.control.spec import ForwardPass, Memory, PolicySpec, RolloutEvaluation
 from tether.observations import ObsPart
+from tether.runtime.disk import read_json, reading
 
 if TYPE_CHECKING:
     from tether.models.flow.policy import FlowPolicy
@@ -206,26 +207,29 @@ def load_policy(folder: Path) -> Policy:
     if not (folder / SPEC_FILE).is_file():
         raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
     policy = _empty_policy(folder / SPEC_FILE)
-    weights, expected = load_file(folder / WEIGHTS_FILE), policy.state_dict()
+    with reading(folder / WEIGHTS_FILE, OTHER_VERSION):
+        _load_weights(policy, folder / WEIGHTS_FILE)
+    return policy
+
+
+def _load_weights(policy: Policy, file: Path) -> None:
+    weights, expected = load_file(file), policy.state_dict()
     if weights.keys() != expected.keys():
         unknown, missing = sorted(weights.keys() - expected.keys()), sorted(expected.keys() - weights.keys())
-        raise ValueError(
-            f"{folder / WEIGHTS_FILE}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. {OTHER_VERSION}"
-        )
+        raise ValueError(f"{file}: unknown weights {unknown[:3]}, missing weights {missing[:3]}. {OTHER_VERSION}")
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
         raise ValueError(
-            f"{folder / WEIGHTS_FILE}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}. Take a "
+            f"{file}: {len(broken)} weights hold NaN or infinity, the first is {broken[0]}. Take a "
             "checkpoint from before that, with a lower actor_rollout_ref.actor.optim.lr"
         )
     policy.load_state_dict(weights)
-    return policy
 
 
 def _empty_policy(file: Path) -> Policy:
     """Return the policy of a spec file, before loading its weights."""
-    fields = {name: _as_tuple(value) for name, value in json.loads(file.read_text()).items()}
-    try:
+    fields = {name: _as_tuple(value) for name, value in read_json(file, dict, OTHER_VERSION).items()}
+    with reading(file, OTHER_VERSION):
         if "layout" not in fields and (fields.get("pictures") or "model_type" in fields):
             raise ValueError(f"{file}: does not name the fields of its observations. {OTHER_VERSION}")
         fields["layout"] = tuple(ObsPart(**field) for field in fields.get("layout", ()))  # empty: one row of numbers
@@ -238,8 +242,6 @@ def _empty_policy(file: Path) -> Policy:
             return flowing
         vla = importlib.import_module("tether.models.vla.policy")  # importing transformers takes seconds
         policy: Policy = vla.VlaPolicy(vla.VlaSpec.of_fields(fields), seed=0)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: not the shape of a policy ({error}). {OTHER_VERSION}") from error
     return policy
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from tether.models.flow.backbone import Sizes
 from tether.models.flow.policy import FlowPolicy
 from tether.models.flow.spec import Scale
+from tether.runtime.disk import COPY_AGAIN, read_json, reading
 
 CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "policy_preprocessor.json"
 STATE, ACTION = "observation.state", "action"
@@ -61,7 +61,7 @@ def read_pretrained(folder: Path) -> Pretrained:
         ValueError: the policy has another type, its actions are relative to the state, or its configuration differs
             from that of published policies.
     """
-    config = json.loads((folder / CONFIG).read_text())
+    config = read_json(folder / CONFIG, dict, COPY_AGAIN)
     kind = config.get("type")
     if kind not in ("pi0", "pi05"):
         raise ValueError(f"{KEY}={folder}: {CONFIG} is of type {kind}; the types pi0 and pi05 can be loaded")
@@ -136,12 +136,13 @@ def _scales(folder: Path) -> dict[str, Scale]:
     """
     if not (folder / PROCESSOR).is_file():
         return {}
-    steps = json.loads((folder / PROCESSOR).read_text())["steps"]
-    normalizer = next((step for step in steps if step.get("registry_name") == "normalizer_processor"), None)
-    if normalizer is None or "state_file" not in normalizer:
-        return {}
-    modes = normalizer["config"]["norm_map"]
-    statistics = load_file(folder / normalizer["state_file"])
+    with reading(folder / PROCESSOR, COPY_AGAIN):
+        steps = read_json(folder / PROCESSOR, dict, COPY_AGAIN)["steps"]
+        normalizer = next((step for step in steps if step.get("registry_name") == "normalizer_processor"), None)
+        if normalizer is None or "state_file" not in normalizer:
+            return {}
+        modes = normalizer["config"]["norm_map"]
+        statistics = load_file(folder / normalizer["state_file"])
     scales = {}
     for feature, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
         by_name = {

@@ -23,7 +23,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tether.models.language.load import CRITIC_CLASSES, from_checkpoint, is_gguf, load_causal_lm, load_config, ready
+from tether.models.language.load import (
+    CRITIC_CLASSES,
+    architecture_of,
+    from_checkpoint,
+    is_gguf,
+    load_causal_lm,
+    load_config,
+    ready,
+)
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 _HEAD_NAMES = ("score", "classifier")  # names of the head in transformers, by model family
@@ -48,7 +56,7 @@ def load_critic(
     """
     if not is_gguf(path):
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        architecture = (config.architectures or [""])[0]
+        architecture = architecture_of(config)
         if architecture.endswith(CRITIC_CLASSES):
             _check_one_label(config, path)
             for_tokens = architecture.endswith(CRITIC_CLASSES[0])
@@ -81,7 +89,7 @@ def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel
     Raises:
         ValueError: as for `load_critic`, or a saved classifier with another head.
     """
-    if not is_gguf(path) and (load_config(path).architectures or [""])[0].endswith(CRITIC_CLASSES):
+    if not is_gguf(path) and architecture_of(load_config(path)).endswith(CRITIC_CLASSES):
         return load_reward_model(path, dtype=dtype)
     return ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
 
@@ -92,7 +100,7 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: the model is not a classifier, has several outputs, or is not a decoder.
     """
-    architecture = (config.architectures or [""])[0]
+    architecture = architecture_of(config)
     if not architecture.endswith(CRITIC_CLASSES):
         raise ValueError(
             f"{path}: {architecture or type(config).__name__} has no head that scores a sequence, so it is no reward "
@@ -160,7 +168,7 @@ def empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
         ValueError: transformers has no class for it.
     """
     config.num_labels = 1
-    for_sequences = (config.architectures or [""])[0].endswith(CRITIC_CLASSES[1])
+    for_sequences = architecture_of(config).endswith(CRITIC_CLASSES[1])
     return _empty_critic(config, _CLASS_OF_CONFIG[1:] if for_sequences else _CLASS_OF_CONFIG)
 
 

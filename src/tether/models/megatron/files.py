@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from tether.models.megatron.mapping import TensorMapping
 from tether.models.megatron.splits import Slices
+from tether.runtime.disk import COPY_AGAIN, read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -80,7 +80,7 @@ class WeightFiles:
         self._handles: dict[str, Any] = {}
         try:
             if (folder / _INDEX).exists():
-                self._file_of = dict(json.loads((folder / _INDEX).read_text())["weight_map"])
+                self._file_of = dict(read_json(folder / _INDEX, dict, COPY_AGAIN)["weight_map"])
             elif (folder / _SINGLE).exists():
                 self._file_of = dict.fromkeys(self._handle(_SINGLE).keys(), _SINGLE)
             else:
@@ -88,7 +88,7 @@ class WeightFiles:
                     f"{folder}: has no {_SINGLE} and no {_INDEX}, which Megatron's ranks read their slices from. Save "
                     "the model once with transformers (model.save_pretrained)."
                 )
-        except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"{folder}: its weights could not be read ({error}). Copy the files again.") from error
 
     def has(self, mapping: TensorMapping) -> bool:

@@ -22,6 +22,7 @@ from tether.models.vla.prompts import FILE as TOKENIZER
 from tether.models.vla.published import FEATURIZERS, llama_config, make_networks
 from tether.models.vla.spec import ACTION_BINS, Network
 from tether.models.vla.vit import HEADS, VitSpec
+from tether.runtime.disk import COPY_AGAIN, read_json
 from tether.types import JsonObject
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -167,11 +168,7 @@ def write_published(policy: VlaPolicy, source: Path, folder: Path) -> None:
 
 
 def _json(file: Path) -> JsonObject:
-    try:
-        value: JsonObject = json.loads(file.read_text())
-        return value
-    except ValueError as error:
-        raise ValueError(f"{file}: no JSON ({error})") from error
+    return read_json(file, dict, COPY_AGAIN)
 
 
 def _refuse_unsupported(folder: Path, config: JsonObject) -> None:

@@ -39,7 +39,7 @@ def answers_of(ground_truth: object) -> list[str]:
         ValueError: there are none.
     """
     if isinstance(ground_truth, str) and ground_truth.lstrip().startswith(("{", "[")):
-        with suppress(ValueError):  # a text that begins so
+        with suppress(ValueError, RecursionError):  # a text that begins so
             ground_truth = json.loads(ground_truth)
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth.get("target")

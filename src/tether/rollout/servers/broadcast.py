@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
-from torch.distributed import TCPStore
 
 from tether.rollout.inside.tether_buffers import broadcast, joined
 from tether.rollout.servers.http import ConnectionLost, Connections, ServerFailed, ServerGone, ServerRefuses
+from tether.runtime.rendezvous import serve_store
 
 Result = TypeVar("Result")
 _BROKEN = re.compile("connection (closed|reset)|gloo/transport|ncclRemoteError", re.IGNORECASE)
@@ -49,8 +49,8 @@ class BroadcastGroup:
         self.address, _ = _addresses(http)
         self._timeout = timedelta(seconds=timeout)
         try:
-            self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        except RuntimeError as error:
+            self._store = serve_store(self.address, self._timeout)
+        except OSError as error:
             key = "actor_rollout_ref.rollout.weight_transfer"
             raise ValueError(
                 f"{key}: for broadcasts, this machine cannot listen at its address {self.address}: {error}"

@@ -63,7 +63,7 @@ class SGLang:
 
     name = "sglang"
     title = "SGLang"
-    how = "docs/servers.md shows how to start one"
+    how = "docs/guides/servers.md shows how to start one"
     options = "--dtype, --enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB=0"
     health_asleep = "/model_info"  # /health samples a token
 

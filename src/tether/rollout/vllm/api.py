@@ -99,7 +99,7 @@ class Vllm:
 
     name = "vllm"
     title = "vLLM"
-    how = "docs/servers.md shows how to start one"
+    how = "docs/guides/servers.md shows how to start one"
     options = "--dtype, --logprobs-mode processed_logprobs, --generation-config vllm"
     health_asleep = "/health"
 

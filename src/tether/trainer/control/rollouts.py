@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tether.batch import EnvBatch, Episode, WeightUpdate
+from tether.checkpoints import read_own
 from tether.envs import EnvState, VectorEnv
 from tether.keyed_random import generator, seed_of
 from tether.metrics.timing import Timer
@@ -120,6 +121,8 @@ class EnvRollouts:
     """Devices that have a part of the environments each."""
     transfers: Callable[[], dict[str, float]] = dict
     """Metrics of what a step moved between them and this process."""
+    trusts_pickles: bool = False
+    """The state of environments is loaded from a checkpoint that others could have written, too."""
     testing: bool = False
     """A test has begun and not ended: its environments may hang, and are not asked for their state."""
 
@@ -207,9 +210,12 @@ class EnvRollouts:
         """Give the environments the state that a checkpoint holds.
 
         Other environments than those that were saved start afresh, with a warning.
+
+        Raises:
+            ValueError: somebody else could have written their state, and no key says that it is trusted.
         """
         path = checkpoint / ENVIRONMENTS
-        saved = pickle.loads(path.read_bytes()) if path.is_file() else {}
+        saved = pickle.loads(self._environments(path)) if path.is_file() else {}
         self.episodes_begin = "train" not in saved
         for name, env in self._envs().items():
             try:
@@ -223,6 +229,15 @@ class EnvRollouts:
                     f"env.{name}: not the environments that {checkpoint} was saved with ({error}); they start afresh"
                 )
 
+    def _environments(self, path: Path) -> bytes:
+        if self.trusts_pickles:
+            return path.read_bytes()
+        return read_own(
+            path,
+            f"If it is what your run saved, chown it to you or run chmod go-w {path.parent} {path}; or resume with "
+            "trainer.trust_checkpoint_pickle=True, which loads it as it is",
+        )
+
     def state_dict(self) -> StateDict:
         """See `Rollouts`."""
         return {
@@ -235,7 +250,7 @@ class EnvRollouts:
 
     def load_state_dict(self, state: StateDict) -> None:
         """See `Rollouts`."""
-        self.env_steps, self.version = state["env_steps"], state["version"]
+        self.env_steps, self.version = int(state["env_steps"]), int(state["version"])
         self.episodes_begin |= state["episodes_begin"]
         self.finished = [Episode(**episode) for episode in state["finished"]]
         if not self.episodes_begin:

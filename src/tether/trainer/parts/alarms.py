@@ -34,6 +34,8 @@ ALIKE_STEPS = 25
 """Steps in a row whose advantages are all 0; a few are usual at first."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, since no gradient was finite."""
+UNSCORED_STEPS = 3
+"""Steps in a row in which no response has a score."""
 FAILING_TOOLS = 0.9
 """Share of the calls of tools that fail."""
 FAILING_STEPS = 5
@@ -61,7 +63,7 @@ IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference, or, without one, of a step to the next."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
-NO_COLLAPSE = ("critic", "alike", "tools", "partial acc")
+NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 CALMER_CONTROL = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
@@ -177,6 +179,18 @@ class Alarms:
                     f"in incidents/{role}",
                     warn,
                 )
+        if (abstained := metrics.get("reward/abstain_rate")) is not None:
+            failed = metrics.get("reward/error_rate", 0.0)
+            self._watch(
+                "unscored",
+                abstained > 0 and abstained + failed > 1 - 1e-9,
+                UNSCORED_STEPS,
+                f"no response has had a score for {UNSCORED_STEPS} steps: the reward abstained on {abstained:.0%} of "
+                f"them and failed on {failed:.0%} (reward/abstain_rate, reward/error_rate), so nothing is learned. A "
+                "reward that returns None abstains: return a score, also for a response that is wrong "
+                "(tether reward check)",
+                warn,
+            )
         if (calls := metrics.get(CALLS, 0.0)) > 0:
             failed = metrics.get(FAILED_CALLS, 0.0)
             self._watch(

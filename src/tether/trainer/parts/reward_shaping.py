@@ -12,6 +12,7 @@ from tether.algorithms import (
     FixedKLController,
     RunningRewardNormalizer,
     apply_kl_penalty,
+    kl_penalty,
     masked_sum,
     normalize_rewards_per_batch,
 )
@@ -79,15 +80,14 @@ class KLReward:
     kind: str
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
-        """Lower `token_level_rewards` by the KL of `old_log_probs` to `ref_log_probs`; returns metrics."""
-        coefficient = self.controller.value
+        """Lower `token_level_rewards` by the KL from the reference; returns metrics."""
+        coefficient, mask = self.controller.value, batch.response_mask
+        if self.kind == "full":
+            kl_of_tokens = filled(batch.full_kl)
+        else:
+            kl_of_tokens = kl_penalty(filled(batch.old_log_probs), filled(batch.ref_log_probs), self.kind, mask)
         batch.token_level_rewards, kl = apply_kl_penalty(
-            filled(batch.token_level_rewards),
-            filled(batch.old_log_probs),
-            filled(batch.ref_log_probs),
-            batch.response_mask,
-            kl_coef=coefficient,
-            kind=self.kind,
+            filled(batch.token_level_rewards), kl_of_tokens, mask, kl_coef=coefficient
         )
         self.controller.update(float(kl), int(batch.scored.sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}

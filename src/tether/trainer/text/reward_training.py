@@ -37,9 +37,13 @@ def split_pairs(pairs: Sequence[Pair], held_out: float, seed: int) -> tuple[list
 
 
 def preference_batch(
-    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, pad_id: int | None, max_length: int
+    pairs: Sequence[Pair],
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: int | None,
+    max_length: int,
+    chat_template: str | None = None,
 ) -> TrainBatch:
-    """Tokenize pairs, as rows for `tether.training.text.PairForward`.
+    """Tokenize pairs, as rows for `tether.training.text.PairForward`, with a chat template or the tokenizer's own.
 
     Raises:
         ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
@@ -47,7 +51,7 @@ def preference_batch(
     rows, problems = [], []
     with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
         for pair in waiting.each(pairs):
-            both = pair_ids(pair, tokenizer)
+            both = pair_ids(pair, tokenizer, chat_template)
             chosen, rejected = (without_padding(ids, pad_id) for ids in both)
             if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
                 problems.append(

@@ -120,7 +120,7 @@ def _read(path: Path) -> Iterator[StoredResponse]:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number}: not a line of JSON ({error}); fix or delete the file") from error
             response = _response(record, f"{path}:{number}")
             if record["score"] is not None and any(response.response_mask):

@@ -51,7 +51,7 @@ class ControlLoss:
     aggregation: str = "token-mean"
     """Aggregation of the policy's losses; the critic's are weighted in the same way under ``masked_mean_ratio``."""
     max_length: float | None = None
-    """Divisor of ``seq-mean-token-sum-norm``; None divides by the elements of a row."""
+    """Divisor of modes with ``-norm``; None divides by the elements of a row."""
     entropy_coeff: float = 0.0
     value_coeff: float = 1.0
     cliprange_value: float | None = None

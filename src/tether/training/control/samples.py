@@ -118,7 +118,7 @@ def loss_weights(
         loss: a tensor of the shape of the loss.
         mask: [B, L]: valid elements; None means all.
         episode_weights: [B, 1] weights for ``masked_mean_ratio``.
-        max_length: the divisor of ``seq-mean-token-sum-norm``.
+        max_length: the divisor of modes with ``-norm``.
         totals: rows and valid elements of the mini-batch, if `loss` is only one micro-batch of it.
     """
     rows, columns = loss.shape

@@ -21,6 +21,7 @@ from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.models.control import Policy, device_of, save_policy
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.training.control.chunk_levels import mask_at, to_columns
 from tether.training.control.closed_form_gradients import Draws
@@ -30,6 +31,7 @@ from tether.training.control.samples import Samples
 from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
+from tether.training.engines.shares import CHECKED_BYTES
 from tether.training.out_of_memory import within_memory
 from tether.training.protocol import AnyLoss, Forward, Updated, UpdatePlan
 from tether.types import StateDict
@@ -193,6 +195,11 @@ class FlatEngine:
         """Write the policy's spec as JSON and its weights as safetensors."""
         save_policy(self.policy, folder)
 
+    def check_saving(self, folder: Path) -> None:
+        """Write the policy as `save` does, unless it is large; large policies are of published kinds."""
+        if sum(value.nbytes for value in self.policy.parameters()) <= CHECKED_BYTES:
+            self.save(folder)
+
     def state_dict(self) -> StateDict:
         """Return the optimizer's state, the version and the adapted learning rate; the weights are the policy's."""
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
@@ -200,7 +207,7 @@ class FlatEngine:
     def load_state_dict(self, state: StateDict) -> None:
         """Load the result of `state_dict`."""
         self._optimizer.load_state_dict(state)
-        self._rate_factor, self.version = state["rate_factor"], state["version"]
+        self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         policy, training_state = self.policy, self.state_dict()
@@ -214,7 +221,8 @@ class FlatEngine:
         return write
 
     def load_state(self, file: Path) -> None:
-        self.load_state_dict(load_state(file))
+        with reading(file, ANOTHER_CHECKPOINT):
+            self.load_state_dict(load_state(file))
 
     def _rates(self, step: int) -> list[float]:
         actor = learning_rate(self._options, step) * self._rate_factor

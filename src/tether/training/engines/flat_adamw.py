@@ -81,7 +81,7 @@ class FlatAdamW:
         """Load the result of `state_dict`."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
-        self._steps = state["steps"]
+        self._steps = int(state["steps"])
 
     def _spans(self, rates: Sequence[float]) -> list[tuple[slice, float]]:
         if len(set(rates)) == 1:

@@ -30,6 +30,7 @@ from tether.checkpoints import load_state, save_moments, save_state
 from tether.models.language.lazy_weights import allocate_weights, read_rows, sources_of
 from tether.models.language.packing_check import compare_packing, is_finite, refuse_broken
 from tether.models.layers import SequenceRanks
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import tensors_of
 from tether.training.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
@@ -217,13 +218,14 @@ class FsdpEngine(RanksEngine[Outputs]):
     def load_state(self, file: Path) -> int:
         """Load this rank's shards of a state that any engine and number of ranks saved, and return its `version`."""
         assert self.optimizer
-        state = load_state(file, mapped=True)
-        self.version = state["version"]
-        shards = {
-            number: {name: _shard_like(value, self.trained[number]) for name, value in moments.items()}
-            for number, moments in state["state"].items()
-        }
-        self.optimizer.load_state_dict(state | {"state": shards})
+        with reading(file, ANOTHER_CHECKPOINT):
+            state = load_state(file, mapped=True)
+            self.version = int(state["version"])
+            shards = {
+                number: {name: _shard_like(value, self.trained[number]) for name, value in moments.items()}
+                for number, moments in state["state"].items()
+            }
+            self.optimizer.load_state_dict(state | {"state": shards})
         return self.version
 
     def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:

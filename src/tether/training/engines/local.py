@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +14,13 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.training.division import mini_batches
 from tether.training.engines.autograd import AutogradEngine
 from tether.training.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.engines.shares import CHECKED_BYTES, writers
 from tether.training.protocol import LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 from tether.types import StateDict
@@ -62,6 +65,14 @@ class LocalEngine(AutogradEngine[Outputs]):
         with self.masters.installed() if self.masters else nullcontext():
             self._save(self.model, folder)
 
+    def check_saving(self, folder: Path) -> None:
+        assert self._save, "a frozen model is not saved"
+        shares = writers(self.model, math.ceil(sum(p.nbytes for p in self.model.parameters()) / CHECKED_BYTES))
+        with self.masters.installed() if self.masters else nullcontext():
+            weights = zip(self.model.parameters(), shares, strict=True)
+            model = with_weights(self.model, (p.to("meta") if share else p.detach() for p, share in weights))
+        self._save(model, folder)
+
     def state_dict(self) -> StateDict:
         """Return the optimizer's state and the version, without the weights."""
         assert self.optimizer
@@ -70,7 +81,7 @@ class LocalEngine(AutogradEngine[Outputs]):
     def load_state_dict(self, state: StateDict) -> None:
         """Load the result of `state_dict`."""
         assert self.optimizer
-        self.version = state["version"]
+        self.version = int(state["version"])
         self.optimizer.load_state_dict(state)
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
@@ -92,7 +103,8 @@ class LocalEngine(AutogradEngine[Outputs]):
         save_state(state, self.state_dict())
 
     def load_state(self, file: Path) -> None:
-        self.load_state_dict(load_state(file))
+        with reading(file, ANOTHER_CHECKPOINT):
+            self.load_state_dict(load_state(file))
 
     def _begin_gradients(self) -> None:
         if self.masters:

@@ -37,6 +37,7 @@ from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.head import StatesHead
 from tether.models.megatron.layout import experts_of
 from tether.models.megatron.model import MegatronModel, Role, build, describe
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import scattered, tensors_of
@@ -402,22 +403,23 @@ class MegatronEngine(RanksEngine[Outputs]):
     def load_state(self, file: Path) -> int:
         """Load this rank's shards of a state that any engine and layout saved, and return its `version`."""
         assert self.optimizer
-        state = load_state(file, mapped=True)
-        self.version = state["version"]
-        self.optimizer.state.clear()
-        if not state["state"]:
-            return self.version
-        for moment in MOMENTS:
-            named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
-            tensors = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
-            with self.shards.holding(tensors):
-                self.megatron.load(named, buffers=False)
-            for shard, tensor in zip(self.shards, tensors, strict=True):
-                if len(shard.master):
-                    self.optimizer.state[shard.master][moment] = shard.view_of(tensor).clone()
-        for moments in self.optimizer.state.values():
-            moments["step"] = state["state"][0]["step"].clone()
-        self._move_to_rest()
+        with reading(file, ANOTHER_CHECKPOINT):
+            state = load_state(file, mapped=True)
+            self.version = int(state["version"])
+            self.optimizer.state.clear()
+            if not state["state"]:
+                return self.version
+            for moment in MOMENTS:
+                named = Unfused({name: state["state"][number][moment] for number, name in enumerate(self._names)})
+                tensors = [torch.empty_like(shard.parameter, dtype=shard.master.dtype) for shard in self.shards]
+                with self.shards.holding(tensors):
+                    self.megatron.load(named, buffers=False)
+                for shard, tensor in zip(self.shards, tensors, strict=True):
+                    if len(shard.master):
+                        self.optimizer.state[shard.master][moment] = shard.view_of(tensor).clone()
+            for moments in self.optimizer.state.values():
+                moments["step"] = state["state"][0]["step"].clone()
+            self._move_to_rest()
         return self.version
 
     def _read(self, weights: Path | DistCheckpoint | Mapping[str, Tensor]) -> None:

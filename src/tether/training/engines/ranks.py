@@ -7,6 +7,7 @@ import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
+from tether.training.engines.copies import with_weights
 from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
 from tether.training.protocol import LossSpec, Outputs
 from tether.training.text.micro_batches import MicroBatching, RowSize
@@ -30,6 +32,17 @@ class RanksEngine(AutogradEngine[Outputs]):
 
     speakers: Sequence[int]
     """For each group of ranks with the same rows, the rank that has the model's outputs."""
+
+    _empty: PreTrainedModel
+    """The model without its weights."""
+
+    def check_saving(self, folder: Path) -> None:
+        """Write the model without its weights; called on one rank."""
+        assert self._save, "a frozen model is not saved"
+        parameters = list(self._empty.parameters())
+        adapts = not all(p.requires_grad for p in parameters)  # adapters are written by themselves, too
+        weights = (torch.zeros(p.shape) if adapts and p.requires_grad else p for p in parameters)
+        self._save(with_weights(self._empty, weights), folder)
 
     @abstractmethod
     def whole_model(self) -> PreTrainedModel | None:

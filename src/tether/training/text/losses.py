@@ -30,8 +30,8 @@ class Aggregation:
     mode: str = "token-mean"
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
-    """Divisor of ``seq-mean-token-sum-norm``, or length of an episode of full weight for ``masked_mean_ratio``; the
-    default is the width."""
+    """Divisor of modes with ``-norm``, or length of an episode of full weight for ``masked_mean_ratio``; the default is
+    the width."""
     width: int | None = None
     """Tokens that a response may have. None is the longest response of the batch, so that the weight of a row in these
     two modes depends on the length of the others."""

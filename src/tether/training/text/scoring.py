@@ -181,6 +181,8 @@ class ConversationReader:
     vocabulary: int
     max_length: int
     """Tokens of the longest conversation that the model can score."""
+    chat_template: str | None = None
+    """A template to use instead of the tokenizer's."""
 
     def ids(self, request: RewardRequest) -> TokenList | RewardError:
         """Return the token ids of prompt and response, up to the token where the score is computed."""
@@ -223,7 +225,8 @@ class ConversationReader:
             )
         content = self._control.as_text(response, spared=_OF_ASSISTANTS)
         try:
-            return write_conversation([*dialogue.messages, {"role": "assistant", "content": content}], tokenizer)
+            conversation = [*dialogue.messages, {"role": "assistant", "content": content}]
+            return write_conversation(conversation, tokenizer, chat_template=self.chat_template)
         except ValueError as error:
             return RewardError(f"of the reward model, {error}")
 

@@ -34,7 +34,7 @@ def end_of_heredocs(text: str, begin: int, heredocs: Sequence[Heredoc]) -> int:
 
 
 def end_of_substitution(text: str, begin: int) -> int:
-    """Behind a ``$(...)``, ``<(...)`` or ``\`...\```, which begins at `begin`."""
+    r"""Behind a ``$(...)``, ``<(...)`` or ``\`...\```, which begins at `begin`."""
     if text[begin] == "`":
         at = begin + 1
         while at < len(text) and text[at] != "`":

@@ -1,0 +1,77 @@
+"""`tether recipe`: the recipes that come with tether, and copies of them to edit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tether.spelling import did_you_mean
+
+_IN_A_CLONE = Path(__file__).parents[3] / "recipes"
+FOLDER = _IN_A_CLONE if _IN_A_CLONE.is_dir() else Path(__file__).parents[1] / "recipes"
+"""Of the clone, of which an editable install is a part; a wheel has a copy in the package."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes, sorted."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/README.md"))
+
+
+def recipe_file(name: str) -> Path | None:
+    """Return the file that `tether train NAME` runs: of a copy in the working folder, else the recipe's own.
+
+    Raises:
+        ValueError: the recipe has files of its own, which it names from the working folder, and they are not there.
+    """
+    copy, shipped = Path("recipes", name, "run.yaml"), FOLDER / name / "run.yaml"
+    if copy.is_file():
+        return copy
+    if name not in recipe_names() or not shipped.is_file():
+        return None
+    settings = re.sub(r"#.*", "", shipped.read_text(encoding="utf-8"))
+    if used := [file for file in re.findall(r"recipes/[\w./-]+", settings) if not Path(file).exists()]:
+        raise ValueError(f"{name}: this recipe needs {used[0]}. Copy it here first: tether recipe {name}")
+    return shipped
+
+
+def copy_recipe(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe, and the recipes whose files it uses, to ``folder/recipes``; return the folders that were made.
+
+    Raises:
+        ValueError: there is no such recipe, or a copy is there.
+    """
+    names = recipe_names()
+    if name not in names:
+        raise ValueError(f"{name}: no such recipe.{did_you_mean(name, names)} Recipes: {', '.join(names)}")
+    wanted = [name]
+    for each in wanted:
+        texts = [path.read_text(encoding="utf-8") for path in (FOLDER / each).glob("*.*") if path.suffix != ".md"]
+        wanted += [other for other in names if other not in wanted and any(f"recipes/{other}/" in t for t in texts)]
+    copies = [folder / "recipes" / each for each in wanted]
+    if copies[0].exists():
+        raise ValueError(f"{copies[0]}: is there already. Move it away, or give another folder: --to FOLDER")
+    for each, copy in zip(wanted, copies, strict=True):
+        if not copy.exists():
+            shutil.copytree(FOLDER / each, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copies
+
+
+def recipe(
+    name: Annotated[str | None, typer.Argument(help="Copy this one here; none: list all.", show_default=False)] = None,
+    to: Annotated[Path, typer.Option(help="Where the folder recipes/NAME goes.")] = Path(),
+) -> None:
+    """List the recipes, or copy one to edit and to run: README with results, configuration, files of its own."""
+    if name is None:
+        for each in recipe_names():
+            title = (FOLDER / each / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            typer.echo(f"{each:18} {title}")
+        typer.echo("copy one: tether recipe NAME")
+        return
+    for copy in copy_recipe(name, to):
+        typer.echo(f"copied to {copy}")
+    if (to / "recipes" / name / "run.yaml").is_file():
+        typer.echo(f"run it, in {to.absolute()}: tether train recipes/{name}/run.yaml")

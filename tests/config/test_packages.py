@@ -1,0 +1,31 @@
+"""Optional packages that a configuration asks for are looked for before a run begins, also by `config check`."""
+
+import pytest
+
+from tether.assembly import named_inputs
+from tether.config import load_config
+
+CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_local_dir=run"]
+
+
+@pytest.mark.parametrize(
+    ("override", "package", "extra"),
+    [
+        ("trainer.logger=[console,tensorboard]", "tensorboard", "tensorboard"),
+        ("trainer.logger=wandb", "wandb", "wandb"),
+        ("trainer.n_gpus_per_node=2", "ray", "ray"),
+        ("env.train.env_type=envpool", "envpool", "envpool"),
+        ("env.train.env_type=maniskill", "mani_skill", "maniskill"),
+        ("trainer.total_epochs=1", "gymnasium", "gymnasium"),
+    ],
+)
+def test_a_package_that_is_missing_is_one_problem(
+    override: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, [*CONTROL, override]).config
+    monkeypatch.setattr(named_inputs, "find_spec", lambda name: None if name == package else object())
+    (problem,) = named_inputs.missing_inputs(config)
+    assert problem.path == {"gymnasium": "env.train.id"}.get(package, override.partition("=")[0])
+    assert f"pip install 'tether[{extra}]'" in problem.what
+    monkeypatch.setattr(named_inputs, "find_spec", lambda name: object())
+    assert named_inputs.missing_inputs(config) == []

@@ -1,0 +1,255 @@
+"""State outside the attributes of an environment: in closures, default arguments and attributes of functions."""
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tether.envs.state import EnvKeeper
+
+HISTORY: list[float] = []
+
+
+def drawing() -> Callable[[], float]:
+    """A counter and a generator that live in cells alone."""
+    count, random = 0, np.random.default_rng(1)
+
+    def draw() -> float:
+        nonlocal count
+        count += 1
+        return count + random.normal()
+
+    return draw
+
+
+def remembering(function: Callable[..., float]) -> Callable[..., float]:
+    """A decorator with a memory, as of a running mean."""
+    seen: list[float] = []
+
+    @functools.wraps(function)
+    def call(*args: object) -> float:
+        seen.append(function(*args))
+        return sum(seen)
+
+    return call
+
+
+def counted(step: float) -> float:
+    counted.calls += 1
+    return step + counted.calls
+
+
+counted.calls = 0
+
+
+class Env(gymnasium.Env):
+    """Returns `number` as its reward."""
+
+    def step(self, action: int) -> tuple[None, float, bool, bool, dict]:
+        return None, float(self.number()), False, False, {}
+
+    def number(self) -> float:
+        raise NotImplementedError
+
+
+class Closure(Env):
+    def __init__(self) -> None:
+        self._draw = drawing()
+
+    def number(self) -> float:
+        return self._draw()
+
+
+class ClosureInAContainer(Env):
+    def __init__(self) -> None:
+        self._draws = {"reward": [functools.partial(drawing())]}
+
+    def number(self) -> float:
+        return self._draws["reward"][0]()
+
+
+class ClosureOfAClosure(Env):
+    def __init__(self) -> None:
+        draw = drawing()
+        self._draw = lambda: 2 * draw()
+
+    def number(self) -> float:
+        return self._draw()
+
+
+class SharesWithItsClosure(Env):
+    def __init__(self) -> None:
+        self._seen = seen = [1.0]
+        self._add = lambda: seen.append(seen[-1] * 2)
+
+    def number(self) -> float:
+        self._add()
+        return sum(self._seen)
+
+
+class SwapsClosures(Env):
+    def __init__(self) -> None:
+        self._now, self._next = drawing(), drawing()
+
+    def number(self) -> float:
+        self._now, self._next = self._next, self._now
+        return self._now() + 100 * self._next()
+
+
+class Default(Env):
+    def number(
+        self,
+        seen: list[float] = [0.0],  # noqa: B006
+        *,
+        random: np.random.Generator = np.random.default_rng(2),
+    ) -> float:
+        seen.append(random.normal())
+        return sum(seen)
+
+
+class Decorated(Env):
+    def __init__(self) -> None:
+        self._steps = 0
+
+    @remembering
+    def number(self) -> float:
+        self._steps += 1
+        return self._steps
+
+
+class StaticDefault(Env):
+    @staticmethod
+    def drawn(random: np.random.Generator = np.random.default_rng(3)) -> float:
+        return random.normal()
+
+    @property
+    def twice(self, seen: list[float] = []) -> float:  # noqa: B006
+        seen.append(1.0)
+        return 2.0 * len(seen)
+
+    def number(self) -> float:
+        return self.drawn() + self.twice
+
+
+class CountsInItsModule(Env):
+    def number(self) -> float:
+        return counted(1.0)
+
+
+def local() -> Env:
+    """An environment whose class reads variables of the function that makes it."""
+    random = np.random.default_rng(4)
+
+    class Local(Env):
+        def number(self) -> float:
+            return random.normal()
+
+    return Local()
+
+
+MAKERS = (
+    Closure, ClosureInAContainer, ClosureOfAClosure, SharesWithItsClosure, SwapsClosures, Default, Decorated,
+    StaticDefault, CountsInItsModule, local,
+)  # fmt: skip
+
+
+def rewards(env: gymnasium.Env, steps: int) -> list[float]:
+    return [env.step(0)[1] for _ in range(steps)]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_state_of_functions_is_saved(make: Callable[[], Env]) -> None:
+    """What functions of a class and a module keep, is kept for this process: so the same environment goes back, too."""
+    env = gymnasium.Wrapper(make())
+    keeper = EnvKeeper([env])
+    rewards(env, 3)
+    data, left_out = keeper.get()
+    assert left_out == ()
+    expected = rewards(env, 3)
+    keeper.set(data)
+    assert rewards(env, 3) == expected
+    if make is not local:  # another class each time
+        other = gymnasium.Wrapper(make())
+        EnvKeeper([other]).set(data)
+        assert rewards(other, 3) == expected
+    assert len(set(expected)) > 1, "it would show"
+
+
+class GeneratorInACell(Env):
+    def __init__(self) -> None:
+        steps = (n for n in itertools.count())
+        self._next = lambda: next(steps)
+
+    def number(self) -> float:
+        return self._next()
+
+
+class GeneratorByDefault(Env):
+    def number(self, steps=(n for n in itertools.count())) -> float:
+        return next(steps)
+
+
+class GeneratorOfTheClass(Env):
+    steps = (n for n in itertools.count())
+
+    def number(self) -> float:
+        return next(self.steps)
+
+
+class NewClosures(Env):
+    """Makes a function with variables of its own in each episode."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[None, dict]:
+        self._draw = drawing()
+        return None, {}
+
+    def number(self) -> float:
+        return self._draw()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (GeneratorInACell, "GeneratorInACell.__init__.<locals>.<lambda>.steps (cannot pickle 'generator' object)"),
+        (GeneratorByDefault, "GeneratorByDefault.number.steps (cannot pickle 'generator' object)"),
+        (GeneratorOfTheClass, "GeneratorOfTheClass.steps (cannot pickle 'generator' object)"),
+        (NewClosures, "NewClosures._draw (drawing.<locals>.draw was made after the environment and has variables"),
+    ],
+)
+def test_what_of_functions_cannot_be_saved_is_named(make: Callable[[], Env], named: str) -> None:
+    env = make()
+    keeper = EnvKeeper([env])
+    env.reset()
+    assert named in "; ".join(keeper.get()[1])
+
+
+def test_functions_that_hold_constants_or_the_environment_itself_are_no_state() -> None:
+    class Plain(Env):
+        def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[None, dict]:
+            self._scaled = lambda: self._scale * self._value  # reads the environment, which is saved
+            return None, {}
+
+        def __init__(self) -> None:
+            self._scale, self._value = 2.0, 0.0
+            self.reset()
+
+        def number(self, scale: float = 0.5) -> float:
+            self._value += scale
+            return self._scaled()
+
+    env = Plain()
+    keeper = EnvKeeper([env])
+    env.reset()
+    assert keeper.get()[1] == ()
+
+
+def test_environments_of_others_have_nothing_new_to_name() -> None:
+    for name in ("CartPole-v1", "Pendulum-v1", "MountainCar-v0"):
+        env = gymnasium.make(name)
+        keeper = EnvKeeper([env])
+        env.reset(seed=1)
+        env.step(env.action_space.sample())
+        assert keeper.get()[1] == ()

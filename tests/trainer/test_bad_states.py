@@ -1,0 +1,59 @@
+"""Training states of another shape, with a manifest that was mended, are refused by file."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import torch
+
+from tests.trainer.golden import Golden
+from tether.checkpoints import load_state, save_state
+
+OTHERS = (None, "text", -1, [1], {"x": 1}, torch.ones(3))
+
+
+def wrong_states(file: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """Contents of a file that are not what was saved there, by what was done."""
+    yield "empty", b""
+    yield "cut", file.read_bytes()[:100]
+    yield "pickle", pickle.dumps({"step": 3})
+    state = load_state(file)
+    yield "nothing", {}
+    for key in state:
+        yield f"no {key}", {name: value for name, value in state.items() if name != key}
+        for other in OTHERS:
+            yield f"{key}={other}", state | {key: other}
+
+
+def test_a_state_of_another_shape_is_refused_by_file(golden: Golden, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "global_step_2"
+    copytree(golden.folder / checkpoint.name, checkpoint)
+    run = golden.loop.build(golden.overrides(tmp_path / "run"))
+    faults, refused = [], 0
+    try:
+        for file in sorted((checkpoint / "training").glob("*.pt")):
+            good = file.read_bytes()
+            for what, state in wrong_states(file):
+                if isinstance(state, bytes):
+                    file.write_bytes(state)
+                else:
+                    save_state(file, state)
+                try:
+                    run.trainer.resume(checkpoint)
+                except ValueError as error:
+                    refused += 1
+                    if not str(error).startswith(f"{file}: "):
+                        faults.append((what, str(error)))
+                except Exception as error:  # noqa: BLE001
+                    faults.append((f"{file.name} {what}", repr(error)))
+                else:
+                    if what in ("empty", "cut", "pickle", "nothing"):
+                        faults.append((f"{file.name} {what}", "taken"))
+                file.write_bytes(good)
+        run.trainer.resume(copytree(golden.folder / checkpoint.name, tmp_path / "global_step_3"))
+    finally:
+        run.close()
+    assert faults == []
+    assert refused > 50
