@@ -22,7 +22,7 @@ from tether.batch import WeightUpdate
 from tether.keyed_random import generator, permutation
 
 
-class Rows(Protocol):
+class RowBatch(Protocol):
     """The data of an update by rows: `tether.batch.TrainBatch`, or the decisions of a control policy."""
 
     response_mask: Tensor
@@ -37,7 +37,7 @@ class Rows(Protocol):
         ...
 
 
-Batch = TypeVar("Batch", bound=Rows)
+Batch = TypeVar("Batch", bound=RowBatch)
 Outputs = TypeVar("Outputs")
 """Outputs of a forward for the rows of a batch: a tensordict with as many rows."""
 
