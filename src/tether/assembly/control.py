@@ -55,6 +55,7 @@ from tether.trainer.control import (
     StartStates,
 )
 from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
+from tether.trainer.parts import Alarms
 from tether.trainer.preflight import Need, preflight
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
@@ -145,6 +146,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
             schedule=schedule,
             persistence=persistence,
             loggers=loggers,

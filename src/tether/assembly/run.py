@@ -78,7 +78,7 @@ from tether.trainer import (
     model_fingerprint,
     object_fingerprint,
 )
-from tether.trainer.parts import Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
+from tether.trainer.parts import Alarms, Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import ChatFormat, look_at_responses
@@ -129,14 +129,8 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         profiler = build_profiler(config.trainer, schedule)
-        sources = sources_of(
-            config,
-            inputs,
-            checkpoint,
-            device=device,
-            total_steps=schedule.total_steps,
-            incidents=directory / "incidents",
-        )
+        steps, incidents = schedule.total_steps, directory / "incidents"
+        sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
         roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
@@ -178,6 +172,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),

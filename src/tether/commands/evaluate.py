@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.control import build_evaluation, video_folder
 from tether.assembly.standalone import build_evaluator
 from tether.checkpoints import run_of, step_of
-from tether.commands.policy import checkpoint_at
+from tether.commands.policy import checkpoint_at, load_saved
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
 from tether.models.control import load_policy
@@ -53,7 +53,7 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
         raise ValueError(f"{file}: {folder} was trained here and has its own configuration; give overrides of it only")
     else:
         checkpoint = checkpoint_at(folder)
-        loaded = load_config(checkpoint / "run.yaml", overrides)
+        loaded = load_saved(checkpoint, overrides)
         out = checkpoint.parent / f"eval_{checkpoint.name}.json"  # not in it: its manifest lists every file
         if loaded.config.env.train.id is None:
             result = _sampled(loaded, checkpoint / "actor", step_of(checkpoint), screen)
@@ -96,7 +96,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         f"trainer.default_local_dir={run_of(checkpoint)}",  # a copied run's own folder, not the first one's
         *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
     ]
-    loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])
+    loaded = load_saved(checkpoint, [*asked, *overrides])
     if loaded.config.env.train.id is None:
         raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")
     screen = Screen()

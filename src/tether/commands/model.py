@@ -7,9 +7,8 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.generator import build_generator
 from tether.assembly.policies import published_of, saved_policy
-from tether.commands.policy import Policy, load
+from tether.commands.policy import load
 from tether.runtime.printable import printable
 
 
@@ -27,11 +26,7 @@ def generate(
 ) -> None:
     """Print the replies of a model; `tether.commands.policy` describes the arguments."""
     disable_progress_bar()
-    if Path(model).is_dir():
-        policy = load(model, num_threads=num_threads)
-    else:
-        policy = Policy(build_generator(model, num_threads=num_threads))
-    responses = policy.generate(
+    responses = load(model, num_threads=num_threads).generate(
         prompts, n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, system=system, seed=seed
     )
     for response in responses:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.checkpoints import find_checkpoint
-from tether.config import load_config
+from tether.checkpoints import find_checkpoint, run_of
+from tether.config import LoadedConfig, load_config, values_of
 from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
@@ -149,8 +150,8 @@ def load(
     """The policy of a checkpoint, to be asked.
 
     Args:
-        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also a model's
-            directory.
+        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also what
+            ``tether generate`` takes: a model's directory, a GGUF file, a known name or a hub id.
         env: what `tether.train` was given as `env`, if it was.
         policy: what `tether.train` was given as `policy`, if it was.
         seed: of the actions that a control policy draws with ``deterministic=False``.
@@ -165,11 +166,11 @@ def load(
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}: give 1 or more, or leave it out")
     folder = Path(folder).expanduser()
-    if (folder / "config.json").is_file():
-        return Policy(_generator()(folder, num_threads=num_threads))
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return Policy(_generator()(str(folder), num_threads=num_threads))
     checkpoint = checkpoint_at(folder)
     overrides = [] if num_threads is None else [f"trainer.num_threads={num_threads}"]
-    config = load_config(checkpoint / "run.yaml", overrides).config
+    config = load_saved(checkpoint, overrides).config
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data, threads = config.data, config.trainer.num_threads
@@ -213,6 +214,33 @@ def checkpoint_at(path: Path) -> Path:
     if checkpoint is None:
         raise ValueError(f"{path}: no checkpoint here; give a global_step_N folder or the folder of a run")
     return checkpoint
+
+
+def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
+    """Load the configuration of a checkpoint.
+
+    A relative path in it, such as that of the data, is one of the folder in which the run was started. Where the run's
+    folder tells which that is, files that are only there are found from any other folder.
+    """
+    saved, loaded = (load_config(checkpoint / "run.yaml", more) for more in ([], overrides))
+    folder, run = Path(saved.config.trainer.default_local_dir), run_of(checkpoint.absolute())
+    if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
+        return loaded
+    started_in = run.parents[len(folder.parts) - 1]
+    values = {key: value for key, value in values_of(loaded.config).items() if loaded.sources[key] != "command line"}
+    moved = {key: _in_folder(started_in, value) for key, value in values.items()}
+    return loaded.with_values({key: value for key, value in moved.items() if value != values[key]}, str(started_in))
+
+
+def _in_folder(folder: Path, value: Any) -> Any:
+    """Put `folder` before each file name that exists only there (``a.jsonl?question=q``, ``a.py:NAME``)."""
+    if isinstance(value, Mapping):
+        return {key: _in_folder(folder, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_in_folder(folder, inner) for inner in value)
+    name = re.split(r"\?|:\w+$", value)[0] if isinstance(value, str) else ""
+    is_there = Path(name).suffix != "" and not Path(name).exists() and (folder / name).is_file()
+    return f"{folder}/{value}" if is_there else value
 
 
 def _several(prompts: str | Sequence[object]) -> list[object]:

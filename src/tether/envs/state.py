@@ -230,7 +230,7 @@ def _functions(places: Sequence[_Place]) -> list[_Place]:
     finder = _Finder(place.owner for place in places if place.is_layer)
     for held in (True, False):
         for place in places:
-            if place.is_layer == held:
+            if place.is_layer == held and not place.gives_state:
                 finder.look_through(vars(place.owner).values() if held else _defined_by(place.owner))
         while finder.functions:
             function = finder.functions.pop()

@@ -26,6 +26,7 @@ __all__ = [
     "ranks",
     "rendezvous",
     "run_lock",
+    "standard_streams",
     "supervised",
     "terminal",
     "threads",

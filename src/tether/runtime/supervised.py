@@ -85,8 +85,9 @@ class SupervisedProcess:
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()
-        sys.stdout.flush()  # else the copy has the same text to write
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # it may be an object of the user's, or None
+                stream.flush()  # else the copy has the same text to write
         guard = _fork()
         if not guard:
             channel.close()

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
+from tether.runtime.event_loop import event_loop, finished
+from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import (
@@ -40,6 +42,8 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     talkers, known, timeout = pickle.loads(first)
+    asyncio.set_event_loop(event_loop())  # for classes that ask for it when they are made
+    print_harmlessly()
     try:
         desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
@@ -175,19 +179,19 @@ class Desk:
         if not hasattr(environment_class, "step"):
             return _verls_session(environment_class(spec.config), request, f"{spec.title}.generate_response")
         environment = environment_class(**spec.config)
-        _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
+        finished(environment.reset([dict(message) for message in request.messages], dict(request.about)))
         step = f"{spec.title}.step"
-        return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages])), step))
+        return _Session(lambda messages: _stepped(finished(environment.step([dict(m) for m in messages])), step))
 
 
 def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
     """An interaction with verl's methods, of which this one is stepped."""
     extra = request.about.get("extra_info") or {}
     kwargs = {key: value for key, value in (extra.get("interaction_kwargs") or {}).items() if key != "name"}
-    instance = _run(interaction.start_interaction(None, **kwargs))
+    instance = finished(interaction.start_interaction(None, **kwargs))
 
     def step(messages: Sequence[Message]) -> Reply:
-        found = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
+        found = finished(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
         if not isinstance(found, tuple) or len(found) != 4:
             raise TypeError(f"{method} returned {str(found)[:100]!r}, not (done, reply, reward, data)")
         done, text, reward, _ = found
@@ -225,14 +229,14 @@ def _reward(reward: Any, method: str) -> float:
 
 def _call(tool: Any, request: CallRequest) -> Reply:
     if hasattr(tool, "call"):
-        result = _run(tool.call(**request.arguments, **request.kwargs))
+        result = finished(tool.call(**request.arguments, **request.kwargs))
     else:
-        instance = _run(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs") or {})))
+        instance = finished(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs") or {})))
         instance = instance[0] if isinstance(instance, tuple) else instance
         try:
-            result = _run(tool.execute(instance, request.arguments))
+            result = finished(tool.execute(instance, request.arguments))
         finally:
-            _run(tool.release(instance))
+            finished(tool.release(instance))
     text, reward = result[:2] if isinstance(result, tuple) else (result, None)
     text = getattr(text, "text", text)
     messages = [{"role": "tool", "content": "" if text is None else str(text)}]
@@ -242,10 +246,6 @@ def _call(tool: Any, request: CallRequest) -> Reply:
 def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
     takes = inspect.signature(tool.create).parameters
     return {"create_kwargs": kwargs} if "create_kwargs" in takes else kwargs
-
-
-def _run(result: Any) -> Any:
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _load(spec: ToolSpec | EnvironmentSpec) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 from tether.metrics.loggers.headline import VALIDATION, evaluation_score, validation_means
@@ -99,8 +100,10 @@ class Loggers:
             _without_display.warning(message)
 
     def close(self) -> None:
-        for logger in self._loggers.values():
-            logger.close()
+        """See `Logger.close`; each of them, also where one fails."""
+        with ExitStack() as stack:
+            for logger in reversed(self._loggers.values()):
+                stack.callback(logger.close)
 
 
 def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:

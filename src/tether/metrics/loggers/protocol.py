@@ -49,6 +49,15 @@ class LogFailed(OSError):
     """A log could not be written; the message names the file and the fix."""
 
 
+def log_failed(path: Path, error: OSError) -> LogFailed:
+    """The error of a file of a log, with what to do."""
+    return LogFailed(
+        error.errno,
+        f"{path}: cannot be written ({error.strerror}). Free space on that disk or make it writable, and start the "
+        "same command again; or name another folder with trainer.default_local_dir",
+    )
+
+
 class Logger(Protocol):
     """Receives the results of a run; built from a `RunInfo`."""
 

@@ -97,7 +97,7 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.train(was_training)
     tolerance = SELF_TEST_TOLERANCE[dtype]
     for what, separate, packed in zip(("hidden states", "logits"), expected, packed_outputs, strict=False):
-        if not torch.isfinite(separate).all():
+        if not (torch.isfinite(separate).all() and torch.isfinite(packed).all()):
             raise ValueError(
                 f"{_name(model)}: its {what} have NaN or infinity, although its weights are finite: they overflow "
                 f"{dtype}. Load it in another format (fsdp_config.dtype), or take an earlier checkpoint."
