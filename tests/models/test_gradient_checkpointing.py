@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTBigCodeConfig, Pre
 
 from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.models.language import gradient_checkpointing
-from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_pages_of_its_own
+from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_own_pages
 from tether.models.language.packing_check import disable_dropout, hidden_states
 from tether.models.layers.attention import Packed, use_tether_attention
 
@@ -53,7 +53,7 @@ def test_each_layer_keeps_its_input_in_such_pages(
     monkeypatch: pytest.MonkeyPatch, packed: tuple[Tensor, Tensor, Packed]
 ) -> None:
     moved = []
-    monkeypatch.setattr(gradient_checkpointing, "in_pages_of_its_own", lambda x: moved.append(x) or x)
+    monkeypatch.setattr(gradient_checkpointing, "in_own_pages", lambda x: moved.append(x) or x)
     model = tiny_model("llama").train()
     use_tether_attention(model)
     enable_gradient_checkpointing(model)
@@ -71,7 +71,7 @@ def is_mapped(address: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is moved")
 def test_large_tensors_have_pages_of_their_own_and_give_them_back() -> None:
     x = torch.randn(3, LARGE // 4, dtype=torch.bfloat16).T.requires_grad_()
-    kept = in_pages_of_its_own(x)
+    kept = in_own_pages(x)
     assert kept is not x
     assert torch.equal(kept, x)
     (kept * 2).sum().backward()
@@ -84,4 +84,4 @@ def test_large_tensors_have_pages_of_their_own_and_give_them_back() -> None:
 
 def test_small_tensors_stay_where_they_are() -> None:
     x = torch.zeros(LARGE - 1, dtype=torch.uint8)
-    assert in_pages_of_its_own(x) is x
+    assert in_own_pages(x) is x

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, T5
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from tether.models.language.critic import critic_from, load_critic
+from tether.models.language.lazy_weights import sources_of
 from tether.models.language.load import load_causal_lm, load_config, load_tokenizer
 from tether.models.language.packing_check import hidden_states
-from tether.models.language.unread import sources_of
 from tether.runtime.objects import holding
 
 
@@ -44,7 +44,7 @@ def test_ranks_read_the_file_that_one_process_reads(tiny_dir, tmp_path):
     for file in (tmp_path / "shards").glob("model*"):
         shutil.copy(file, tiny_dir)
     whole = {tiny_dir / "model.safetensors"}
-    unread = load_causal_lm(tiny_dir, dtype=torch.float32, unread=torch.device("cpu"))
+    unread = load_causal_lm(tiny_dir, dtype=torch.float32, lazy_device=torch.device("cpu"))
     assert {file for file, _ in filter(None, sources_of(unread))} == whole
     read = load_causal_lm(tiny_dir, dtype=torch.float32).state_dict()
     assert all(torch.equal(read[key], value) for key, value in load_file(*whole).items())
@@ -270,7 +270,7 @@ def test_an_authors_code_that_does_not_run_is_named_and_transformers_own_class_i
     ships_code(tiny_dir)
     for unread in (None, torch.device("cpu")):
         with pytest.raises(ValueError, match=r"what_there_was_once.* own for llama: leave model\.trust"):
-            load_causal_lm(tiny_dir, dtype=torch.float32, trust_remote_code=True, unread=unread)
+            load_causal_lm(tiny_dir, dtype=torch.float32, trust_remote_code=True, lazy_device=unread)
     assert load_causal_lm(tiny_dir, dtype=torch.float32).config.model_type == "llama"
 
 

@@ -135,7 +135,7 @@ UNFIT = {
 def test_a_class_that_packing_does_not_fit_is_refused_by_name(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(UNFIT[kind])
-    with pytest.raises(ValueError, match=f"{type(model).__name__}: packed sequences give other hidden states"):
+    with pytest.raises(ValueError, match=f"{type(model).__name__}: packed sequences have different hidden states"):
         prepare_for_packing(model)
 
 
@@ -151,7 +151,7 @@ OTHERWISE_BUILT = {
     ),
     "makes a mask in each layer": (
         DogeConfig(**SIZES, num_key_value_heads=2, intermediate_size=64),
-        "DogeForCausalLM: does not run on transformers' attention functions, .* makes a mask of its own",
+        "DogeForCausalLM: does not run on transformers' attention functions, .* creates its own mask",
     ),
 }
 
@@ -162,7 +162,7 @@ def test_a_weight_that_is_not_finite_is_named_and_not_the_class(value, tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"1 of its weights hold NaN or infinity, first model\.layers\.1\.mlp"):
+    with pytest.raises(ValueError, match=r"1 of its weights have NaN or infinity, first model\.layers\.1\.mlp"):
         prepare_for_packing(model)
     with pytest.raises(ValueError, match=f"{tmp_path}: 1 of its weights"):
         load_causal_lm(tmp_path, dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_finite_weights_whose_outputs_overflow_are_told_from_an_unfit_class():
     model = tiny_model("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(3e38)
-    with pytest.raises(ValueError, match=r"its logits hold NaN or infinity, although .* overflow torch.float32"):
+    with pytest.raises(ValueError, match=r"its logits have NaN or infinity, although .* overflow torch.float32"):
         prepare_for_packing(model)
 
 
@@ -192,7 +192,7 @@ def test_an_output_head_that_tether_does_not_know_is_refused():
             return out
 
     model = ShiftedLlama(LlamaConfig(**SMALL))
-    with pytest.raises(ValueError, match="ShiftedLlama: packed sequences give other logits"):
+    with pytest.raises(ValueError, match="ShiftedLlama: packed sequences have different logits"):
         prepare_for_packing(model)
 
 

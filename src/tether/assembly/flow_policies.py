@@ -158,9 +158,9 @@ def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
     sides = [max(part.shape[:2]) for part in env.layout if part.kind == "image"]
     image_size = 4 * -(-max(sides, default=4) // 4)
     text = next((part.shape[0] for part in env.layout if part.kind == "text"), 0)
-    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.longest(policy.model_type, text, width)
+    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.max_prompt_length(policy.model_type, text, width)
     length = policy.max_prompt_length or longest
-    vocabulary = prompts.Prompts(length, policy.tokenizer_path).vocab_size
+    vocabulary = prompts.FlowPrompts(length, policy.tokenizer_path).vocab_size
     sizes = backbone.Sizes.of(policy.hidden_dim, policy.num_layers, image_size, vocabulary)
     return {
         "model_type": policy.model_type,

@@ -117,7 +117,7 @@ def load_policy(
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
         auto_class=own,
-        unread=device if unread else None,
+        lazy_device=device if unread else None,
     )
     on_device(model, device)
     if model_config.lora_rank:
@@ -284,7 +284,7 @@ def load_reference(
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
-        unread=device if unread and not reference_runs_with_actor(config) else None,
+        lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
     return ReferenceModel(on_device(model, device))
 
@@ -320,7 +320,7 @@ def load_value_model(
         dtype=torch.float32,
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
-        unread=device if unread else None,
+        lazy_device=device if unread else None,
     )
     on_device(model, device)
     if critic.model.enable_gradient_checkpointing:

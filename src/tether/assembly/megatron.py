@@ -24,7 +24,7 @@ from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
 from tether.models.language.fused_experts import Unfused
 from tether.models.language.load import is_gguf, load_config
-from tether.models.megatron import Layout, check
+from tether.models.megatron import MegatronLayout, check
 from tether.models.megatron.version import check_version
 from tether.rollout.native import NativeEngine, eos_token_ids
 from tether.runtime.install import pip_install
@@ -54,11 +54,11 @@ def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
     return {model: section for model, section in sections.items() if model in there}
 
 
-def layout_of(role: Role, section: str) -> Layout:
+def layout_of(role: Role, section: str) -> MegatronLayout:
     """The layout that a model has, of which `section` is the path."""
     sizes = role.megatron
     given, pieces = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
-    return Layout(
+    return MegatronLayout(
         tensor=sizes.tensor_model_parallel_size,
         pipeline=sizes.pipeline_model_parallel_size,
         virtual_pipeline=pieces if pieces != 1 else None,

@@ -150,7 +150,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
             transfers=groups.whole.transfers.take if groups else dict,
-            moved=roles.sampler.moved if isinstance(roles.sampler, ParityProbe) else dict,
+            moved=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
@@ -246,7 +246,7 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
     if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
     few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
-    return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
+    return partial(sampler.verify, few, NoiseKey(config.trainer.seed, 0))
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:

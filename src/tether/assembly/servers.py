@@ -25,7 +25,7 @@ from tether.models.layers import context_length
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Dialect, Launch, Policy, ServedEngine, Server, Traffic
+from tether.rollout.servers import InferenceServer, Launch, ServedEngine, ServedPolicy, ServerApi, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
@@ -100,12 +100,12 @@ def build_servers(
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, sources, logs / rollout.name)
-    dialect, adapters = _dialect(config, policy.config), _adapters(config)
-    servers = [Server(dialect, one, rollout.server_timeout) for one in where]
+    api, adapters = _server_api(config, policy.config), _adapters(config)
+    servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
-        left_out=policy.second_names,
+        skipped=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns,
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
@@ -155,12 +155,12 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
     )
-    dialect = _dialect(config, policy)
+    api = _server_api(config, policy)
     for url in settings.rollout.server_urls:
-        server = Server(dialect, server_address(url), settings.rollout.server_timeout, patience=2.0)
-        if server.answers():
+        server = InferenceServer(api, server_address(url), settings.rollout.server_timeout, token_timeout=2.0)
+        if server.is_healthy():
             try:
-                server.ready()
+                server.wait_ready()
             finally:
                 server.stop()
 
@@ -174,10 +174,10 @@ def _adapters(config: RunConfig) -> Adapters | None:
     return Adapters(model.lora_rank, model.lora_alpha)
 
 
-def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
+def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
     sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
-    wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
+    wanted = ServedPolicy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
         return Vllm(wanted, _adapters(config), tells, rollout.weight_transfer)

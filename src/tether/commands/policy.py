@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tether.assembly.generator import Encode
     from tether.envs.gymnasium_types import Env
-    from tether.rollout.env.agent import Agent
+    from tether.rollout.env.agent import EnvAgent
     from tether.rollout.native import NativeEngine
 
 
@@ -54,7 +54,7 @@ class Policy:
     def __init__(
         self,
         text: tuple[NativeEngine, PreTrainedTokenizerBase, Encode] | None,
-        control: tuple[Agent, Callable[[], Env]] | None = None,
+        control: tuple[EnvAgent, Callable[[], Env]] | None = None,
     ) -> None:
         self._text, self._control = text, control
 
@@ -143,7 +143,7 @@ class Policy:
         """A `gymnasium.Env` as the policy was tested in it, with its wrappers."""
         return self._of_control("make_env")[1]()
 
-    def _of_control(self, method: str) -> tuple[Agent, Callable[[], Env]]:
+    def _of_control(self, method: str) -> tuple[EnvAgent, Callable[[], Env]]:
         if self._control is None:
             raise ValueError(f"{method}: this is a language model; ask it with generate(prompts)")
         return self._control

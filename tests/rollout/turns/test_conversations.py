@@ -78,10 +78,10 @@ def test_a_row_whose_environment_fails_has_an_error_and_no_score(tmp_path: Path)
         talk = replace(conversations(pool), default_agent="lost").begin(
             [Prompt([ID["?"]], "game", None, messages=({"role": "user", "content": "?"},))], n=1
         )
-        talk.listen(0, [ID["7"], END])
-        assert talk.answer(0, room=20) is None, "the conversation is over"
-    assert not talk.asks_reward(0)
-    outcome = talk.own_outcome(0)
+        talk.submit_turn(0, [ID["7"], END])
+        assert talk.wait_reply(0, room=20) is None, "the conversation is over"
+    assert not talk.needs_reward(0)
+    outcome = talk.outcome(0)
     assert isinstance(outcome, RewardError)
     assert "the environment failed" in outcome.message
     assert "the game is gone" in outcome.message

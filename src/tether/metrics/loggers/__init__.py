@@ -101,7 +101,7 @@ class Loggers:
             _without_display.warning(message)
 
     def close(self) -> None:
-        """Close each of them, also where one fails."""
+        """Close all loggers, even if one fails."""
         with ExitStack() as stack:
             for logger in reversed(list(self._loggers.values())):
                 stack.callback(logger.close)

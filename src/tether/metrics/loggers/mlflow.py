@@ -114,8 +114,8 @@ def _storing() -> Iterator[None]:
 
 def _mlflow_name(key: str) -> str:
     """Return a name that mlflow accepts: one that is also a relative path in its shortest form, and not too long."""
-    parts = _in_mlflow_characters(key).split("/")
-    name = "/".join(f"_{part}" if part in ("", ".", "..") else part for part in parts)
+    segments = _in_mlflow_characters(key).split("/")
+    name = "/".join(f"_{segment}" if segment in ("", ".", "..") else segment for segment in segments)
     if len(name) <= MAX_NAME:
         return name
     digest = sha256(key.encode()).hexdigest()[:8]

@@ -66,10 +66,10 @@ class TensorboardLogger:
         for event in events:
             event.wall_time = time.time()
             writer.write(event.SerializeToString())
-        left, begin = records.getvalue(), self._file.tell()
+        remaining, begin = records.getvalue(), self._file.tell()
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(begin)

@@ -1,4 +1,4 @@
-"""Reads a GGUF file into an ordinary transformers model and tokenizer: dequantized, trainable, and savable.
+"""Loads a GGUF file as an ordinary transformers model and tokenizer: dequantized, trainable, and savable.
 
 Needs the packages gguf and accelerate (extra ``quickstart``); transformers says so where they lack. It passes over what
 it does not know of a file, and draws missing weights at random: both are refused here.
@@ -32,7 +32,7 @@ FIX = "Copy the file again"
 
 
 def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal LM of a GGUF file, with every weight dequantized.
+    """Load the causal LM of a GGUF file, with every weight dequantized.
 
     transformers marks what it loads from GGUF as quantized and refuses to save it, so the weights move into a model
     built from the same config without that mark. Its ``generation_config`` names the end-of-sequence ids.
@@ -50,7 +50,7 @@ def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTraine
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten: leave the random state alone
+    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten, so preserve the random state
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = GenerationConfig.from_model_config(config)
@@ -99,13 +99,13 @@ def _check_tensors(file: Path, architecture: str, names: list[str], model: PreTr
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a GGUF file, with its chat template and context length."""
+    """Load the tokenizer of a GGUF file, with its chat template and context length."""
     with reading(file, FIX):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         metadata = load_gguf_checkpoint(str(file), return_tensors=False)
     if metadata["tokenizer"].get("pre_tokenizer_type") == "smollm":
-        # This family splits digits off before the byte-level split. transformers drops that step, and then
-        # encodes the spaces before a number otherwise than the model was trained ("a  1": one token, not two).
+        # This family splits digits before the byte-level split. transformers drops that step, and then encodes the
+        # spaces before a number differently than in training ("a  1": one token, not two).
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

@@ -1,4 +1,4 @@
-"""Runs a transformers model over packed sequences, and proves at load that it keeps them apart.
+"""Runs a transformers model over packed sequences, and verifies at load time that it keeps them separate.
 
 A model class whose attention does not go through transformers' attention functions would let packed sequences see each
 other, or sample each token from the one before alone, and nothing would fail: rewards would merely learn worse. So
@@ -28,9 +28,9 @@ SELF_TEST_WINDOW = 4
 DECODED = 2
 """Last tokens of each sequence that the test also runs one at a time over cached keys, as the sampler does."""
 SELF_TEST_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax works in
-float32 even in a float64 model). SmolLM2-135M: 1e-6 in float32 and 0.02 in bfloat16; a leak makes it 0.3, or 1 in
-random models."""
+"""Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax computes
+in float32 even in a float64 model). SmolLM2-135M has 1e-6 in float32 and 0.02 in bfloat16; a leak causes 0.3, or 1
+in random models."""
 
 
 def hidden_states(
@@ -40,17 +40,17 @@ def hidden_states(
     layout: AttentionLayout,
     choice: ExpertChoice | None = None,
 ) -> Tensor:
-    """The final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
+    """Return the final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
 
     Args:
-        model: a causal LM or critic with tether's attention switched on.
+        model: a causal LM or critic with tether's attention enabled.
         input_ids: [R, S] token ids.
-        position_ids: [R, S] positions in their own sequences, see `Packed.position_ids`.
-        layout: which token may look at which.
+        position_ids: [R, S] positions in their sequences, as in `Packed.position_ids`.
+        layout: which token sees which one.
         choice: records or replays the experts of the tokens.
 
     Raises:
-        ValueError: a choice for a model without a router that tether knows.
+        ValueError: `choice` is set for a model without a router that tether supports.
     """
     options: dict[str, object] = {} if choice is None else {"expert_choice": choice}
     if choice is not None:
@@ -65,17 +65,17 @@ def hidden_states(
 
 
 def disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout to 0: PPO compares the log-probs of two forwards, and their ratio must not be noise."""
+    """Set every dropout to 0, because PPO compares the log-probs of two forward passes."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if name.endswith("dropout") and isinstance(value, float):  # attention modules keep their rate themselves
+            if name.endswith("dropout") and isinstance(value, float):  # attention modules store their own rate
                 setattr(module, name, 0.0)
 
 
 def prepare_for_packing(model: PreTrainedModel) -> None:
-    """Check that all weights are finite, and that packing fits the class; see `compare_packing`."""
+    """Check that all weights are finite, and run `compare_packing`."""
     _check_finite(model)
     compare_packing(model, model.dtype)
 
@@ -87,15 +87,15 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     states of the last tokens when they are run one at a time over the cached keys of those before them.
 
     Args:
-        model: with its weights, also in shards.
-        dtype: it computes in.
+        model: a model with its weights, possibly sharded.
+        dtype: dtype of its computation.
 
     Raises:
-        ValueError: weights or outputs are not finite (names the weight), the two differ by more than
-            `SELF_TEST_TOLERANCE`, or the class does not run on a layout at all (names the class).
+        ValueError: weights or outputs are not finite, the two differ by more than `SELF_TEST_TOLERANCE`, or the class
+            does not support a layout.
     """
     if model.base_model is model:
-        raise ValueError(f"{type(model).__name__}: has no backbone apart from its output head, which tether needs.")
+        raise ValueError(f"{type(model).__name__}: has no backbone separate from its output head, which tether needs.")
     vocabulary = model.config.get_text_config().vocab_size
     ids = (torch.arange(sum(SELF_TEST_LENGTHS), device=model.device) * 7919 + 101) % vocabulary
     is_causal_lm = model.get_output_embeddings() is not None
@@ -103,21 +103,21 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.eval()
     layout = _Caching(Packed(SELF_TEST_LENGTHS))
     with torch.no_grad(), _short_windows(model):
-        expected = _run_apart(model, ids, with_logits=is_causal_lm)
-        found = _run_packed(model, ids, layout, with_logits=is_causal_lm)
+        expected = _run_separately(model, ids, with_logits=is_causal_lm)
+        packed_outputs = _run_packed(model, ids, layout, with_logits=is_causal_lm)
         decoded = _run_decoded(model, ids, layout) if is_causal_lm and layout.cache else None
     model.train(was_training)
     tolerance = SELF_TEST_TOLERANCE[dtype]
-    for what, apart, packed in zip(("hidden states", "logits"), expected, found, strict=False):
-        if not (torch.isfinite(apart).all() and torch.isfinite(packed).all()):
+    for what, separate, packed in zip(("hidden states", "logits"), expected, packed_outputs, strict=False):
+        if not (torch.isfinite(separate).all() and torch.isfinite(packed).all()):
             raise ValueError(
-                f"{_name(model)}: its {what} hold NaN or infinity, although its weights are finite: they overflow "
+                f"{_name(model)}: its {what} have NaN or infinity, although its weights are finite: they overflow "
                 f"{dtype}. Load it in another format (fsdp_config.dtype), or take an earlier checkpoint."
             )
-        error = _relative_error(packed, apart)
+        error = _relative_error(packed, separate)
         if not error <= tolerance:
             raise ValueError(
-                f"{type(model).__name__}: packed sequences give other {what} than separate ones (relative error "
+                f"{type(model).__name__}: packed sequences have different {what} than separate ones (relative error "
                 f"{error:.2g}, allowed {tolerance:g} in {dtype}), so tether cannot train this model class. "
                 "Its attention or output head does something that tether's does not know, such as a window or chunks "
                 "that only transformers' mask has."
@@ -173,37 +173,38 @@ def _check_finite(model: PreTrainedModel) -> None:
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether a tensor holds no NaN and no infinity: by its least and largest number, without a second tensor."""
-    return not weight.numel() or all(end.isfinite().item() for end in weight.detach().aminmax())
+    """Return whether a tensor has no NaN and no infinity, using its minimum and maximum to avoid a second tensor."""
+    return not weight.numel() or all(bound.isfinite().item() for bound in weight.detach().aminmax())
 
 
 def refuse_broken(model: PreTrainedModel, broken: Sequence[str]) -> None:
-    """Refuse a model of which these weights hold NaN or infinity.
+    """Refuse a model with NaN or infinity in these weights.
 
     Raises:
-        ValueError: there are any.
+        ValueError: the list is not empty.
     """
     if broken:
         raise ValueError(
-            f"{_name(model)}: {len(broken)} of its weights hold NaN or infinity, first "
+            f"{_name(model)}: {len(broken)} of its weights have NaN or infinity, first "
             f"{broken[0]}. The training that saved them diverged, or they do not fit the format {model.dtype}: take an "
             "earlier checkpoint, or load them in another format (fsdp_config.dtype)."
         )
 
 
 def _name(model: PreTrainedModel) -> str:
-    """The file or folder that it was loaded from, if any."""
+    """Return the file or folder from which the model was loaded, or else its class."""
     return str(model.name_or_path or type(model).__name__)
 
 
-def _run_apart(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
-    """Hidden states [N, E] (and logits [N, V]) of each sequence by itself, by transformers' plainest attention."""
+def _run_separately(model: PreTrainedModel, ids: Tensor, *, with_logits: bool) -> list[Tensor]:
+    """Return hidden states [N, E] (and logits [N, V]) of each sequence separately, with transformers' eager
+    attention."""
     model.set_attn_implementation("eager")
     hidden: list[Tensor] = []
     hook = model.base_model.register_forward_hook(lambda module, inputs, out: hidden.append(out.last_hidden_state[0]))
-    run = model if with_logits else model.base_model  # a scalar head may compute in a wider format than the backbone
+    run = model if with_logits else model.base_model  # a scalar head may have a wider dtype than the backbone
     try:
-        outputs = [run(part[None], use_cache=False) for part in ids.split(SELF_TEST_LENGTHS)]
+        outputs = [run(sequence[None], use_cache=False) for sequence in ids.split(SELF_TEST_LENGTHS)]
     finally:
         hook.remove()
     if not hidden:
@@ -267,7 +268,7 @@ def _run_packed(model: PreTrainedModel, ids: Tensor, layout: _Caching, *, with_l
     try:
         use_tether_attention(model)
         hidden = hidden_states(model, ids[None], layout.packed.position_ids(ids.device), layout)
-    except (TypeError, ValueError) as error:  # the class takes no attention function, or no extra argument
+    except (TypeError, ValueError) as error:  # the class supports no attention function, or no extra argument
         raise ValueError(
             f"{type(model).__name__}: does not run on transformers' attention functions, which packing needs ({error})."
         ) from error
@@ -282,7 +283,7 @@ def _run_packed(model: PreTrainedModel, ids: Tensor, layout: _Caching, *, with_l
     return [hidden, logits_of(hidden, head)]
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of the sequence that is worst, averaged over its tokens."""
-    difference = (found - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
-    return max(part.mean().item() for part in difference.split(SELF_TEST_LENGTHS))
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the error of the worst sequence, averaged over its tokens."""
+    difference = (actual - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
+    return max(sequence.mean().item() for sequence in difference.split(SELF_TEST_LENGTHS))

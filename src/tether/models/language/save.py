@@ -1,7 +1,7 @@
-"""A model as a plain Hugging Face directory, written by one process or in parts by several.
+"""Saves a model as a plain Hugging Face directory, written by one process or in shards by several.
 
-A part is a directory of its own with the weights that its process has; the others are on the meta device there.
-`join_parts` makes one directory of them. Ranks write at the same time, and none needs the memory for all weights.
+A shard is a separate directory with the weights of one process, in which the other weights are on the meta device.
+`join_shards` merges them into one directory. Ranks write in parallel, and none needs the memory for all weights.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_fa
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model, or the part of it that is not on the meta device.
+    """Write a model, or the weights of it that are not on the meta device.
 
     Args:
-        model: whose class and config they are.
-        folder: for all of it.
-        state: its weights; None: its own.
+        model: the model.
+        folder: target folder.
+        state: weights to write; None: those of the model.
     """
     weights = dict(model.state_dict() if state is None else state)
-    here = {name: value for name, value in weights.items() if value.device.type != "meta"}
-    if len(here) == len(weights):
+    loaded = {name: value for name, value in weights.items() if value.device.type != "meta"}
+    if len(loaded) == len(weights):
         model.save_pretrained(folder, state_dict=weights)
         add_older_names(folder)
         return
-    model.save_pretrained(folder, state_dict={})  # its config
+    model.save_pretrained(folder, state_dict={})  # only the config
     add_older_names(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(here, model))
+    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(loaded, model))
     if named:
         tensors = {name: value.contiguous() for name, value in named.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -86,27 +86,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def join_parts(parts: Sequence[Path], folder: Path) -> None:
-    """Make one directory of parts, whose files are moved; what is no weight is the first one's."""
+def join_shards(shards: Sequence[Path], folder: Path) -> None:
+    """Merge shards into one directory by moving their files; other files than weights are those of the first shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [file for part in parts for file in sorted(part.glob("model*.safetensors"))]
+    files = [file for shard in shards for file in sorted(shard.glob("model*.safetensors"))]
     if len(files) == 1:
         files[0].rename(folder / "model.safetensors")
     else:
         _with_index(files, folder)
-    for file in parts[0].iterdir():
+    for file in shards[0].iterdir():
         if file.name != INDEX:
             file.rename(folder / file.name)
 
 
 def _with_index(files: Sequence[Path], folder: Path) -> None:
-    places: dict[str, str] = {}
+    file_of_weight: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         with safe_open(file, "pt") as opened:
-            places |= dict.fromkeys(opened.keys(), name)
+            file_of_weight |= dict.fromkeys(opened.keys(), name)
         size += file.stat().st_size
         file.rename(folder / name)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of_weight.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP.
 
-They call `tether.kernels` and compute what the module that they replace computes.
+They call `tether.kernels` and compute the same as the modules that they replace.
 """
 
 from tether.models.layers.attention import Packed, Padded, use_tether_attention
