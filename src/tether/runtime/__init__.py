@@ -9,6 +9,7 @@ __all__ = [
     "deadline",
     "digits",
     "disk",
+    "event_loop",
     "global_rng",
     "guard",
     "http",
