@@ -18,8 +18,7 @@ from tether.rewards.service.worker import call
 from tether.runtime.deadline import deadline
 
 _USE_A_FILE = (
-    "trainer.async_mode calls reward= in the thread that samples, where signals (math_verify, timeout decorators) "
-    "do not work: put the function into a file (custom_reward_function.path), or set trainer.async_mode=off"
+    "signals do not work here, with trainer.async_mode: put the function into a file (custom_reward_function.path)"
 )
 
 
@@ -47,7 +46,7 @@ class LocalRewards:
             random.setstate(noise)
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(outcome, RewardError) and "signal" in outcome.message and not is_main:
-            outcome = replace(outcome, message=f"{outcome.message}. {_USE_A_FILE}")
+            outcome = replace(outcome, message=f"{_USE_A_FILE}; {outcome.message}")
         self._done[index] = load_answer(dump_answer(outcome, time.monotonic() - begun))
 
     def collect(self) -> list[RewardOutcome]:
