@@ -78,7 +78,7 @@ def test_every_script_is_a_recipe() -> None:
 
 def test_every_recipe_has_its_row() -> None:
     page = (FOLDER.parent.parent / "docs/evidence/seeds.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[`(.*)`\]\(../recipes/verl/(.*).yaml\) \|(.*)$", page, re.MULTILINE)
+    rows = re.findall(r"^\| \[`(.*)`\]\(../../recipes/verl/(.*).yaml\) \|(.*)$", page, re.MULTILINE)
     expected = []
     for name, script in SCRIPTS.items():
         settings = dict(setting.split("=", 1) for setting in script)

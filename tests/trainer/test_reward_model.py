@@ -203,7 +203,7 @@ def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.Capture
     assert "praise of itself" in said
     legend = said.splitlines()[-1]
     assert legend.startswith("A fault means that calls fail, or that what is wrong is paid for")
-    assert ("A look means" in legend) == ("\nlook: " in said)
+    assert ("A look is worth reading" in legend) == ("\nlook: " in said)
     assert "calls failed" not in said  # replies have at most data.max_response_length tokens
     as_ids = load_config(None, overrides(inputs, tmp_path, "reward_model.model.input_tokenizer=null"))
     with pytest.raises(ValueError, match=r"input_tokenizer=null: the replies that are tried are texts"):

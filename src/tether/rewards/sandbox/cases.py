@@ -205,7 +205,7 @@ def _call(function: str, given: object, expected: object, number: int) -> CallTe
     if isinstance(given, str):
         given = [_json(line, f"input {number}") for line in given.splitlines() if line.strip()]
         if isinstance(expected, str):
-            with contextlib.suppress(ValueError, RecursionError):  # a plain text
+            with contextlib.suppress(json.JSONDecodeError, RecursionError):  # a plain text
                 expected = json.loads(expected)
     if not isinstance(given, list):
         raise ValueError(f"input {number} is {str(given)[:80]!r}, not a list of arguments")
