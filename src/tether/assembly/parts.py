@@ -66,7 +66,6 @@ class RankSampler:
         return moved
 
     def generate(self, *arguments: Any) -> RolloutBatch:
-        """See `RolloutEngine.generate`."""
         return self._engine.generate(*arguments)
 
     def ends(self) -> frozenset[int]:

@@ -192,7 +192,7 @@ def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     """The environments as the policy acts in them: where it has a code for actions, they take that."""
     code = code_of(policy)
-    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.taken:
+    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
     coded: VectorEnv = importlib.import_module("tether.envs.spaces.coded").CodedEnv(env, code)
     return coded

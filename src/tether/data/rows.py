@@ -90,7 +90,6 @@ class Row:
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]]:
-        """See `own_tools`."""
         return own_tools(self.extra_info)
 
     @property

@@ -48,7 +48,6 @@ class Screen(Console):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `rich.console.Console.render`; text is made printable here, where all of it passes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

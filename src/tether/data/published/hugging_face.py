@@ -35,7 +35,6 @@ class HuggingFace:
     """The hub; a revision is a commit, whatever named it."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         with asking_hugging_face(asked_for(repository, revision), FIX):
             info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
                 repository, revision=revision, files_metadata=True, timeout=30
@@ -49,7 +48,6 @@ class HuggingFace:
         return Listing(str(info.sha), files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`."""
         size = listing.files[path].size
         if to.exists() and to.stat().st_size > size:  # of another file, or damaged
             to.unlink()

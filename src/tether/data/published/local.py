@@ -41,13 +41,11 @@ class LocalFiles:
             raise ValueError(f"--from {path}: no {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]} file")
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         files = {name: RemoteFile(file.stat().st_size, sha256_of(file)) for name, file in self._files.items()}
         hashes = "".join(f"{name} {file.sha256}\n" for name, file in files.items())
         return Listing(hashlib.sha256(hashes.encode()).hexdigest(), files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`; nothing is copied."""
         to.unlink(missing_ok=True)
         to.symlink_to(self._files[path].resolve())
 

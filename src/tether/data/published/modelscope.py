@@ -24,7 +24,6 @@ class ModelScope:
     """The hub, which names no commit: a revision is a branch and a hash over the files that it lists."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         branch = revision or NEWEST
         with asking_modelscope(asked_for(repository, revision), FIX):
             found = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
@@ -33,7 +32,6 @@ class ModelScope:
         return Listing(f"{branch}@{hashlib.sha256(content.encode()).hexdigest()[:12]}", files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`; what an earlier call left is in a folder beside the path."""
         folder = to.with_name(f"{to.name}.modelscope")
         branch = listing.revision.rpartition("@")[0]
         size = listing.files[path].size
