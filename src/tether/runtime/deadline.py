@@ -1,4 +1,4 @@
-"""A time limit on code of others that runs in this process, such as a chat template."""
+"""A timeout for foreign code in this process, such as a chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop the block after `seconds`; only in the main thread, where a signal can.
+    """Interrupt the block after `seconds`; works only in the main thread, which receives signals.
 
     Raises:
         TimeoutError: the block took longer.

@@ -1,4 +1,4 @@
-"""Text of any origin made harmless for a terminal."""
+"""Making text from any source harmless for a terminal."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import unicodedata
 from typing import TextIO
 
 _DIRECTION = set("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that reorder the text around them, so that a line reads other than it is."""
+"""Unicode marks that change the direction of the text around them."""
 
 
 def printable(text: str) -> str:
-    """Replace control characters, of which escape sequences are made, by spaces; drop marks that reorder text.
+    """Replace control characters, including those of escape sequences, by spaces, and drop marks that reorder text.
 
-    Line ends and tabs stay; a lone surrogate, which no encoding can write, becomes U+FFFD.
+    Line ends and tabs stay; a lone surrogate, which cannot be encoded, becomes U+FFFD.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 
@@ -32,7 +32,7 @@ def _printable(character: str) -> str:
 
 
 def print_harmlessly() -> None:
-    """Make printable whatever this process prints from now on."""
+    """Apply `printable` to everything that this process prints from now on."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _guard(stream)
