@@ -48,6 +48,7 @@ class Screen(Console):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        # All text passes here, so this is where it is made printable.
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 

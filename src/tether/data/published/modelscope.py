@@ -32,7 +32,7 @@ class ModelScope:
         return Listing(f"{branch}@{hashlib.sha256(content.encode()).hexdigest()[:12]}", files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        folder = to.with_name(f"{to.name}.modelscope")
+        folder = to.with_name(f"{to.name}.modelscope")  # keeps a partial download for the next call
         branch = listing.revision.rpartition("@")[0]
         size = listing.files[path].size
         if any(file.is_file() and file.stat().st_size > size for file in folder.rglob("*")):

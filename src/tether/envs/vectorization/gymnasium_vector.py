@@ -46,7 +46,7 @@ class GymnasiumVectorEnv:
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
-        obs, info = self._env.reset(seed=seed)
+        obs, info = self._env.reset(seed=seed)  # None leaves the generators of the environments unchanged
         refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
         return self._read(obs, self.num_envs)

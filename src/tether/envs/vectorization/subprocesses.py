@@ -126,6 +126,8 @@ class WorkerVectorEnv:
         return picture
 
     def get_state(self) -> EnvState:
+        # The state includes the global generators of each process. That of a dead process is left out, so that new
+        # episodes begin, which replaces it.
         for worker in self._workers:
             self._send(worker, ("get_state", None))
         states, left_out = list[Saved](), dict[str, None]()
