@@ -1,4 +1,4 @@
-"""Models and engines, where a configuration names formats and devices."""
+"""Loading of models and engines onto devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tether.rollout.native import NativeEngine, eos_token_ids
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model; transformers' own `to` is typed for a decorator that hides its argument."""
+    """Move a model to a device; the type of transformers' own `to` hides its argument."""
     nn.Module.to(model, device)
     return model
 
 
 def load_engine(model: Path | str, device: torch.device, dtype: str) -> NativeEngine:
-    """An engine that samples from a model as it lies on the disk."""
+    """Load an engine that samples from a model on disk."""
     loaded = on_device(load_causal_lm(model, dtype=DTYPES[number_format(dtype, device)]), device)
     return NativeEngine(loaded, eos_token_ids=eos_token_ids(loaded))
