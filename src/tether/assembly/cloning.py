@@ -34,7 +34,7 @@ SCRIPTED = "scripted"
 
 
 @dataclass(frozen=True)
-class Recording:
+class EpisodeRecording:
     """Episodes to record, and metadata for their file."""
 
     episodes: Iterator[Demonstration]
@@ -44,7 +44,7 @@ class Recording:
 
 def build_recording(
     loaded: LoadedConfig, source: str, episodes: int, seed: int | None, *, only_successful: bool
-) -> Recording:
+) -> EpisodeRecording:
     """Play episodes in one of the environments of ``env.train``.
 
     Args:
@@ -87,7 +87,7 @@ def build_recording(
         with closing(env):
             yield from record.record(env, options.id, decide, episodes, first, only_successful=only_successful)
 
-    return Recording(play(), fps, options.id)
+    return EpisodeRecording(play(), fps, options.id)
 
 
 def build_cloning(
@@ -117,8 +117,8 @@ def build_cloning(
     with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
-        for number, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
-            _refuse_forbidden(env, seen, chosen, f"{folder}: episode {number}")
+        for index, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
+            _refuse_forbidden(env, seen, chosen, f"{folder}: episode {index}")
         kind = config.policy.model_type
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None

@@ -61,7 +61,7 @@ from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, Rollout
 from tether.training.engines.flat import FlatEngine
 
 if TYPE_CHECKING:
-    from tether.assembly.groups import Groups
+    from tether.assembly.groups import RankGroups
     from tether.envs.make import EnvOptions
 
 
@@ -184,11 +184,11 @@ class ControlRoles:
 
 def _roles(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, Groups | None]:
+) -> tuple[ControlRoles, RankGroups | None]:
     """Build the roles in this process, or on several devices together with the groups of processes."""
     if config.trainer.devices > 1:
         ranks = importlib.import_module("tether.assembly.control_ranks")
-        roles_and_groups: tuple[ControlRoles, Groups] = ranks.roles_on_ranks(
+        roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
             config, checkpoint, total_steps, logs, resources
         )
         return roles_and_groups

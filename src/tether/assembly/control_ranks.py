@@ -17,7 +17,7 @@ from tether.assembly.control import (
     policy_of,
     view_of,
 )
-from tether.assembly.groups import Groups, build_groups
+from tether.assembly.groups import RankGroups, build_groups
 from tether.assembly.policies import env_for_policy
 from tether.config import RunConfig
 from tether.config.schema import TrainEnvConfig
@@ -37,7 +37,7 @@ ENGINE, ENVS = "actor", "envs"
 
 def roles_on_ranks(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, Groups]:
+) -> tuple[ControlRoles, RankGroups]:
     """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
 
     Args:

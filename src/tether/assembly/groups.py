@@ -18,7 +18,7 @@ from tether.runtime.ranks import Deadlines, Pool
 
 
 @dataclass(frozen=True)
-class Groups:
+class RankGroups:
     """The processes of a run, in groups of communicating ranks."""
 
     all_ranks: Group
@@ -32,7 +32,7 @@ class Groups:
             group.build(factory, *arguments, frozenset(name for name, mine in self.of.items() if mine is group))
 
 
-def build_groups(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> Groups | None:
+def build_groups(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> RankGroups | None:
     """Start the processes of a run, which `resources` closes; return None for a single device.
 
     Raises:
@@ -65,7 +65,7 @@ def build_groups(config: RunConfig, device: torch.device, logs: Path, resources:
     )
     resources.callback(all_ranks.close)
     groups = {ranks: all_ranks.some(ranks) for ranks in ranks_of.values()}
-    return Groups(all_ranks, {name: groups[ranks] for name, ranks in ranks_of.items()})
+    return RankGroups(all_ranks, {name: groups[ranks] for name, ranks in ranks_of.items()})
 
 
 def _key(devices: tuple[Pool, ...]) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from tether.data.chat import dated_template, today
 from tether.data.columns import Columns
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Agent
+from tether.data.rows import RowAgent
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
@@ -63,7 +63,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     if data.val_files:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
         validation = validation.held_out_from(train)
-    agents = set[tuple[Agent, Agent]]()
+    agents = set[tuple[RowAgent, RowAgent]]()
     datasets = list(filter(None, (train, validation)))
     for prompts in datasets:
         agents |= check_agents(config, prompts, tools)

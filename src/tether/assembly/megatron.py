@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
@@ -92,7 +92,7 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
     return overrides
 
 
-def megatron_line(config: RunConfig, groups: Groups) -> list[str]:
+def megatron_line(config: RunConfig, groups: RankGroups) -> list[str]:
     """Return a line for the user about Megatron, from the actor's first rank; empty without Megatron."""
     if not uses_megatron(config):
         return []

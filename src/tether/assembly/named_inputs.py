@@ -39,7 +39,7 @@ from tether.config import (
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import expand, locate
-from tether.data.rows import TOOL_AGENT, Agent, agent_of
+from tether.data.rows import TOOL_AGENT, RowAgent, agent_of
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -145,7 +145,7 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.reward_model.enable and config.reward_model.server.url:
         key = "reward_model.server.url"
         yield key, config.reward_model.server.url, partial(check_address, key=key)
-    sources, agents = set[str](), dict[str, set[tuple[Agent, Agent]]]()
+    sources, agents = set[str](), dict[str, set[tuple[RowAgent, RowAgent]]]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
@@ -254,7 +254,11 @@ def _package(name: str, extra: str) -> None:
 
 
 def _rows(
-    config: RunConfig, first: int | None, sources: set[str], agents: dict[str, set[tuple[Agent, Agent]]], name: str
+    config: RunConfig,
+    first: int | None,
+    sources: set[str],
+    agents: dict[str, set[tuple[RowAgent, RowAgent]]],
+    name: str,
 ) -> None:
     """Check a source of rows; for a file, check the first rows, their agents and the rules that score them.
 
@@ -266,7 +270,7 @@ def _rows(
     if kind == "environment" and not turns.enable:
         raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
     if kind == "environment":
-        agents[name] = {(Agent(False, name), Agent(False, name))}
+        agents[name] = {(RowAgent(False, name), RowAgent(False, name))}
     if kind != "file":
         return
     rows, rules, defined = rows_of(config, name, first), _rules_score(config), set[str]()
@@ -275,10 +279,10 @@ def _rows(
         interactions = interactions_of(config)
     configured = config.reward_model.parts
     sections = {} if part_problems(configured) else read_parts(configured)
-    problems, talkers = list[str](), set[tuple[Agent, Agent]]()
-    for row in (rows[number] for number in range(len(rows))):
+    problems, row_agents = list[str](), set[tuple[RowAgent, RowAgent]]()
+    for row in (rows[index] for index in range(len(rows))):
         agent = row.agent_name
-        talkers.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
+        row_agents.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
         try:
             if problem := agent_problem(config, row, interactions):
                 raise ValueError(problem)
@@ -293,7 +297,7 @@ def _rows(
                 check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
         except ValueError as error:
             problems.append(f"{row.place}: {error}")
-    agents[name] = talkers
+    agents[name] = row_agents
     if problems:
         more = f" ({len(problems) - 1} more of these rows have problems)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.loading import on_device
 from tether.assembly.named_inputs import NO_TEMPLATE
 from tether.assembly.number_formats import DTYPES, number_format
@@ -87,7 +87,7 @@ def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTraine
         )
 
 
-def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewards:
+def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
     """Build the reward model of a run, on its devices or behind a server.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.judge import build_judge, check_judge
 from tether.assembly.reward_model import build_reward_model
 from tether.assembly.row_agents import row_agent
@@ -98,7 +98,7 @@ def _num_workers(config: RunConfig) -> int:
     return config.reward_model.num_workers or min(usable_cores(), limit)
 
 
-def build_rewards(config: RunConfig, groups: Groups | None = None) -> Rewards:
+def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
     """Build and start the rewards.
 
     Args:
@@ -124,7 +124,7 @@ def _weighted(section: RewardPart, rewards: Rewards) -> Part:
     return Part(rewards, section.weight, section.optional, sources)
 
 
-def _build_part(config: RunConfig, name: str, section: RewardPart, groups: Groups | None) -> Rewards:
+def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankGroups | None) -> Rewards:
     if isinstance(section, FunctionPart):
         return _pool(config, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}"))
     if isinstance(section, JudgePart):

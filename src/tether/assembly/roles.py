@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.learners import (
     Reference,
     Role,
@@ -72,7 +72,7 @@ def build_roles(
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
-    groups: Groups | None,
+    groups: RankGroups | None,
 ) -> Roles:
     """Load the models on the devices of a run.
 
@@ -119,7 +119,7 @@ def _of_first_rank(group: Group, component: str, method: str) -> Any:
     return group.call(component, method, [(), *[None] * (group.size - 1)])[0]
 
 
-def _replicas(config: RunConfig, groups: Groups) -> dict[str, Replicas]:
+def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
     """Return for each model which ranks share its rows."""
     ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
     if config.critic.enable:

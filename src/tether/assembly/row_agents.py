@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of
 from tether.tools import LIBRARY, read_environments
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
 _NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 
 
-def row_agent(config: RunConfig, row: Row | Prompt) -> Agent:
+def row_agent(config: RunConfig, row: Row | Prompt) -> RowAgent:
     """Return the agent of a row."""
     return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
 
@@ -65,7 +65,7 @@ def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | Non
     return ""
 
 
-def check_turns_act(config: RunConfig, agents: set[tuple[Agent, Agent]]) -> None:
+def check_turns_act(config: RunConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
     """Refuse configured turns, tools and interactions that no row of a run uses.
 
     Args:

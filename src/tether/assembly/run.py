@@ -32,7 +32,7 @@ from tether.assembly.common import (
     find_start,
     ranks_line,
 )
-from tether.assembly.groups import Groups, build_groups
+from tether.assembly.groups import RankGroups, build_groups
 from tether.assembly.inputs import Inputs, build_inputs, with_template_date
 from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
@@ -199,7 +199,9 @@ def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
     return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
-def _about(config: RunConfig, inputs: Inputs, groups: Groups | None, learners: Sequence[AnyLearner]) -> Iterator[str]:
+def _about(
+    config: RunConfig, inputs: Inputs, groups: RankGroups | None, learners: Sequence[AnyLearner]
+) -> Iterator[str]:
     """Return lines for the user about prompts, devices and the size of checkpoints."""
     yield f"training prompts: {inputs.train.report}"
     if inputs.validation is not None:

@@ -11,7 +11,7 @@ from tether.config import RunConfig
 from tether.data.chat import dated_template
 from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of, own_tools
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
 from tether.rollout.turns import Conversations, TurnLimits, TurnTemplate
 from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
 
@@ -50,7 +50,7 @@ def scored_by_environments(config: RunConfig) -> bool:
     return config.custom_reward_function.path is None and not config.reward_model.enable
 
 
-def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[Agent, Agent]]:
+def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[RowAgent, RowAgent]]:
     """Refuse rows whose agent does not exist.
 
     Returns:
@@ -60,7 +60,7 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
         ValueError: lists up to ten such rows.
     """
     interactions, reported = interactions_of(config), set[str]()
-    agents, checked = set[tuple[Agent, Agent]](), set[str]()
+    agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
 
     def check(row: Row) -> None:
         if problem := agent_problem(config, row, interactions):

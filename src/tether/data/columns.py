@@ -18,7 +18,7 @@ _ANSWERS = ("answer", "solution", "final_answer", "output", "response", "complet
 
 
 @dataclass(frozen=True)
-class Layout:
+class PublishedLayout:
     """A published dataset's rows: a question, and a worked solution that ends with the answer."""
 
     name: str
@@ -42,8 +42,8 @@ def _boxed(solution: str) -> str | None:
 
 
 LAYOUTS = (
-    Layout("GSM8K", "question", "answer", "openai/gsm8k", "#### number", _after_marks),
-    Layout("MATH", "problem", "solution", "DigitalLearningGmbH/MATH-lighteval", r"\boxed{...}", _boxed),
+    PublishedLayout("GSM8K", "question", "answer", "openai/gsm8k", "#### number", _after_marks),
+    PublishedLayout("MATH", "problem", "solution", "DigitalLearningGmbH/MATH-lighteval", r"\boxed{...}", _boxed),
 )
 LAYOUT_KEYS = {"answer", *(key for layout in LAYOUTS for key in (layout.question, layout.solution))}
 
@@ -58,7 +58,7 @@ class Columns:
     """Column of correct answers; None: they are in ``reward_model``."""
     default_source: str | None = None
     """Default `data_source`; None: each row must have one."""
-    layout: Layout | None = None
+    layout: PublishedLayout | None = None
     """Layout that extracts the answer from the column; None: the column contains only the answer."""
     recognised_as: str = ""
     """Name of the recognised layout; "": the user named all columns."""

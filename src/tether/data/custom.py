@@ -9,7 +9,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.columns import Columns
-from tether.data.rows import Rows, Source
+from tether.data.rows import Rows, RowSource
 from tether.data.sources import ArrowRecords
 from tether.runtime.objects import PREFIX, held
 from tether.runtime.user_files import import_python_file
@@ -104,7 +104,7 @@ def _rows_of(name: str, records: Sequence[object], columns: Columns | None, *, f
     """Return the rows of records, in the layout recognised by their keys."""
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
     shown = (columns or Columns()).recognised(tuple(keys), records[0] if records else None)
-    return Rows([Source(name, records, (), columns=shown, from_columns=from_columns)])
+    return Rows([RowSource(name, records, (), columns=shown, from_columns=from_columns)])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:

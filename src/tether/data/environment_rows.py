@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.data.location import ENVIRONMENT, environment_named_by
-from tether.data.rows import Source
+from tether.data.rows import RowSource
 from tether.tools import verifiers_environment as adapter
 from tether.types import Message
 
 PARTS = ("train", "eval")
 
 
-def read_environment(spec: str, name: str, options: Mapping[str, str]) -> Source:
+def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSource:
     """Read the rows of an environment, which answers and scores them.
 
     Raises:
@@ -51,7 +51,7 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> Source
         }
         for index, row in enumerate(rows)
     ]
-    return Source(spec, records, ())
+    return RowSource(spec, records, ())
 
 
 def _messages(prompt: object, spec: str) -> list[Message]:

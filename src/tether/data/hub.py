@@ -7,10 +7,10 @@ from typing import cast
 
 import datasets
 
-from tether.data.rows import Records, Source
+from tether.data.rows import Records, RowSource
 
 
-def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
+def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> RowSource:
     """Download one split of a hub dataset once, and open it.
 
     Args:
@@ -38,4 +38,4 @@ def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
     if split not in names:
         raise ValueError(f"{spec}: choose a split, {repository}?split=...; it has {', '.join(names)}.")
     table = splits[split]
-    return Source(spec, cast(Records, table), tuple(table.column_names), from_columns=True)
+    return RowSource(spec, cast(Records, table), tuple(table.column_names), from_columns=True)

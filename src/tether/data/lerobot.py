@@ -64,16 +64,16 @@ def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, 
     tasks: dict[str, int] = {}
     frames, lengths, features = 0, list[int](), JsonObject()
     with (meta / "episodes.jsonl").open("w") as listed, (meta / "episodes_stats.jsonl").open("w") as measured:
-        for number, episode in enumerate(episodes):
-            columns = _columns(episode, number, frames, fps, tasks, robot)
+        for index, episode in enumerate(episodes):
+            columns = _columns(episode, index, frames, fps, tasks, robot)
             features = {name: _feature(column) for name, column in columns.items()}
-            path = folder / DATA_PATH.format(episode_chunk=number // CHUNK, episode_index=number)
+            path = folder / DATA_PATH.format(episode_chunk=index // CHUNK, episode_index=index)
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_parquet(path, columns, features)
             done = [text for text, task in tasks.items() if task in columns["task_index"]]
-            _line(listed, {"episode_index": number, "tasks": done, "length": len(episode)})
+            _line(listed, {"episode_index": index, "tasks": done, "length": len(episode)})
             stats = {name: _stats(column) for name, column in columns.items()}
-            _line(measured, {"episode_index": number, "stats": stats})
+            _line(measured, {"episode_index": index, "stats": stats})
             frames += len(episode)
             lengths.append(len(episode))
     if not lengths:
@@ -117,15 +117,15 @@ def read_dataset(folder: Path) -> list[Demonstration]:
     columns[TASK] = _tasks(columns[TASK_INDEX], meta, locate)
     numbers, starts = np.unique(columns[EPISODE], return_index=True)
     stops = [*starts[1:], len(order)]
-    for number, start, stop in zip(numbers, starts, stops, strict=True):
-        _check_frames(int(number), columns[FRAME][start:stop], int(start), locate)
+    for index, start, stop in zip(numbers, starts, stops, strict=True):
+        _check_frames(int(index), columns[FRAME][start:stop], int(start), locate)
     _check_lengths(folder, meta, dict(zip(numbers.tolist(), (stops - starts).tolist(), strict=True)))
     episodes = [
         _episode({name: column[start:stop] for name, column in columns.items()})
         for start, stop in zip(starts, stops, strict=True)
     ]
-    for number, episode in zip(numbers, episodes, strict=True):
-        _check_finite(episode, folder, int(number))
+    for index, episode in zip(numbers, episodes, strict=True):
+        _check_finite(episode, folder, int(index))
     return episodes
 
 
@@ -133,7 +133,7 @@ def read_dataset(folder: Path) -> list[Demonstration]:
 
 
 def _columns(
-    episode: Demonstration, number: int, frames: int, fps: int, tasks: dict[str, int], robot: str
+    episode: Demonstration, index: int, frames: int, fps: int, tasks: dict[str, int], robot: str
 ) -> dict[str, Array]:
     """Return all columns of an episode, and add new tasks to `tasks`."""
     steps = np.arange(len(episode))
@@ -146,7 +146,7 @@ def _columns(
     return columns | {
         "timestamp": (steps / fps).astype(np.float32),
         "frame_index": steps,
-        "episode_index": np.full(len(episode), number),
+        "episode_index": np.full(len(episode), index),
         "index": frames + steps,
         "task_index": task,
     }
@@ -203,23 +203,23 @@ def _line(file: Any, value: JsonObject) -> None:
 
 def _tasks(numbers: Array, meta: Meta, locate: Callable[[int], str]) -> Array:
     """Return the task's text for each frame."""
-    for number, first in zip(*np.unique(numbers, return_index=True), strict=True):
-        if number not in meta.tasks:
-            what = f"{TASK_INDEX}={number} is none of the {len(meta.tasks)} tasks that the folder meta lists"
+    for index, first in zip(*np.unique(numbers, return_index=True), strict=True):
+        if index not in meta.tasks:
+            what = f"{TASK_INDEX}={index} is none of the {len(meta.tasks)} tasks that the folder meta lists"
             raise ValueError(f"{locate(int(first))}: {what}. Add it there.")
-    return np.array([meta.tasks[number] for number in numbers.tolist()])
+    return np.array([meta.tasks[index] for index in numbers.tolist()])
 
 
-def _check_frames(number: int, frames: Array, start: int, locate: Callable[[int], str]) -> None:
+def _check_frames(index: int, frames: Array, start: int, locate: Callable[[int], str]) -> None:
     """Refuse an episode whose frames are not 0, 1, 2, ...; it begins at frame `start` of the dataset."""
     wrong = np.flatnonzero(frames != np.arange(len(frames)))
     if not len(wrong):
         return
     i = int(wrong[0])
     if i and frames[i] == frames[i - 1]:
-        what = f"{FRAME}={frames[i]} of episode {number} is in {locate(start + i - 1)}, too"
+        what = f"{FRAME}={frames[i]} of episode {index} is in {locate(start + i - 1)}, too"
         raise ValueError(f"{locate(start + i)}: {what}. Take one away, or give each episode a number of its own.")
-    what = f"{FRAME}={frames[i]} where frame {i} of episode {number} is expected"
+    what = f"{FRAME}={frames[i]} where frame {i} of episode {index} is expected"
     raise ValueError(f"{locate(start + i)}: {what}. Fetch the file again, or leave the episode out.")
 
 
@@ -227,10 +227,10 @@ def _check_lengths(folder: Path, meta: Meta, lengths: Mapping[int, int]) -> None
     """Refuse episodes that differ from those that the dataset lists."""
     fix = "Fetch the dataset again, or correct the number."
     listed = lengths if meta.lengths is None else meta.lengths
-    for number in sorted(lengths.keys() | listed.keys()):
-        length, rows = listed.get(number, 0), lengths.get(number, 0)
+    for index in sorted(lengths.keys() | listed.keys()):
+        length, rows = listed.get(index, 0), lengths.get(index, 0)
         if length != rows:
-            what = f"episode {number} has {length} frames, and {rows} rows in {folder / 'data'}"
+            what = f"episode {index} has {length} frames, and {rows} rows in {folder / 'data'}"
             raise ValueError(f"{meta.listed}: {what}. {fix}")
     totals = {"total_episodes": len(lengths), "total_frames": sum(lengths.values())}
     for name, total in meta.totals.items():
@@ -248,7 +248,7 @@ def _episode(columns: Mapping[str, Array]) -> Demonstration:
     )
 
 
-def _check_finite(episode: Demonstration, folder: Path, number: int) -> None:
+def _check_finite(episode: Demonstration, folder: Path, index: int) -> None:
     """Refuse values that are not finite, so that no policy learns from them."""
     numbers = {name: values for name, values in episode.observations.items() if values.dtype.kind == "f"}
     for name, column in (numbers | {ACTION: episode.actions}).items():
@@ -256,6 +256,6 @@ def _check_finite(episode: Demonstration, folder: Path, number: int) -> None:
         if len(bad):
             t, entry = bad[0]
             raise ValueError(
-                f"{folder}: episode {number}, frame {t}: entry {entry} of {name} is {column[t, entry]}. "
+                f"{folder}: episode {index}, frame {t}: entry {entry} of {name} is {column[t, entry]}. "
                 "Leave the episode out."
             )

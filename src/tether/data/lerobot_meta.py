@@ -130,11 +130,11 @@ def _tasks(meta: Path) -> dict[int, str]:
         raise ValueError(f"{lines}: missing, and so is {table.name}: they name the tasks. Fetch the dataset again.")
     tasks: dict[int, str] = {}
     for where, row in rows:
-        number, text = row.get(TASK_INDEX), row.get(TASK)
-        if type(number) is not int or not isinstance(text, str):
+        index, text = row.get(TASK_INDEX), row.get(TASK)
+        if type(index) is not int or not isinstance(text, str):
             raise ValueError(f"{where}: {row} has no whole {TASK_INDEX} and text {TASK}. {AGAIN}")
-        if tasks.setdefault(number, text) != text:
-            raise ValueError(f"{where}: {TASK_INDEX}={number} is {text!r} here and {tasks[number]!r} before. {AGAIN}")
+        if tasks.setdefault(index, text) != text:
+            raise ValueError(f"{where}: {TASK_INDEX}={index} is {text!r} here and {tasks[index]!r} before. {AGAIN}")
     return tasks
 
 

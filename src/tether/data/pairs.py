@@ -65,8 +65,8 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
         if location.options:
             raise ValueError(f"{name}: a file of pairs has no options; call its columns prompt, chosen and rejected")
         records = READERS[Path(location.name).suffix](Path(location.name), Columns(), None).records
-        for number in range(len(records)):
-            place, record = f"{name} row {number}", records[number]
+        for index in range(len(records)):
+            place, record = f"{name} row {index}", records[index]
             wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):

@@ -26,7 +26,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from tether.data.rows import Source
+from tether.data.rows import RowSource
 from tether.spelling import did_you_mean
 
 EXTRACTS = ("answer_tag", "last_number", "first_word", "full")
@@ -35,7 +35,7 @@ TEST_SHARE = 5  # one in this many questions is in the test part
 OWN_OPTIONS = ("system", "suffix", "extract", "part")
 
 
-def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
+def read_task(spec: str, task: str, options: Mapping[str, str]) -> RowSource:
     """Generate the rows of a task; without `part`, row i is the task's entry i.
 
     Each row's `extra_info` has the data to rebuild its scorer, under `reasoning_gym`: the `task`, its `params`, the
@@ -86,7 +86,7 @@ def read_task(spec: str, task: str, options: Mapping[str, str]) -> Source:
         }
         for index, entry in enumerate(entries)
     ]
-    return Source(spec, records, (), generated=True)
+    return RowSource(spec, records, (), generated=True)
 
 
 def _entries(task: str, params: dict[str, Any], split: str | None) -> list[dict[str, Any]]:

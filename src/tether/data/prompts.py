@@ -207,8 +207,8 @@ class PromptDataset:
             ValueError: `check` raised one; lists up to ten rows with their locations.
         """
         problems = []
-        for number in self._row_indices:
-            row = self._rows[number]
+        for index in self._row_indices:
+            row = self._rows[index]
             try:
                 check(row)
             except ValueError as error:

@@ -56,7 +56,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """One file, hub dataset or procedural task."""
 
     name: str
@@ -87,7 +87,7 @@ class Row:
     agent_name: str | None = None
     """Name of the agent that answers the policy between its turns; None: the run's default."""
     from_columns: bool = False
-    """Whether the row comes from typed columns, as in `Source`."""
+    """Whether the row comes from typed columns, as in `RowSource`."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]]:
@@ -100,7 +100,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Agent:
+class RowAgent:
     """What answers the policy between its turns."""
 
     has_tools: bool
@@ -108,7 +108,7 @@ class Agent:
     """Name of a class that answers each turn (with tools: each turn without a tool call)."""
 
 
-def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
+def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
     """Read a row's agent.
 
     Args:
@@ -116,11 +116,11 @@ def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
         extra_info: `extra_info` of the row.
     """
     if name == SINGLE_TURN:
-        return Agent(False, None)
+        return RowAgent(False, None)
     if name == TOOL_AGENT:
         wanted = extra_info.get("interaction_kwargs")
-        return Agent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
-    return Agent(False, name)
+        return RowAgent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
+    return RowAgent(False, name)
 
 
 def own_tools(extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
@@ -140,7 +140,7 @@ class Rows:
         ValueError: rows are invalid; lists up to ten with file, index and fix.
     """
 
-    def __init__(self, sources: Sequence[Source], problems: Sequence[str] = ()) -> None:
+    def __init__(self, sources: Sequence[RowSource], problems: Sequence[str] = ()) -> None:
         row_problems = [problem for source in sources for problem in _source_problems(source)]
         raise_problems([*problems, *row_problems])
         self.sources = tuple(sources)
@@ -179,7 +179,7 @@ def raise_problems(problems: Sequence[str]) -> None:
     raise ValueError("\n".join(shown))
 
 
-def _source_problems(source: Source) -> list[str]:
+def _source_problems(source: RowSource) -> list[str]:
     columns = source.columns
     if not len(source.records):
         return [f"{source.name}: no rows. Name a file with at least one, or take it off the list."]
@@ -315,7 +315,7 @@ def _truth(record: JsonObject, columns: Columns) -> object:
     return answer[0] if isinstance(answer, list) else answer
 
 
-def _to_row(record: Any, source: Source, number: int) -> Row:
+def _to_row(record: Any, source: RowSource, number: int) -> Row:
     columns = source.columns
     if _is_prompt(record):
         return Row(

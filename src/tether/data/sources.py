@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from tether.data.columns import LAYOUT_KEYS, Columns
 from tether.data.location import expand, locate
-from tether.data.rows import MEDIA_KEYS, Rows, Source
+from tether.data.rows import MEDIA_KEYS, Rows, RowSource
 
 
 def load_rows(
@@ -51,7 +51,7 @@ def load_rows(
     if not names:
         raise ValueError("data files: the list is empty. Name at least one file.")
     columns = Columns(prompt_key, reward_fn_key, answer_key, data_source)
-    sources: list[Source] = []
+    sources: list[RowSource] = []
     problems: list[str] = []
     for name in names:
         try:
@@ -61,7 +61,7 @@ def load_rows(
     return Rows(sources, problems)
 
 
-def _read(spec: str, columns: Columns, first: int | None) -> Source:
+def _read(spec: str, columns: Columns, first: int | None) -> RowSource:
     location = locate(spec)
     # Adapters are imported on first use, so that other sources do not load their packages.
     if location.kind == "task":
@@ -92,7 +92,7 @@ class ArrowRecords:
         return self._table.slice(number, 1).to_pylist(maps_as_pydicts="strict")[0]
 
 
-def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Source:
+def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> RowSource:
     wanted = {
         columns.prompt,
         columns.data_source,
@@ -111,7 +111,7 @@ def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Sou
         table = pyarrow.parquet.read_table(path, columns=present) if first is None else _beginning(path, present, first)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
-    return Source(str(path), ArrowRecords(table), tuple(keys), from_columns=True)
+    return RowSource(str(path), ArrowRecords(table), tuple(keys), from_columns=True)
 
 
 def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:
@@ -120,7 +120,7 @@ def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:
         return pyarrow.Table.from_batches(batches, file.schema_arrow if not batches else None)
 
 
-def _read_json(path: Path, columns: Columns, first: int | None = None) -> Source:
+def _read_json(path: Path, columns: Columns, first: int | None = None) -> RowSource:
     try:
         with path.open("rb") as file:
             content = b"".join(islice(file, first))
@@ -139,7 +139,7 @@ def _read_json(path: Path, columns: Columns, first: int | None = None) -> Source
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deeply to be read") from error
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
-    return Source(str(path), records, tuple(keys))
+    return RowSource(str(path), records, tuple(keys))
 
 
 def _parse_json(text: str, place: str) -> Any:
@@ -163,7 +163,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return obj
 
 
-READERS: dict[str, Callable[[Path, Columns, int | None], Source]] = {
+READERS: dict[str, Callable[[Path, Columns, int | None], RowSource]] = {
     ".parquet": _read_parquet,
     ".json": _read_json,
     ".jsonl": _read_json,

@@ -23,7 +23,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A server's answer."""
 
     status: int
@@ -107,7 +107,7 @@ def secret_from(variable: str | None, key: str) -> str | None:
     return value
 
 
-def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float) -> Answer:
+def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float) -> HttpAnswer:
     """Send JSON and wait for the complete answer.
 
     Args:
@@ -159,7 +159,7 @@ def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float
         raise NoAnswer(f"IncompleteRead: the connection ended {response.length} bytes before the answer")
     if len(content) > MAX_ANSWER:
         raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
-    return Answer(response.status, content, response.headers.get("Retry-After"), response.headers.get("Location"))
+    return HttpAnswer(response.status, content, response.headers.get("Retry-After"), response.headers.get("Location"))
 
 
 _PORTS = {"http": 80, "https": 443}

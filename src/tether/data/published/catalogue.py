@@ -61,46 +61,46 @@ class Dataset:
         return replace(self, files=files)
 
 
-def gsm8k(record: JsonObject, split: str, number: int) -> JsonObject:
+def gsm8k(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a question of GSM8K; the ground truth is the number after ``####``, without commas."""
     question, answer = text_in(record, "question"), text_in(record, "answer")
     truth = _GSM8K.extract(answer)
     if truth is None:
         raise ValueError(f"no {_GSM8K.mark} at the end of `answer`")
     prompt = f'{question} {STEPS}after "####".'
-    return rule_row(prompt, _GSM8K.data_source, truth, split, number, answer=answer, question=question)
+    return rule_row(prompt, _GSM8K.data_source, truth, split, index, answer=answer, question=question)
 
 
 def boxed(source: str) -> Convert:
     r"""Return a converter of MATH problems; the ground truth is `answer`, or the last ``\boxed{}`` of the solution."""
 
-    def convert(record: JsonObject, split: str, number: int) -> JsonObject:
+    def convert(record: JsonObject, split: str, index: int) -> JsonObject:
         problem, solution = text_in(record, "problem"), text_in(record, "solution")
         truth = record.get("answer") or _MATH.extract(solution)
         if not isinstance(truth, str):
             raise ValueError(f"no {_MATH.mark} in `solution`")
-        return rule_row(f"{problem} {STEPS}within \\boxed{{}}.", source, truth, split, number)
+        return rule_row(f"{problem} {STEPS}within \\boxed{{}}.", source, truth, split, index)
 
     return convert
 
 
-def preferred(record: JsonObject, split: str, number: int) -> JsonObject:
+def preferred(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a dialogue of full-hh-rlhf, scored by a reward model; the chosen response is the ground truth."""
     return {
         "data_source": "Dahoas/full-hh-rlhf",
         "prompt": [{"role": "user", "content": text_in(record, "prompt")}],
         "ability": "alignment",
         "reward_model": {"style": "model", "ground_truth": text_in(record, "response")},
-        "extra_info": {"split": split, "index": number},
+        "extra_info": {"split": split, "index": index},
     }
 
 
-def compared(record: JsonObject, split: str, number: int) -> JsonObject:
+def compared(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a preference pair of full-hh-rlhf; as in `preferred`, the prompt is a single user message."""
     return {side: text_in(record, side) for side in ("prompt", "chosen", "rejected")}
 
 
-def searched(record: JsonObject, split: str, number: int) -> JsonObject:
+def searched(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a question of Search-R1 for a policy with a `search` tool; any of its `golden_answers` is correct."""
     question, source = text_in(record, "question"), f"searchR1_{text_in(record, 'data_source')}"
     answers = record.get("golden_answers")
@@ -118,7 +118,7 @@ def searched(record: JsonObject, split: str, number: int) -> JsonObject:
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {
             "split": split,
-            "index": number,
+            "index": index,
             "question": question,
             "need_tools_kwargs": True,
             "tools_kwargs": {"search": {"create_kwargs": create_kwargs}},
@@ -126,7 +126,7 @@ def searched(record: JsonObject, split: str, number: int) -> JsonObject:
     }
 
 
-def as_it_is(record: JsonObject, split: str, number: int) -> JsonObject:
+def as_it_is(record: JsonObject, split: str, index: int) -> JsonObject:
     """Return a row that is published in verl's layout."""
     return {key: value for key, value in record.items() if value is not None}
 

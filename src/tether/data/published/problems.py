@@ -15,30 +15,30 @@ READS = "Write a Python program that reads from standard input and prints to sta
 BLOCK = "Put all of the code into one block that begins with ```python and ends with ```."
 
 
-def humaneval(record: JsonObject, split: str, number: int) -> JsonObject:
+def humaneval(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a problem of HumanEval, a function to complete."""
     prompt = text_in(record, "prompt")
     tests = {"prompt": prompt, **{key: text_in(record, key) for key in ("test", "entry_point")}}
     solution = prompt + text_in(record, "canonical_solution")
-    return _row(f"Complete this function. {BLOCK}\n\n{_block(prompt)}", "openai/openai_humaneval", tests, split, number,
+    return _row(f"Complete this function. {BLOCK}\n\n{_block(prompt)}", "openai/openai_humaneval", tests, split, index,
                 solution=_block(solution))  # fmt: skip
 
 
-def mbpp(record: JsonObject, split: str, number: int) -> JsonObject:
+def mbpp(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a task of MBPP. The sanitized files name the column `text` `prompt`; only the tests name the function."""
     prompt = text_in(record, "text" if "text" in record else "prompt")
     tests = {key: record[key] for key in ("test_list", "test_setup_code", "test_imports") if record.get(key)}
     shown = "\n".join(map(str, tests.get("test_list", ())))
     return _row(
         f"{prompt} {BLOCK} These tests have to pass:\n\n{_block(shown)}",
-        "google-research-datasets/mbpp", tests, split, number, solution=_block(text_in(record, "code")),
+        "google-research-datasets/mbpp", tests, split, index, solution=_block(text_in(record, "code")),
     )  # fmt: skip
 
 
 def _contest(source: str) -> Convert:
     """Return a converter of APPS or TACO problems: programs that read and print, or functions."""
 
-    def convert(record: JsonObject, split: str, number: int) -> JsonObject:
+    def convert(record: JsonObject, split: str, index: int) -> JsonObject:
         question, tests = text_in(record, "question"), _decoded(record.get("input_output"))
         if not isinstance(tests, dict):
             raise Unusable("it has no tests")
@@ -47,7 +47,7 @@ def _contest(source: str) -> Convert:
         solution = _block(str(solutions[0])) if isinstance(solutions, list) and solutions else ""
         prompt = _question_with_code(question, starter, f"Write a Python function `{name}`." if name else READS)
         from_columns = not isinstance(record.get("input_output"), str)
-        return _row(prompt, source, tests, split, number, from_columns=from_columns, solution=solution)
+        return _row(prompt, source, tests, split, index, from_columns=from_columns, solution=solution)
 
     return convert
 
@@ -55,11 +55,11 @@ def _contest(source: str) -> Convert:
 apps, taco = _contest("codeparrot/apps"), _contest("BAAI/TACO")
 
 
-def livecodebench(record: JsonObject, split: str, number: int) -> JsonObject:
+def livecodebench(record: JsonObject, split: str, index: int) -> JsonObject:
     """Convert a problem of LiveCodeBench, which has no solutions; its private tests stay compressed."""
     tests = {key: record.get(key) for key in ("public_test_cases", "private_test_cases", "metadata")}
     prompt = _question_with_code(text_in(record, "question_content"), record.get("starter_code"), READS)
-    return _row(prompt, "livecodebench/code_generation_lite", tests, split, number)
+    return _row(prompt, "livecodebench/code_generation_lite", tests, split, index)
 
 
 def _question_with_code(question: str, starter: object, otherwise: str) -> str:
@@ -83,10 +83,10 @@ def _decoded(value: object) -> object:
 
 
 def _row(
-    prompt: str, source: str, tests: JsonObject, split: str, number: int, *, from_columns: bool = False, **extra: str
+    prompt: str, source: str, tests: JsonObject, split: str, index: int, *, from_columns: bool = False, **extra: str
 ) -> JsonObject:
     try:
         check_truth(source, tests, {}, from_columns=from_columns)
     except ValueError as error:
         raise Unusable(str(error)) from error
-    return rule_row(prompt, source, json.dumps(tests), split, number, "code", **extra)
+    return rule_row(prompt, source, json.dumps(tests), split, index, "code", **extra)

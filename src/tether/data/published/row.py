@@ -27,7 +27,7 @@ def text_in(record: JsonObject, key: str) -> str:
 
 
 def rule_row(
-    prompt: str, source: str, truth: str, split: str, number: int, ability: str = "math", **extra: str
+    prompt: str, source: str, truth: str, split: str, index: int, ability: str = "math", **extra: str
 ) -> JsonObject:
     """Return the row of a question that a rule scores."""
     return {
@@ -35,5 +35,5 @@ def rule_row(
         "prompt": [{"role": "user", "content": prompt}],
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": number, **extra},
+        "extra_info": {"split": split, "index": index, **extra},
     }

@@ -81,7 +81,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     Raises:
         ValueError: there is no such suite or task, or a video is requested.
     """
-    suite, _, number = options.id.partition("/")
+    suite, _, index = options.id.partition("/")
     if suite not in get_benchmark_dict():
         raise ValueError(
             f"{options.role}.id: LIBERO has no suite {suite}. Use suite/number with one of "
@@ -89,7 +89,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
         )
     benchmark = get_benchmark(suite)()
     count = benchmark.get_num_tasks()
-    if not (number.isdecimal() and int(number) < count):
+    if not (index.isdecimal() and int(index) < count):
         raise ValueError(
             f"{options.role}.id: {options.id} is none of the {count} tasks {suite}/0 to {suite}/{count - 1}."
         )
@@ -98,7 +98,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
         raise ValueError("env.eval.video_cfg.save_video: LIBERO shows no pictures for videos. Turn it off.")
     cameras = tuple(arguments.get("cameras", ()))
     env = ControlEnv(
-        benchmark.get_task_bddl_file_path(int(number)),
+        benchmark.get_task_bddl_file_path(int(index)),
         **{
             "use_camera_obs": bool(cameras),
             "has_offscreen_renderer": bool(cameras),
@@ -108,7 +108,7 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
             **env_kwargs,
         },
     )
-    task = LiberoTask(env, np.asarray(benchmark.get_task_init_states(int(number))), cameras)
+    task = LiberoTask(env, np.asarray(benchmark.get_task_init_states(int(index))), cameras)
     return TimeLimit(task, options.max_episode_steps or DEFAULT_MAX_STEPS)
 
 

@@ -83,16 +83,16 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
         policy = ENV_POLICY_MAP[self._names[self._number]]()
         return np.clip(policy.get_action(self._obs[:STATE]), -1, 1).astype(np.float32)
 
-    def _task(self, number: int) -> Env:
+    def _task(self, index: int) -> Env:
         """Return a task's environment, created the first time an episode uses it."""
-        if number not in self._made:
+        if index not in self._made:
             several = len(self._names) > 1
-            marked = {"use_one_hot": True, "env_id": number, "num_tasks": len(self._names)} if several else {}
-            name, arguments = self._names[number], self._arguments
-            self._made[number] = gymnasium.make(
+            marked = {"use_one_hot": True, "env_id": index, "num_tasks": len(self._names)} if several else {}
+            name, arguments = self._names[index], self._arguments
+            self._made[index] = gymnasium.make(
                 "Meta-World/MT1", disable_env_checker=True, env_name=name, **marked, **arguments
             )
-        return self._made[number]
+        return self._made[index]
 
 
 def in_words(name: str) -> str:

@@ -84,7 +84,7 @@ def named_camera(name: str, model: Simulator) -> str:
     Raises:
         ValueError: the model has no such camera.
     """
-    names = [model.camera(number).name for number in range(model.ncam)]
+    names = [model.camera(index).name for index in range(model.ncam)]
     if name not in names:
         raise ValueError(f"init_params.camera: MetaWorld has no camera {name}. Use one of {', '.join(names)}.")
     return name
