@@ -11,10 +11,10 @@ import sys
 from benchmarks.sharding import table
 from tests.training.megatron_ranks import critic_gradients, gradients
 from tests.training.test_megatron import LAYOUTS
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 
 
-def worst(layout: Layout) -> list[float]:
+def worst(layout: MegatronLayout) -> list[float]:
     """Of GAE, of GRPO, of the critic."""
     every = (gradients("gae", layout), gradients("grpo", layout), critic_gradients(layout))
     return [max(far for _, far in found) for found in every]

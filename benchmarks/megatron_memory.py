@@ -25,7 +25,7 @@ from tests.ranks import on_ranks
 from tests.tiny import tiny_model
 from tests.training.batches import ROWS, make_batch, make_critic, make_policy
 from tests.training.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 from tether.models.megatron.layout import experts_of, shared_expert_width
 from tether.training.engines.megatron import MegatronEngine
 from tether.training.engines.ranks import from_all
@@ -35,24 +35,24 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},
     "qwen2_moe": {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "qkv_bias": False},
 }
-CASES: tuple[tuple[str, str, int, Layout, torch.dtype], ...] = (
-    ("llama", "TP 2", 2, Layout(tensor=2), torch.float32),
-    ("llama", "PP 2", 2, Layout(pipeline=2), torch.float32),
-    ("llama", "PP 2, 2 virtual stages", 2, Layout(pipeline=2, virtual_pipeline=2), torch.float32),
-    ("llama", "PP 2, 3 and 1 layers", 2, Layout(pipeline=2, first_stage_layers=3), torch.float32),
-    ("llama", "2 replicas", 2, Layout(), torch.float32),
-    ("llama", "2 replicas", 2, Layout(), torch.bfloat16),
-    ("llama", "CP 2", 2, Layout(context=2), torch.bfloat16),
-    ("llama", "TP 2, 2 replicas", 4, Layout(tensor=2, sequence_parallel=True), torch.bfloat16),
-    ("qwen2_moe", "EP 2", 2, Layout(expert=2), torch.bfloat16),
-    ("qwen2_moe", "TP 2, EP 2", 4, Layout(tensor=2, expert=2, sequence_parallel=True), torch.bfloat16),
+CASES: tuple[tuple[str, str, int, MegatronLayout, torch.dtype], ...] = (
+    ("llama", "TP 2", 2, MegatronLayout(tensor=2), torch.float32),
+    ("llama", "PP 2", 2, MegatronLayout(pipeline=2), torch.float32),
+    ("llama", "PP 2, 2 virtual stages", 2, MegatronLayout(pipeline=2, virtual_pipeline=2), torch.float32),
+    ("llama", "PP 2, 3 and 1 layers", 2, MegatronLayout(pipeline=2, first_stage_layers=3), torch.float32),
+    ("llama", "2 replicas", 2, MegatronLayout(), torch.float32),
+    ("llama", "2 replicas", 2, MegatronLayout(), torch.bfloat16),
+    ("llama", "CP 2", 2, MegatronLayout(context=2), torch.bfloat16),
+    ("llama", "TP 2, 2 replicas", 4, MegatronLayout(tensor=2, sequence_parallel=True), torch.bfloat16),
+    ("qwen2_moe", "EP 2", 2, MegatronLayout(expert=2), torch.bfloat16),
+    ("qwen2_moe", "TP 2, EP 2", 4, MegatronLayout(tensor=2, expert=2, sequence_parallel=True), torch.bfloat16),
     ("qwen2_moe", "TP 2, EP 2, whole experts", 4,
-     Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), torch.bfloat16),
+     MegatronLayout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), torch.bfloat16),
 )  # fmt: skip
 TRIES = 3
 
 
-def predicted(config: Any, layout: Layout, ranks: int, dtype: torch.dtype) -> float:
+def predicted(config: Any, layout: MegatronLayout, ranks: int, dtype: torch.dtype) -> float:
     """Bytes on the fullest rank: weights, sums of gradients and the optimizer's state, with the distributed optimizer.
 
     A number of weights costs w bytes itself, 4 for the sum of its gradients, and 8 for two moments of AdamW; where w is
@@ -93,7 +93,7 @@ def held(engine: MegatronEngine[Any]) -> int:
     return sum(storages.values())
 
 
-def measure(family: str, layout: Layout, dtype: torch.dtype) -> list[float]:
+def measure(family: str, layout: MegatronLayout, dtype: torch.dtype) -> list[float]:
     """Bytes as predicted and as counted, and nanoseconds a parameter to read and to export."""
     if family == "llama":
         model = make_policy(dtype=torch.float32, **SIZES[family])

@@ -35,7 +35,7 @@ from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.execution import Replicas, ShardedEngine, ShardedSampler, StoredWeights
 from tether.execution.ray_group import RayGroup
-from tether.rollout.servers import Policy, Server
+from tether.rollout.servers import InferenceServer, ServedPolicy
 from tether.rollout.vllm import Vllm, launch_of
 from tether.runtime.ranks import Pool
 from tether.trainer.loop import Trainer
@@ -166,18 +166,18 @@ def compare_served(folder: Path, python: Path) -> dict[str, tuple[float, float, 
     given = {"model": str(folder / "served"), "dtype": "float32", "load_format": "dummy", "enforce_eager": True,
              "max_model_len": 64, "gpu_memory_utilization": 0.1}  # fmt: skip
     alone = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    speaks = Vllm(Policy("qwen2", model.config.vocab_size))
-    server = Server(speaks, launch_of(python, folder / "vllm.log", given, alone), 900)
+    api = Vllm(ServedPolicy("qwen2", model.config.vocab_size))
+    server = InferenceServer(api, launch_of(python, folder / "vllm.log", given, alone), 900)
 
     def update(way: str, run: int) -> float:
-        server.speaks = replace(speaks, way=way)
-        return seconds(lambda: server.take(f"{way}-{run}", weights, torch.float32, bucket))
+        server.api = replace(api, transfer=way)
+        return seconds(lambda: server.load_weights(f"{way}-{run}", weights, torch.float32, bucket))
 
     weights = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
     there = [torch.zeros_like(tensor) for _, tensor in weights]
     bucket = 512 << 20
     try:
-        server.ready()
+        server.wait_ready()
         sides = {
             "copy": lambda _: seconds(
                 lambda: [new.copy_(tensor) for new, (_, tensor) in zip(there, weights, strict=True)]

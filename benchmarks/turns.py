@@ -33,10 +33,10 @@ class Answers:
     def __init__(self, turns: int) -> None:
         self.turns, self.heard = turns, [0] * ROWS
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
         self.heard[row] += 1
 
-    def answer(self, row: int, room: int) -> list[int] | None:
+    def wait_reply(self, row: int, room: int) -> list[int] | None:
         return [7] * TURN if self.heard[row] < self.turns and room >= TURN else None
 
 
@@ -61,7 +61,7 @@ def measure(turns: int, runs: int) -> dict[str, float]:
         for name, engine in engines.items():
             begun = time.process_time()
             batch = engine.generate(
-                prompts, SamplingParams(4 * TURN * turns), NoiseKey(0, number), partner=Answers(turns)
+                prompts, SamplingParams(4 * TURN * turns), NoiseKey(0, number), responder=Answers(turns)
             )
             if number:  # the first warms up
                 found[name].append(int(batch.response_mask.sum()) / (time.process_time() - begun))

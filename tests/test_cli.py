@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import tether
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
 from tether.assembly.named_inputs import FIRST_ROWS
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
-from tether.commands.cli import _importing, main
+from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 
@@ -97,6 +98,9 @@ def test_help(cli: Cli):
     assert said.code == 0
     assert all(command in said.out for command in COMMANDS)
     assert "KEY=VALUE" in cli("train", "--help").out
+    narrow = CliRunner().invoke(app, ["rm", "train", "--help"], env={"COLUMNS": "80"}).output
+    names = ("--micro-batch-size", "--gradient-checkpointing / --no-gradient-checkpointing")
+    assert all(name in narrow for name in names), narrow  # none is cut
 
 
 def test_version(cli: Cli):
@@ -304,7 +308,8 @@ def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytes
     from tether.commands import doctor
 
     monkeypatch.setattr(doctor, "EXTRAS", {"a-package-that-is-not-here": ("some", "nothing")})
-    assert "pip install 'tether[some]'" in cli("doctor").out
+    monkeypatch.chdir(ROOT)
+    assert "pip install -e '.[some]'" in cli("doctor").out
 
 
 def test_doctor_names_a_version_that_is_not_supported(cli: Cli, monkeypatch: pytest.MonkeyPatch):
@@ -430,6 +435,7 @@ def test_eval_of_a_model_before_training(cli: Cli, inputs: Path, tmp_path: Path,
     without_file = cli("eval", str(model), *kept, "trainer.seed=3")
     assert without_file.code == 0, without_file
     assert json.loads((tmp_path / f"eval_{model.name}.json").read_text()) == written
+    assert not (tmp_path / f"eval_{model.name}-2.json").exists()
     assert not (tmp_path / "run").exists()
     assert "data.val_files" in refused(cli("eval", str(model)))
     assert "no directory here" in refused(cli("eval", "nobody/nothing", *kept))

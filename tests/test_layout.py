@@ -41,6 +41,19 @@ def test_a_script_beside_the_clone_or_in_it_imports_the_package(tmp_path: Path) 
         assert done.returncode == 0, done.stderr
 
 
+def test_a_benchmark_without_the_packages_of_the_tests_ends_with_a_sentence(tmp_path: Path) -> None:
+    """The quickstart installs no pytest."""
+    hide = (
+        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'pytest' else f(n, *a)"
+    )
+    code = f"{hide}; import sys; sys.path.insert(0, {str(ROOT)!r}); import benchmarks.chaos.soak"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "This needs the packages of the tests: pip install -e '.[test]' in the clone\n",
+    )
+
+
 def area(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 

@@ -386,7 +386,7 @@ def test_disk_full_is_one_clear_error(small_disk: Path, write: Callable[[Path], 
     assert store.save(11, content("fits")) == store.latest()
 
 
-def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> None:
+def test_a_limit_on_file_size_is_named(tmp_path: Path) -> None:
     def saves() -> bool:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         store = CheckpointStore(tmp_path)
@@ -394,7 +394,10 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
         try:
             store.save(2, lambda folder: (folder / "x").write_bytes(b"1" * 200_000))
         except DiskFull as error:
-            return store.resolve("auto") == good and "global_step_2" in str(error)
+            said = (
+                "larger than may be written there: files of this process end at 0.10 MiB. Raise the limit (ulimit -f)"
+            )
+            return store.resolve("auto") == good and "global_step_2" in str(error) and said in str(error)
         return False
 
     child = os.fork()

@@ -319,10 +319,10 @@ def test_an_object_does_not_reach_subprocesses(mine: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("TooWide", r"a call on 4 observations of 2 numbers gave outputs \[4, 3\]; expected \[4, 2\]"),
-        ("NoCritic", r"gave Tensor; expected a tuple \(outputs, values\)"),
+        ("TooWide", r"a call on 4 observations of 2 numbers returned outputs \[4, 3\]; expected \[4, 2\]"),
+        ("NoCritic", r"returned Tensor; expected a tuple \(outputs, values\)"),
         ("Fails", "raised IndexError: no"),
-        ("Detached", "gave outputs without a gradient"),
+        ("Detached", "returned outputs without a gradient"),
         ("Memory", r"takes \(obs_dim, outputs, values, lstm_dim\); expected \(obs_dim, outputs, values\) and any of"),
         ("corridor", r"takes \(length=8\); expected"),
         ("NUMBER", "is a int; expected a class"),

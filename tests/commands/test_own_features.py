@@ -125,10 +125,10 @@ def test_actor_and_critic_have_one_each_unless_they_share(file: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Flat", r"a call on 4 observations of \{'state': \(4,\)\} gave \[4\]; expected features \[4, any width\]"),
-        ("Infinite", ".*gave a number that is not finite"),
+        ("Flat", r"a call on 4 observations of \{'state': \(4,\)\} returned \[4\]; expected features \[4, any width\]"),
+        ("Infinite", ".*returned a number that is not finite"),
         ("Other", r"takes \(observation_space\); expected \(shapes\) and any of hidden_dim, num_layers, activation"),
-        ("number", r"gives int; expected a torch\.nn\.Module"),
+        ("number", r"returns int; expected a torch\.nn\.Module"),
     ],
 )
 def test_what_gives_no_features_is_refused(file: Path, name: str, message: str, tmp_path: Path) -> None:

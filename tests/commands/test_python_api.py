@@ -1,9 +1,13 @@
 """`tether.train` and `tether.load`: what the commands do, from Python."""
 
+import io
+import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +17,16 @@ import torch
 import tether
 from tests.trainer.loops import Control, Text
 from tests.trainer.tiny_run import write_inputs
+from tether.assembly.standalone import build_evaluator
+from tether.commands.model import generate
+from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.rollout.native.engine import NativeEngine
+from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
+from tether.runtime.objects import holding
 from tether.trainer.control.rollouts import EnvRollouts
 from tether.trainer.text.rollouts import TextRollouts
 
@@ -144,6 +153,80 @@ def test_generate(text_run: tether.TrainingResult):
     assert tether.load(text_run.checkpoint / "actor").generate("1+1?", max_new_tokens=4) == one
 
 
+def test_settings_that_cannot_be_meant_are_refused_by_name(text_run: tether.TrainingResult):
+    policy = tether.load(text_run.folder)
+    for setting in (
+        {"top_p": 0.0}, {"top_p": -0.1}, {"top_p": 1.5}, {"top_p": math.nan}, {"temperature": math.nan},
+        {"temperature": math.inf}, {"top_k": -5}, {"n": 0}, {"stop": ["a", ""]},
+    ):  # fmt: skip
+        ((name, _),) = setting.items()
+        with pytest.raises(ValueError, match=f"^{name}"):
+            policy.generate("1+1?", **setting)
+    with pytest.raises(ValueError, match=r"context of 512 tokens. Lower max_new_tokens \(--max-new-tokens\)"):
+        policy.generate("x" * 300)
+
+
+def test_a_response_ends_before_a_stop_text(text_run: tether.TrainingResult):
+    policy = tether.load(text_run.folder)
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "n": 8}
+    every = policy.generate("1+1?", **sampling)
+    index, whole = max(enumerate(every), key=lambda one: len(one[1].text))
+    stop = whole.text[1:3]
+    assert stop, every
+    cut = policy.generate("1+1?", **sampling, stop=stop)[index]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert not cut.truncated
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) == len(cut.log_probs) <= len(whole.token_ids)
+    assert policy.generate("1+1?", **sampling, stop=["not there"]) == every
+
+
+def test_prompts_from_standard_input_and_from_files(
+    text_run: tether.TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    options = {"n": 1, "max_new_tokens": 2, "temperature": 0.0, "top_p": 1.0, "top_k": -1, "stop": (), "system": None}
+    options |= {"seed": 1, "num_threads": None, "trust_remote_code": False}
+    monkeypatch.setattr(sys, "stdin", io.StringIO("2+2?\nQuickly.\n"))
+    (tmp_path / "prompts.txt").write_text("1+1?\n\n3+3?\n")
+    generate(str(text_run.folder), ["-", f"@{tmp_path / 'prompts.txt'}", "@@home"], **options)
+    said = capsys.readouterr().out
+    for prompt in ("2+2?\nQuickly.", "1+1?", "3+3?", "@home"):
+        assert f"--- {prompt}\n" in said
+    for argument, message in (("@nowhere.txt", "nowhere.txt: the file of prompts cannot be read"), ("-", "is empty")):
+        with pytest.raises(ValueError, match=message):
+            generate(str(text_run.folder), [argument], **options)
+
+
+ODD = {
+    "configuration_odd.py": "from transformers import LlamaConfig\n\n\nclass OddConfig(LlamaConfig):\n"
+    "    model_type = 'odd_llama'\n",
+    "modeling_odd.py": "from transformers import LlamaForCausalLM\n\nfrom .configuration_odd import OddConfig\n\n\n"
+    "class OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n",
+}
+
+
+def test_a_run_that_trusts_its_models_code_can_be_asked(inputs: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    for name, code in ODD.items():
+        (model / name).write_text(code)
+    classes = {"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    odd = {"model_type": "odd_llama", "architectures": ["OddForCausalLM"], "auto_map": classes}
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | odd))
+    with pytest.raises(ValueError, match=r"trust it with actor_rollout_ref.model.trust_remote_code=True"):
+        tether.load(model)
+    assert tether.load(model, trust_remote_code=True).generate("1+1?", max_new_tokens=2)
+
+    given = SHORT | {"trainer.total_training_steps": 1, "trainer.test_freq": -1, "actor_rollout_ref.model.path": model}
+    given |= {"actor_rollout_ref.model.trust_remote_code": True, "trainer.default_local_dir": tmp_path / "run"}
+    run = tether.train(load_config(None, Text(inputs).overrides(tmp_path)).tree(), given)
+    assert tether.load(run.folder).generate("1+1?", max_new_tokens=2)
+    loaded = load_config(run.checkpoint / "run.yaml", ["data.val_max_samples=2"])
+    with build_evaluator(loaded, run.checkpoint / "actor") as (evaluation, _):
+        assert len(evaluation.dataset) == 2
+
+
 @pytest.mark.parametrize("prompt", ["", [], [""], [3], [[{"role": "user"}]], [["1+1?"]]])
 def test_what_is_no_prompt_is_refused(text_run: tether.TrainingResult, prompt: object):
     with pytest.raises(ValueError, match="prompts"):
@@ -161,6 +244,18 @@ def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult
     assert first.token_ids == second.token_ids
     one, other = tether.load(text_run.folder).generate(["1+1?", "a longer question"], max_new_tokens=8)
     assert one.token_ids != other.token_ids
+
+
+def test_load_takes_the_names_that_generate_takes(
+    text_run: tether.TrainingResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path))
+    assert text_run.checkpoint is not None
+    shutil.copytree(text_run.checkpoint / "actor", tmp_path / "smollm2-135m")  # as if it had been pulled
+    (one,) = tether.load("smollm2-135m").generate("1+1?", max_new_tokens=4)
+    assert one == tether.load(text_run.folder).generate("1+1?", max_new_tokens=4)[0]
+    with pytest.raises(ValueError, match=r"Did you mean smollm2-135m"):
+        tether.load("smolm2-135m")
 
 
 def test_each_kind_names_the_method_of_the_other(
@@ -274,3 +369,71 @@ def test_a_lack_of_memory_while_answering_is_one_error(
     monkeypatch.setattr(NativeEngine, "generate", lambda *arguments: torch.empty(2**60))
     with pytest.raises(ValueError, match=r"^out of memory in "):
         policy.generate("2+2?")
+
+
+def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Objects, global generators, signals and thread counts are the process's: in a thread, and out of a callback."""
+    gymnasium = pytest.importorskip("gymnasium")
+    monkeypatch.setattr(objects, "WAIT_SECONDS", 0.01)
+    found: list[str] = []
+
+    def attempt(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+
+    def train_another() -> object:
+        overrides = Control().overrides(tmp_path / "other", "env.train.vectorization=sync")
+        return tether.train(overrides=overrides, env=lambda: gymnasium.make("Acrobot-v1"))
+
+    def hold_another() -> None:
+        with holding({"env": object()}):
+            pass
+
+    class Starts:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+            attempt(train_another)
+            for call in (train_another, hold_another):
+                thread = threading.Thread(target=attempt, args=(call,))
+                thread.start()
+                thread.join()
+            hold_another()
+
+    overrides = Control().overrides(tmp_path / "run", "env.train.vectorization=sync", "trainer.total_training_steps=1")
+    tether.train(overrides=overrides, env=lambda: gymnasium.make("CartPole-v1"), callbacks=[Starts()])
+    assert [text.split(",")[0] for text in found] == [
+        "a run is training in this process already",
+        "a run is training in this process already",
+        "env= another thread of this process trains with objects of its own",
+    ]
+    assert not (tmp_path / "other").exists()
+    hold_another()
+
+
+def test_files_of_a_run_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A relative path belongs to the folder in which the run was started; what is there in this one comes first."""
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    checkpoint = start / "checkpoints/tether/mine/global_step_2"
+    for folder in (checkpoint, elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("train.jsonl", "val.jsonl", "mine.py"):
+        (start / name).touch()
+    (elsewhere / "train.jsonl").touch()
+    given = [
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=train.jsonl",
+        "data.val_files=['val.jsonl?question=q&answer=a',gone.jsonl]",
+        "custom_reward_function.path=mine.py",
+        "trainer.experiment_name=mine",
+    ]
+    (checkpoint / "run.yaml").write_text(load_config(None, given).to_yaml())
+    monkeypatch.chdir(elsewhere)
+    loaded = load_saved(checkpoint, ["data.max_prompt_length=7"])
+    assert loaded.config.data.val_files == (f"{start}/val.jsonl?question=q&answer=a", "gone.jsonl")
+    assert loaded.config.data.train_files == ("train.jsonl",)
+    assert loaded.config.custom_reward_function.path == f"{start}/mine.py"
+    assert loaded.config.data.max_prompt_length == 7
+    assert load_saved(checkpoint, ["data.val_files=val.jsonl"]).config.data.val_files == ("val.jsonl",)
+    monkeypatch.chdir(start)
+    assert load_saved(checkpoint, []).config == load_config(checkpoint / "run.yaml", []).config

@@ -73,7 +73,7 @@ def test_numbers():
 
 def test_a_name_may_look_like_a_number():
     config = load("trainer.experiment_name=20250101").config
-    assert config.trainer.default_local_dir == "checkpoints/verl_examples/20250101"
+    assert config.trainer.default_local_dir == "checkpoints/tether/20250101"
 
 
 def test_the_last_override_wins():
@@ -445,7 +445,7 @@ def test_a_saved_config_still_passes_changes_on(write):
     path = write(load(f"{ACTOR}.clip_ratio=0.3", "trainer.experiment_name=a").to_yaml())
     again = load_config(path, [f"{ACTOR}.clip_ratio=0.1", "trainer.experiment_name=b"]).config
     assert again.actor_rollout_ref.actor.clip_ratio_low == 0.1
-    assert again.trainer.default_local_dir == "checkpoints/verl_examples/b"
+    assert again.trainer.default_local_dir == "checkpoints/tether/b"
 
 
 @pytest.fixture(scope="module")

@@ -251,6 +251,15 @@ CASES = {
         "shares devices [2, 3] of 0-3 with rollout, which has 2-3",
         [f"{PLACES}={{actor: 0-1, critic: 0-1, rollout: 2-3}}"],
     ),
+    "the_reference_of_a_full_kl_is_where_the_actor_is": (
+        [
+            *("trainer.n_gpus_per_node=2", "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"),
+            *(f"{ACTOR}.use_kl_loss=True", f"{PLACES}={{actor: 0, critic: 0, rollout: 0, inference: 1}}"),
+        ],
+        f"{PLACES}.inference",
+        "apart from the actor, which runs beside it (algorithm.kl_penalty=full)",
+        [f"{PLACES}={{actor: 0-1, critic: 0-1, rollout: 0-1, inference: 0-1}}"],
+    ),
     "partial_responses_are_sampled_here": (
         ["trainer.async_mode=fully_async", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.nnodes=1"],
         f"{ROLLOUT}.partial_rollout",
@@ -669,7 +678,7 @@ NOT_VERLS = {
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
     *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
-    "models_are_placed",
+    *("models_are_placed", "the_reference_of_a_full_kl_is_where_the_actor_is"),
     "servers_sample_where_their_addresses_are",
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",

@@ -47,7 +47,7 @@ STATEMENTS: list[tuple[str, ...]] = [
     (f"{ACTOR}.kl_loss_coef=0.1", IN_LOSS),
     *((f"{ACTOR}.kl_loss_type={kind}", IN_LOSS) for kind in (*KINDS, "full", *(f"{kind}+" for kind in KINDS))),
     (IN_REWARD,),
-    *((f"algorithm.kl_penalty={kind}", IN_REWARD) for kind in KINDS),
+    *((f"algorithm.kl_penalty={kind}", IN_REWARD) for kind in (*KINDS, "full")),
     ("algorithm.kl_ctrl.kl_coef=0.1", IN_REWARD),
     *((f"algorithm.kl_ctrl.type={kind}", IN_REWARD) for kind in ("fixed", "adaptive")),
     ("algorithm.kl_ctrl.horizon=100", IN_REWARD, "algorithm.kl_ctrl.type=adaptive"),

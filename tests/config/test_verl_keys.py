@@ -574,8 +574,8 @@ def test_asynchronous_trainers_of_verl_become_the_keys_of_tether():
         loaded = load(*settings, path=path)
         values = values_of(loaded.config)
         assert {key: values[key] for key in expected} == expected, settings
-        told = " ".join(note for note in loaded.notes if " set " in note or "stands for verl's defaults" in note)
+        text = " ".join(note for note in loaded.notes if " set " in note or "stands for verl's defaults" in note)
         is_own = settings[-1:] in ([f"{mode}=one_step_off"], ["trainer.v1.trainer_mode=sync"])
-        assert (f"{mode}=" in told) != is_own, settings
+        assert (f"{mode}=" in text) != is_own, settings
     for setting in ("async_training.staleness_threshold=often", "trainer.v1.trainer_mode=separate"):
         assert " is refused: " in problems_of(setting)[setting.split("=")[0]]

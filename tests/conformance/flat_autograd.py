@@ -27,7 +27,7 @@ class FlatAutogradEngine(FlatEngine):
         if selected is not None:
             whole = selected
             if mini.memory is not None:
-                kept = mini.memory.kept
+                kept = mini.memory.selected
                 whole = selected.new_zeros(*kept.shape, selected.shape[1])
                 whole[kept] = selected
             pieces = list(replace(mini, selected=whole).split(self._decisions_at_once(mini)))
@@ -53,7 +53,7 @@ class FlatAutogradEngine(FlatEngine):
         return replace(outputs, loss=token_loss, policy_grad_norm=norm)
 
     def _decisions_at_once(self, mini: Samples) -> int:
-        of_each = 1 if mini.memory is None else mini.memory.kept.shape[1]
+        of_each = 1 if mini.memory is None else mini.memory.selected.shape[1]
         return max(of_each, self.policy.micro_batch or len(mini) * of_each)
 
     def _selected(self, pieces: list[Samples], rows: Samples, loss: ControlLoss, draws: Draws) -> Tensor | None:

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import pickle
+import resource
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -290,6 +291,17 @@ UNREADABLE = [
     ({"source": "gsm8k.jsonl", "repository": "a/b"}, r"^--from reads files here: .*--repository"),
     ({"source": "."}, r"^file:.*: no file for test at .*: looked for openai_humaneval/test.*; there are .*gsm8k.jsonl"),
 ]  # fmt: skip
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that may be small, as it is compressed."""
+    monkeypatch.setattr("tether.data.published.pull.LONGEST_LINE", 1 << 20)
+    source = tmp_path / "long.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"task_id": "' + b"x" * (50 << 20) + b'"}\n'))
+    began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"^long\.jsonl\.gz line 1: is longer than 1 MiB"):
+        pull("humaneval", tmp_path / "out", source=source)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 20 << 10  # KiB
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

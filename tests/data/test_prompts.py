@@ -1,3 +1,4 @@
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -104,6 +105,17 @@ def test_a_template_that_fails_or_does_not_end_is_named(template: str, make_toke
     monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
     with pytest.raises(ValueError, match=r"the chat template refuses the conversation.*data\.chat_template"):
         PromptDataset(rows_of("a"), make_tokenizer(), PromptOptions(20, chat_template=template))
+
+
+def test_a_template_takes_no_memory_without_end(make_tokenizer: Make, monkeypatch) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_BYTES", 1 << 28)
+    monkeypatch.setattr(chat, "LONGEST_TEXT", 999_999)
+    doubles = "{% set n = namespace(text='x') %}{% for i in range(40) %}{% set n.text = n.text + n.text %}{% endfor %}"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    for template in ("{{ 'x' * 10**11 }}", doubles, "{{ 'x' | center(10**11) }}", "{{ 'x' * 10**6 }}"):
+        with pytest.raises(ValueError, match=r"takes more than 0.25 GiB|wrote 1000000 characters"):
+            PromptDataset(rows_of("a"), make_tokenizer(), PromptOptions(20, chat_template=template))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 # "hello" renders to 9 tokens: <bos> <|user|> h e l l o <|end|> <|assistant|>

@@ -139,6 +139,18 @@ def test_what_a_batch_cannot_do_and_unknown_names_are_refused(mani_skill):
         make_vector_env(EnvOptions("Pack-v1", 1, env_type="maniskill", init_params={"sim_backend": "cpu"}))
 
 
+def test_a_simulation_on_a_gpu_that_is_not_there_says_so(mani_skill, monkeypatch):
+    def find_device(*_, **arguments):
+        if arguments["sim_backend"] == "gpu":
+            raise RuntimeError('failed to find device "cuda"')  # SAPIEN's words
+        return Batch(**arguments)
+
+    monkeypatch.setattr(gymnasium.registry["Pick-v1"], "entry_point", find_device)
+    with pytest.raises(ValueError, match=r"gpu simulates on a GPU, and none is found. Set env.*sim_backend=cpu"):
+        make_vector_env(pick(2, "gpu"))
+    make_vector_env(pick(2, "cpu"))
+
+
 class Libero:
     """LIBERO's `ControlEnv`: robosuite's tuple of four. The state counts steps after the start state; 13 is success."""
 
@@ -238,7 +250,7 @@ def test_a_missing_simulator_names_its_extra(extra):
     package = {"maniskill": "mani_skill"}.get(extra, extra)
     if package in sys.modules or importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ValueError, match=rf"env.train.id: Any.*pip install 'tether\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"env.train.id: Any.*pip install .*\[{extra}\]'"):
         make_vector_env(EnvOptions("Any", 1, env_type=extra))
 
 

@@ -210,6 +210,26 @@ class NewClosures(Env):
         return self._draw()
 
 
+class GivesItsState(GeneratorInACell):
+    """Says what is to be saved, so that nothing else of it has to be."""
+
+    def get_state(self) -> int:
+        return 7
+
+    def set_state(self, state: int) -> None:
+        steps = itertools.count(state)
+        self._next = lambda: next(steps)
+
+
+def test_an_environment_that_gives_its_state_is_not_looked_into() -> None:
+    env = GivesItsState()
+    keeper = EnvKeeper([env])
+    data, left_out = keeper.get()
+    assert left_out == ()
+    keeper.set(data)
+    assert rewards(env, 2) == [7.0, 8.0]
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPTBigCodeConfig, PreTrainedModel
 
-from tests.tiny import TINY_CONFIGS, tiny_model
+from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.models.language import gradient_checkpointing
-from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_pages_of_its_own
-from tether.models.language.packing_check import hidden_states
+from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_own_pages
+from tether.models.language.packing_check import disable_dropout, hidden_states
 from tether.models.layers.attention import Packed, use_tether_attention
 
 
@@ -37,11 +37,23 @@ def test_no_gradient_changes(
     assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
 
 
+@pytest.mark.parametrize("config", [GPT2Config, GPTBigCodeConfig])
+def test_layers_that_are_called_with_none_by_position(config: type, packed: tuple[Tensor, Tensor, Packed]) -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = AutoModelForCausalLM.from_config(config(**sizes)).double().train()
+    disable_dropout(model)
+    use_tether_attention(model)
+    plain = gradients(model, packed)
+    enable_gradient_checkpointing(model)
+    checkpointed = gradients(model, packed)
+    assert all(torch.equal(plain[key], checkpointed[key]) for key in plain)
+
+
 def test_each_layer_keeps_its_input_in_such_pages(
     monkeypatch: pytest.MonkeyPatch, packed: tuple[Tensor, Tensor, Packed]
 ) -> None:
     moved = []
-    monkeypatch.setattr(gradient_checkpointing, "in_pages_of_its_own", lambda x: moved.append(x) or x)
+    monkeypatch.setattr(gradient_checkpointing, "in_own_pages", lambda x: moved.append(x) or x)
     model = tiny_model("llama").train()
     use_tether_attention(model)
     enable_gradient_checkpointing(model)
@@ -59,7 +71,7 @@ def is_mapped(address: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is moved")
 def test_large_tensors_have_pages_of_their_own_and_give_them_back() -> None:
     x = torch.randn(3, LARGE // 4, dtype=torch.bfloat16).T.requires_grad_()
-    kept = in_pages_of_its_own(x)
+    kept = in_own_pages(x)
     assert kept is not x
     assert torch.equal(kept, x)
     (kept * 2).sum().backward()
@@ -72,4 +84,4 @@ def test_large_tensors_have_pages_of_their_own_and_give_them_back() -> None:
 
 def test_small_tensors_stay_where_they_are() -> None:
     x = torch.zeros(LARGE - 1, dtype=torch.uint8)
-    assert in_pages_of_its_own(x) is x
+    assert in_own_pages(x) is x

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, T5Config
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from tether.models.language.critic import critic_from
+from tether.models.language.critic import critic_from, load_critic
+from tether.models.language.lazy_weights import sources_of
 from tether.models.language.load import load_causal_lm, load_config, load_tokenizer
 from tether.models.language.packing_check import hidden_states
-from tether.models.language.unread import sources_of
 from tether.runtime.objects import holding
 
 
@@ -44,7 +44,7 @@ def test_ranks_read_the_file_that_one_process_reads(tiny_dir, tmp_path):
     for file in (tmp_path / "shards").glob("model*"):
         shutil.copy(file, tiny_dir)
     whole = {tiny_dir / "model.safetensors"}
-    unread = load_causal_lm(tiny_dir, dtype=torch.float32, unread=torch.device("cpu"))
+    unread = load_causal_lm(tiny_dir, dtype=torch.float32, lazy_device=torch.device("cpu"))
     assert {file for file, _ in filter(None, sources_of(unread))} == whole
     read = load_causal_lm(tiny_dir, dtype=torch.float32).state_dict()
     assert all(torch.equal(read[key], value) for key, value in load_file(*whole).items())
@@ -96,6 +96,22 @@ def test_weights_that_lack_are_refused(tiny_dir):
         ValueError, match=r"lacks 1 weights of LlamaForCausalLM, such as model.layers.1.mlp.up_proj.weight"
     ):
         load_causal_lm(tiny_dir, dtype=torch.float32)
+
+
+def test_quantized_weights_and_models_for_pictures_are_refused_by_their_kind(tiny_dir, tmp_path):
+    file = tiny_dir / "config.json"
+    plain = json.loads(file.read_text())
+    for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fp8"):
+        file.write_text(json.dumps(plain | {"quantization_config": {"quant_method": method}}))
+        for load in (load_causal_lm, load_critic):
+            with pytest.raises(ValueError, match=rf"weights are quantized \({method}\), .* Name the plain model"):
+                load(tiny_dir, dtype=torch.float32)
+    Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a vision-language model .* text alone"):
+        load_causal_lm(tmp_path, dtype=torch.float32)
+    T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a T5ForConditionalGeneration; AutoModelForCausalLM .* no class for t5"):
+        load_causal_lm(tmp_path, dtype=torch.float32)
 
 
 def test_a_damaged_weights_file_is_refused(tiny_dir):
@@ -254,7 +270,7 @@ def test_an_authors_code_that_does_not_run_is_named_and_transformers_own_class_i
     ships_code(tiny_dir)
     for unread in (None, torch.device("cpu")):
         with pytest.raises(ValueError, match=r"what_there_was_once.* own for llama: leave model\.trust"):
-            load_causal_lm(tiny_dir, dtype=torch.float32, trust_remote_code=True, unread=unread)
+            load_causal_lm(tiny_dir, dtype=torch.float32, trust_remote_code=True, lazy_device=unread)
     assert load_causal_lm(tiny_dir, dtype=torch.float32).config.model_type == "llama"
 
 

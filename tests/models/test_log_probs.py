@@ -83,7 +83,7 @@ def test_values_and_gradients_equal_the_plain_formula(kind, chunk_size, cut):
         head,
         targets,
         temperature=0.7,
-        kept=None if kept is None else kept_sets(kept),
+        candidates=None if kept is None else kept_sets(kept),
         with_entropy=True,
         with_sum_pi_squared=True,
         chunk_size=chunk_size,
@@ -214,7 +214,7 @@ def test_no_tensor_of_tokens_times_vocabulary_forward_or_backward(softcap, cut):
     hidden = torch.randn(tokens, size, requires_grad=True)
     kept = kept_sets(torch.rand(tokens, vocab) < torch.linspace(0.01, 0.5, tokens)[:, None]) if cut else None
     with LargestTensor() as seen:
-        out = token_log_probs(hidden, head, torch.arange(tokens), kept=kept, with_entropy=True, chunk_size=chunk)
+        out = token_log_probs(hidden, head, torch.arange(tokens), candidates=kept, with_entropy=True, chunk_size=chunk)
         (out.log_probs.sum() + out.entropy.sum()).backward()
     assert seen.numel == max(tokens * chunk, vocab * size)  # a chunk, or the weight's gradient
 

@@ -21,7 +21,7 @@ from tether.models.layers.attention import Packed, use_tether_attention
 from tether.models.output.log_probs import lm_head_of, token_log_probs
 from tether.rollout.native.decoder import Decoder
 from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
-from tether.rollout.native.sampling import draw
+from tether.rollout.native.sampling import sample_tokens
 from tether.rollout.protocol import SamplingParams
 
 CUDA = torch.device("cuda:0")
@@ -114,7 +114,7 @@ def test_prefill_decoding_and_sampling_stay_on_cuda(name: str, fake_cuda: None) 
     position = torch.full((3,), 3, device=CUDA)
     logits = decoder(zeros(3, 1), position.unsqueeze(1), Decode(cache, position, length=4), None)
     assert (logits.device, logits.shape) == (CUDA, (3, VOCAB_SIZE))
-    drawn = draw(logits, torch.zeros(3, dtype=torch.float64, device=CUDA), SamplingParams(1))
+    drawn = sample_tokens(logits, torch.zeros(3, dtype=torch.float64, device=CUDA), SamplingParams(1))
     assert drawn.token.device == drawn.log_prob.device == CUDA
 
 

@@ -6,12 +6,18 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
+    CodeGenConfig,
+    Cohere2Config,
+    DiffLlamaConfig,
     DogeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedModel,
 )
 
@@ -22,7 +28,10 @@ from tether.models.language.packing_check import (
     hidden_states,
     prepare_for_packing,
 )
+from tether.models.layers import context_length, spec_of
 from tether.models.layers.attention import Packed, use_tether_attention
+from tether.rollout import NoiseKey, SamplingParams
+from tether.rollout.native import NativeEngine
 
 FLOAT32_INSIDE = (
     "gemma2",
@@ -126,7 +135,7 @@ UNFIT = {
 def test_a_class_that_packing_does_not_fit_is_refused_by_name(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(UNFIT[kind])
-    with pytest.raises(ValueError, match=f"{type(model).__name__}: packed sequences give other hidden states"):
+    with pytest.raises(ValueError, match=f"{type(model).__name__}: packed sequences have different hidden states"):
         prepare_for_packing(model)
 
 
@@ -142,7 +151,7 @@ OTHERWISE_BUILT = {
     ),
     "makes a mask in each layer": (
         DogeConfig(**SIZES, num_key_value_heads=2, intermediate_size=64),
-        "DogeForCausalLM: does not run on transformers' attention functions, .* makes a mask of its own",
+        "DogeForCausalLM: does not run on transformers' attention functions, .* creates its own mask",
     ),
 }
 
@@ -153,7 +162,7 @@ def test_a_weight_that_is_not_finite_is_named_and_not_the_class(value, tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"1 of its weights hold NaN or infinity, first model\.layers\.1\.mlp"):
+    with pytest.raises(ValueError, match=r"1 of its weights have NaN or infinity, first model\.layers\.1\.mlp"):
         prepare_for_packing(model)
     with pytest.raises(ValueError, match=f"{tmp_path}: 1 of its weights"):
         load_causal_lm(tmp_path, dtype=torch.float32)
@@ -163,7 +172,7 @@ def test_finite_weights_whose_outputs_overflow_are_told_from_an_unfit_class():
     model = tiny_model("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(3e38)
-    with pytest.raises(ValueError, match=r"its logits hold NaN or infinity, although .* overflow torch.float32"):
+    with pytest.raises(ValueError, match=r"its logits have NaN or infinity, although .* overflow torch.float32"):
         prepare_for_packing(model)
 
 
@@ -183,5 +192,83 @@ def test_an_output_head_that_tether_does_not_know_is_refused():
             return out
 
     model = ShiftedLlama(LlamaConfig(**SMALL))
-    with pytest.raises(ValueError, match="ShiftedLlama: packed sequences give other logits"):
+    with pytest.raises(ValueError, match="ShiftedLlama: packed sequences have different logits"):
         prepare_for_packing(model)
+
+
+JOINT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+OWN_ATTENTION = {
+    "GPT-J": GPTJConfig(**JOINT, rotary_dim=4),
+    "CodeGen": CodeGenConfig(**JOINT, rotary_dim=4),
+    "GPT-Neo": GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    ),
+}
+
+
+def test_a_class_that_would_be_sampled_without_context_is_refused():
+    for kind, config in OWN_ATTENTION.items():
+        model = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(ValueError, match="would sample each token without its context") as refusal:
+            prepare_for_packing(model)
+        assert type(model).__name__ in str(refusal.value), kind
+
+
+def test_keys_that_are_cached_by_layer_are_compared_with_the_whole_sequence():
+    """DiffLlama attends twice in a layer, and here a layer runs twice: the second time overwrites the first's keys."""
+    with pytest.raises(ValueError, match="DiffLlamaForCausalLM: tokens that are run one at a time over cached keys"):
+        prepare_for_packing(AutoModelForCausalLM.from_config(DiffLlamaConfig(**SMALL)))
+    model = tiny_model("llama")
+    model.model.layers.append(model.model.layers[0])
+    model.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="LlamaForCausalLM: tokens that are run one at a time over cached keys give"):
+        prepare_for_packing(model)
+
+
+def test_a_window_that_only_the_mask_has_is_seen_whatever_its_size():
+    """Qwen2-MoE's attention modules know nothing of its window; those of Cohere 2 hand theirs on."""
+    window = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
+    with pytest.raises(ValueError, match="a window or chunks that only transformers' mask has"):
+        prepare_for_packing(tiny_model("qwen2_moe", max_position_embeddings=8192, **window))
+    prepare_for_packing(tiny_model("qwen2_moe", max_position_embeddings=4096, **window))  # never crosses its window
+    config = Cohere2Config(**SMALL, sliding_window=4096, layer_types=["sliding_attention", "full_attention"])
+    model = AutoModelForCausalLM.from_config(config)
+    prepare_for_packing(model)
+    assert model.config.sliding_window == model.model.layers[0].self_attn.sliding_window == 4096
+    for name in ("mistral", "gemma3"):
+        model = tiny_model(name, sliding_window=4096, max_position_embeddings=8192)
+        prepare_for_packing(model)
+        assert spec_of(model.model.layers[0].self_attn).sliding_window == 4096
+
+
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 24}
+LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+GROWING = {
+    "longrope": (Phi3Config, 64, LONGROPE),
+    "dynamic": (LlamaConfig, 24, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_angles_never_depend_on_the_rows_beside(kind):
+    config_class, positions, rope = GROWING[kind]
+    original = {"original_max_position_embeddings": 24} if kind == "longrope" else {}
+    config = config_class(**SMALL | original, max_position_embeddings=positions, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config).double()
+    assert context_length(config) == 24
+    prepare_for_packing(model)
+
+    def states(*lengths: int) -> torch.Tensor:
+        layout = Packed(lengths)
+        return hidden_states(model, torch.arange(sum(lengths))[None], layout.position_ids(), layout)
+
+    with torch.no_grad():
+        torch.testing.assert_close(states(10), states(10, 24)[:10])
+        with pytest.raises(
+            ValueError, match=f"25 tokens exceeds the model's original length of 24, .* {kind} positions"
+        ):
+            states(10, 25)
+    with pytest.raises(ValueError, match=r"20 prompt tokens \+ 8 new tokens exceed the model's context of 24 tokens"):
+        NativeEngine(model, eos_token_ids=frozenset()).generate([[5] * 20], SamplingParams(8), NoiseKey(0, 0))
+    reached = NativeEngine(model, eos_token_ids=frozenset()).generate([[5] * 20], SamplingParams(4), NoiseKey(0, 0))
+    assert reached.response_length.tolist() == [4]

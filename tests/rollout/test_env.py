@@ -183,14 +183,14 @@ def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         return act(obs, noise, state)
 
-    said = r"SIGTERM: no episode of the test ended for 0\.1 s"
+    said = r"SIGTERM: no episode of the evaluation ended for 0\.1 s"
     with interrupt.graceful_interrupt(), pytest.raises(interrupt.Interrupted, match=said):
         evaluate(env, asked, 2, seed=0)
 
 
 def test_a_test_whose_episodes_never_end_says_what_bounds_them(monkeypatch):
     """Episodes of 40 steps, and word after 10."""
-    monkeypatch.setattr(evaluation, "PATIENT_STEPS", 10)
+    monkeypatch.setattr(evaluation, "WARN_AFTER_STEPS", 10)
     toys.register()
     with pytest.warns(RuntimeWarning, match=r"no episode .* in 10 steps .*env\.eval\.max_episode_steps") as said:
         evaluate(make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=40)), act, 2, seed=0)

@@ -24,10 +24,10 @@ class Echo:
     def __init__(self) -> None:
         self.turns: dict[int, int] = {}
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
         self.turns[row] = self.turns.get(row, 0) + 1
 
-    def answer(self, row: int, room: int) -> Sequence[int] | None:
+    def wait_reply(self, row: int, room: int) -> Sequence[int] | None:
         return [11, 12, 13][:room] if self.turns[row] <= 2 and room > 0 else None
 
 
@@ -71,7 +71,7 @@ def test_recording_changes_no_sample() -> None:
 def test_what_a_partner_says_goes_to_experts_too(room: int) -> None:
     model = tiny_model("qwen2_moe", dtype=torch.float64)
     engine = NativeEngine(model, eos_token_ids=EOS, max_num_seqs=4, max_kept_tokens=room)
-    batch = engine.generate(PROMPTS, SamplingParams(40, n=3, record_experts=True), KEY, partner=Echo())
+    batch = engine.generate(PROMPTS, SamplingParams(40, n=3, record_experts=True), KEY, responder=Echo())
     inside = torch.arange(batch.response_ids.shape[1]) < batch.response_length[:, None]
     assert (inside & ~batch.response_mask).any()
     assert agrees(model, batch)
@@ -103,5 +103,5 @@ def test_rollouts_of_other_widths_are_joined() -> None:
 
 def test_a_model_without_experts_is_refused() -> None:
     engine = NativeEngine(tiny_model("llama"), eos_token_ids=EOS)
-    with pytest.raises(ValueError, match="LlamaForCausalLM: has no router that tether knows"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: has no router that tether supports"):
         engine.generate(PROMPTS, SAMPLING, KEY)

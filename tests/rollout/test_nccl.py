@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.rollout.bench import DIALECTS, PROMPTS, SAMPLING, Bench
+from tests.rollout.bench import PROMPTS, SAMPLING, SERVER_APIS, Bench
 from tether.assembly.servers import look_at_servers
 from tether.config import load_config
 from tether.rollout import NoiseKey
@@ -24,14 +24,14 @@ ROLLOUT = "actor_rollout_ref.rollout"
 DEVICE, GLOO = tether_buffers._BACKENDS["gloo"]
 
 
-@pytest.fixture(params=DIALECTS)
+@pytest.fixture(params=SERVER_APIS)
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """With a server in this process."""
     kind = request.param
     monkeypatch.setattr(f"tether.rollout.{kind}.weights.this_gpu", lambda: CPU)
-    policy = DIALECTS[kind].policy
-    dialect = Vllm(policy, way="nccl") if kind == "vllm" else SGLang(policy, "nccl")
-    bench = Bench(tmp_path, kind, dialect=dialect)
+    policy = SERVER_APIS[kind].policy
+    api = Vllm(policy, transfer="nccl") if kind == "vllm" else SGLang(policy, "nccl")
+    bench = Bench(tmp_path, kind, api=api)
     yield bench
     bench.close()
 
@@ -51,7 +51,7 @@ def test_weights_arrive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.engine.load_weights(bench.export())
     rollout = bench.engine.generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
     assert (rollout.rollout_log_probs - bench.log_probs(rollout))[rollout.response_mask].abs().max() < 1e-4
-    assert sorted(joined) == ([0, 1] if bench.dialect.name == "vllm" else [0])  # SGLang's side joins by itself
+    assert sorted(joined) == ([0, 1] if bench.api.name == "vllm" else [0])  # SGLang's side joins by itself
 
 
 @pytest.mark.parametrize("bench", ["vllm"], indirect=True)  # SGLang does not tell its GPUs

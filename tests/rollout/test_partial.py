@@ -94,10 +94,10 @@ class Answers:
         self.turns: dict[int, int] = {}
         self.changes, self.given = changes, 0
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
         self.turns[row] = self.turns.get(row, 0) + 1
 
-    def answer(self, row: int, room: int) -> list[int] | None:
+    def wait_reply(self, row: int, room: int) -> list[int] | None:
         self.given += 1
         if self.given == 2:
             self.changes()
@@ -107,7 +107,7 @@ class Answers:
 def test_caches_of_rows_that_are_answered_are_not_kept_over_a_change() -> None:
     sampler = engine()
     talk = Answers(lambda: sampler.load_weights(update_of(NEW, 5)))
-    rollout = sampler.generate(PROMPTS, SamplingParams(max_new_tokens=30, n=4, temperature=0.8), KEY, partner=talk)
+    rollout = sampler.generate(PROMPTS, SamplingParams(max_new_tokens=30, n=4, temperature=0.8), KEY, responder=talk)
     mask = rollout.response_mask
     assert (~mask & (rollout.response_ids == 200)).any()
     assert {3, 5} in [set(rollout.token_versions[row][mask[row]].tolist()) for row in range(len(rollout))]

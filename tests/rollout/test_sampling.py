@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tether.kernels import dispatch
 from tether.rollout.native import sampling
-from tether.rollout.native.sampling import draw
+from tether.rollout.native.sampling import sample_tokens
 from tether.rollout.protocol import SamplingParams
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -49,7 +49,7 @@ def expected_distribution(logits: Tensor, settings: SamplingParams) -> Tensor:
 def test_inverts_the_cumulative_distribution() -> None:
     u = numbers(0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, ALMOST_ONE)
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(len(u), 4)
-    token, log_prob, _ = draw(logits, u, params())
+    token, log_prob, _ = sample_tokens(logits, u, params())
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert torch.allclose(log_prob, torch.tensor([0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125]).log())
 
@@ -63,7 +63,7 @@ def test_frequencies_and_log_probs_are_those_of_the_stated_distribution(choice: 
     expected = expected_distribution(logits, choice)
     grid = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
     for row in range(3):
-        token, log_prob, kept = draw(logits[row].expand(len(grid), -1), grid, choice, with_kept=True)
+        token, log_prob, kept = sample_tokens(logits[row].expand(len(grid), -1), grid, choice, with_candidates=True)
         assert torch.equal(kept, (expected[row] > 0).expand_as(kept))
         frequency = torch.bincount(token, minlength=300) / len(grid)
         assert torch.allclose(frequency.double(), expected[row], atol=1.01 / len(grid))
@@ -81,7 +81,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
         (1.0, {0, 1, 2, 3}),
     ):
         u = torch.linspace(0, 0.999, 200, dtype=torch.float64)
-        assert set(draw(logits.expand(200, 4), u, params(top_p=top_p)).token.tolist()) == kept
+        assert set(sample_tokens(logits.expand(200, 4), u, params(top_p=top_p)).token.tolist()) == kept
 
 
 def test_top_p_looks_as_far_as_it_must() -> None:
@@ -89,7 +89,7 @@ def test_top_p_looks_as_far_as_it_must() -> None:
     flat = torch.linspace(0, 1e-3, 5000, dtype=torch.float64)
     peaked = torch.zeros(5000, dtype=torch.float64)
     peaked[77] = 50.0
-    token, log_prob, _ = draw(torch.stack([flat, peaked]), numbers(0.0, 0.5), params(top_p=0.9))
+    token, log_prob, _ = sample_tokens(torch.stack([flat, peaked]), numbers(0.0, 0.5), params(top_p=0.9))
     assert token.tolist() == [500, 77]  # 499.75 tokens are cut; ties and steps of 2e-7 leave no doubt
     assert math.isclose(log_prob[0], math.log(1 / 4500), abs_tol=1e-3)
     assert math.isclose(log_prob[1], 0.0, abs_tol=1e-12)
@@ -99,7 +99,7 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     logits = torch.tensor([[1.0, 3.0, 1.0, 0.0, 1.0]])
     u = torch.linspace(0, 0.999, 100, dtype=torch.float64)
     for choice in (params(top_k=2), params(top_p=0.75)):  # 0.686 + 0.093 reaches 0.75
-        token, log_prob, kept = draw(logits.expand(100, 5), u, choice, with_kept=True)
+        token, log_prob, kept = sample_tokens(logits.expand(100, 5), u, choice, with_candidates=True)
         assert set(token.tolist()) == {0, 1, 2, 4}
         assert kept.nonzero()[:, 1].tolist() == [0, 1, 2, 4] * 100
         assert torch.allclose(log_prob, logits[0, [0, 1, 2, 4]].logsumexp(0).neg() + logits[0, token])
@@ -111,17 +111,17 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     scale=st.sampled_from([0.0, 1.0, 300.0]),
     choice=st.sampled_from([*CHOICES, params(0.0), params(1e-3)]),
-    with_kept=st.booleans(),
+    with_candidates=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_never_draws_a_token_of_probability_zero(
-    forbidden: list[bool], u: float, dtype: torch.dtype, scale: float, choice: SamplingParams, with_kept: bool
+    forbidden: list[bool], u: float, dtype: torch.dtype, scale: float, choice: SamplingParams, with_candidates: bool
 ) -> None:
     logits = (random_logits(1, len(forbidden)) * scale).to(dtype)
     logits[0, torch.tensor(forbidden)] = -torch.inf
-    token, log_prob, kept = draw(logits, numbers(u), choice, with_kept=with_kept)
+    token, log_prob, kept = sample_tokens(logits, numbers(u), choice, with_candidates=with_candidates)
     assert not forbidden[int(token)]
-    assert kept.numel() == 0 if choice.temperature == 0 or not with_kept else kept[0, token]
+    assert kept.numel() == 0 if choice.temperature == 0 or not with_candidates else kept[0, token]
     assert torch.isfinite(log_prob).all()
     assert log_prob <= 1e-6
 
@@ -129,7 +129,7 @@ def test_never_draws_a_token_of_probability_zero(
 def test_greedy_is_the_first_argmax_with_the_log_prob_of_the_softmax() -> None:
     logits = random_logits(4, 300)
     logits[1, [7, 200]] = 30.0
-    token, log_prob, _ = draw(logits, numbers(0.9, 0.9, 0.9, 0.9), params(0.0, top_k=5, top_p=0.1))
+    token, log_prob, _ = sample_tokens(logits, numbers(0.9, 0.9, 0.9, 0.9), params(0.0, top_k=5, top_p=0.1))
     assert token.tolist() == [*logits[:1].argmax(-1), 7, *logits[2:].argmax(-1)]
     assert torch.allclose(log_prob, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0], atol=1e-12)
 
@@ -138,11 +138,11 @@ def test_greedy_is_the_first_argmax_with_the_log_prob_of_the_softmax() -> None:
 def test_a_row_without_a_distribution_shows_it_and_spoils_no_other(dtype: torch.dtype, top_p: float) -> None:
     for temperature, bad in itertools.product((0.0, 1.0), (torch.nan, torch.inf, None)):
         logits = random_logits(3, 300, dtype)
-        good = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
+        good = sample_tokens(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
         logits[1] = -torch.inf
         if bad is not None:
             logits[1, 5] = bad
-        token, log_prob, _ = draw(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
+        token, log_prob, _ = sample_tokens(logits, numbers(0.3, 0.3, 0.3), params(temperature, top_p=top_p))
         assert torch.isfinite(log_prob).tolist() == [True, False, True], (temperature, bad)
         assert torch.equal(token[[0, 2]], good.token[[0, 2]])
         assert torch.equal(log_prob[[0, 2]], good.log_prob[[0, 2]])
@@ -157,7 +157,7 @@ def test_low_precision_logits_are_summed_in_fp32(
         monkeypatch.setattr(dispatch, "backend", lambda *_: dispatch.REFERENCE)
     logits = random_logits(8, 5000, dtype)
     u = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
-    low, high = draw(logits, u, params(0.8)), draw(logits.double(), u, params(0.8))
+    low, high = sample_tokens(logits, u, params(0.8)), sample_tokens(logits.double(), u, params(0.8))
     assert low.log_prob.dtype == torch.float32
     assert torch.equal(low.token, high.token)
     assert torch.allclose(low.log_prob.double(), high.log_prob, atol=2e-6)
@@ -165,9 +165,9 @@ def test_low_precision_logits_are_summed_in_fp32(
 
 def test_large_batches_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, u = random_logits(7, 300), torch.linspace(0, 0.99, 7, dtype=torch.float64)
-    whole = draw(logits, u, params(top_p=0.9), with_kept=True)
+    whole = sample_tokens(logits, u, params(top_p=0.9), with_candidates=True)
     monkeypatch.setattr(sampling, "rows_in_scratch", lambda _: 2)
-    parts = draw(logits, u, params(top_p=0.9), with_kept=True)
-    assert torch.equal(whole.kept, parts.kept)
+    parts = sample_tokens(logits, u, params(top_p=0.9), with_candidates=True)
+    assert torch.equal(whole.candidates, parts.candidates)
     assert torch.equal(whole.token, parts.token)
     assert torch.equal(whole.log_prob, parts.log_prob)

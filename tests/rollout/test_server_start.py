@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.bench import DIALECTS
-from tether.rollout.servers import Server
-from tether.rollout.servers.engine import _Watch
+from tests.rollout.bench import SERVER_APIS
+from tether.rollout.servers import InferenceServer
+from tether.rollout.servers.engine import _Watchdog
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import launch_of as launch_vllm
 
@@ -35,11 +35,11 @@ def test_one_that_needs_longer_names_both_ways_out(
     slow.write_text("#!/bin/sh\necho still compiling\nexec sleep 60\n")
     slow.chmod(0o755)
     launch_of = launch_vllm if kind == "vllm" else launch_sglang
-    server = Server(DIALECTS[kind], launch_of(slow, tmp_path / "server.log", options, {}), 1.0)
+    server = InferenceServer(SERVER_APIS[kind], launch_of(slow, tmp_path / "server.log", options, {}), 1.0)
     with pytest.raises(
         ValueError, match=r"no (vLLM|SGLang) server answers within .*server_timeout=1 seconds"
     ) as caught:
-        server.ready()
+        server.wait_ready()
     said = str(caught.value)
     assert "Its process was still at work" in said
     assert "larger actor_rollout_ref.rollout.server_timeout" in said
@@ -50,18 +50,18 @@ def test_one_that_needs_longer_names_both_ways_out(
 def test_a_program_that_is_no_server_of_models_is_not_waited_for() -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # which answers 501 to everything
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        server = Server(DIALECTS["vllm"], f"http://127.0.0.1:{other.server_port}", 30.0)
-        with pytest.raises(ValueError, match=r"/health: HTTP 501: .* This is no vLLM server that tether can use"):
-            server.ready()
+        server = InferenceServer(SERVER_APIS["vllm"], f"http://127.0.0.1:{other.server_port}", 30.0)
+        with pytest.raises(ValueError, match=r"/health: HTTP 501: .* This is not a vLLM server that tether can use"):
+            server.wait_ready()
         other.shutdown()
 
 
-@pytest.mark.parametrize("kind", DIALECTS)
+@pytest.mark.parametrize("kind", SERVER_APIS)
 def test_a_server_that_hangs_is_noticed_when_its_patience_ends(kind: str) -> None:
     """It takes connections, and answers none of the looks at it."""
     with socket.create_server(("127.0.0.1", 0)) as there:
-        hangs = Server(DIALECTS[kind], f"http://127.0.0.1:{there.getsockname()[1]}", 60, patience=2)
-        begun, watch = time.monotonic(), _Watch([hangs])
+        hangs = InferenceServer(SERVER_APIS[kind], f"http://127.0.0.1:{there.getsockname()[1]}", 60, token_timeout=2)
+        begun, watch = time.monotonic(), _Watchdog([hangs])
         while not watch.hanging({hangs}):
             time.sleep(0.05)
         assert 2 <= time.monotonic() - begun < 20

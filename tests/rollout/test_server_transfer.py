@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tether.rollout.inside.tether_buffers import Buffer
-from tether.rollout.servers import BroadcastGroup, Connections, broadcast, is_here, shared_file
+from tether.rollout.servers import BroadcastGroup, Connections, broadcast, is_local, shared_file
 from tether.rollout.servers.transfer import Staging, buckets
 
 TENSORS = {
@@ -87,7 +87,7 @@ def test_another_file_under_the_number_of_a_buffer_is_refused(tmp_path: Path) ->
 
 def test_a_server_of_this_machine_is_known_by_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert is_here(Connections(f"http://localhost:{server.getsockname()[1]}"))
+        assert is_local(Connections(f"http://localhost:{server.getsockname()[1]}"))
 
 
 def test_a_trainer_that_cannot_be_reached_is_named_at_once() -> None:

@@ -23,11 +23,11 @@ import torch
 
 from tests.processes import command_of, runs
 from tests.rollout.bench import (
-    DIALECTS,
     KEY,
     LONG,
     PROMPTS,
     SAMPLING,
+    SERVER_APIS,
     TOLERANCE,
     Bench,
     complaint,
@@ -40,7 +40,7 @@ from tests.rollout.stand_in import environment
 from tether.batch import RolloutBatch
 from tether.rollout import NoiseKey
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Draw, Sampled, Server, engine, server
+from tether.rollout.servers import GenerateRequest, InferenceServer, SampledRow, engine, server
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -117,11 +117,11 @@ def test_the_probe_looks_at_more_rows_before_it_believes_in_a_fault(made: Callab
         return ParityProbe(bench.engine, log_probs, every=1, tolerance=TOLERANCE, sampling=replace(SAMPLING, n=1))
 
     bench = made()
-    off(1).prove(prompts, KEY)
+    off(1).verify(prompts, KEY)
     assert looked == [4, 20]
     off(1).generate(prompts, replace(SAMPLING, n=1), KEY)
     with pytest.raises(ValueError, match="sampler and trainer disagree"):
-        off(20).prove(prompts, KEY)
+        off(20).verify(prompts, KEY)
 
 
 # --- servers die --------------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def test_a_server_that_dies_is_replaced(
 ) -> None:
     """Its rows are sampled again, with the same seeds; each is handed on once. A silence is told while it lasts."""
     monkeypatch.setenv("STAND_IN_SECONDS", "1" if number == signal.SIGSTOP else "0.2")
-    monkeypatch.setattr("tether.rollout.servers.engine._SAYS", 1.0)
+    monkeypatch.setattr("tether.rollout.servers.engine.LOG_EVERY_SECONDS", 1.0)
     bench = started()
-    bench.server.patience = 5.0
+    bench.server.token_timeout = 5.0
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     rows: list[int] = []
     victim = processes_of(bench.server)[0]
@@ -211,8 +211,8 @@ def test_two_runs_do_not_share_a_server(made: Callable[..., Bench]) -> None:
     other = os.fork()
     if not other:
         try:
-            server_of_another_run = Server(bench.dialect, bench.server.url, 60)
-            server_of_another_run.ready()
+            server_of_another_run = InferenceServer(bench.api, bench.server.url, 60)
+            server_of_another_run.wait_ready()
             (bench.folder / "ready").touch()
             time.sleep(600)
         finally:
@@ -226,7 +226,7 @@ def test_two_runs_do_not_share_a_server(made: Callable[..., Bench]) -> None:
     os.waitpid(other, 0)
     assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
     bench.server.stop()
-    Server(bench.dialect, bench.server.url, 60).ready()
+    InferenceServer(bench.api, bench.server.url, 60).wait_ready()
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
@@ -249,7 +249,7 @@ def test_a_server_that_died_gets_the_weights_that_it_had_while_the_policy_learns
 
 def test_one_that_always_dies_ends_the_run(started: Callable[..., Bench]) -> None:
     """Twice by the same error, and without a token: a third start, which takes minutes, would end like that, too."""
-    what = r"failed 2 times on the same rows, at last: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
+    what = r"failed 2 times .*, most recently: .*Its first error: RuntimeError: out of blocks. Its log: (\S+)"
     with pytest.raises(RuntimeError, match=what) as error:
         started("dies_at_once").engine.generate(PROMPTS, SAMPLING, KEY)
     (log,) = re.findall(what, str(error.value))
@@ -265,7 +265,7 @@ def test_one_that_dies_often_is_started_as_often(
     """
     bench = started("dies", rows_at_once=2)
     assert len(bench.engine.generate(PROMPTS * 5, replace(SAMPLING, ignore_eos=True), KEY)) == 30
-    assert caplog.text.count("The server is started again") >= 6 > engine._TRIES
+    assert caplog.text.count("The server is restarted") >= 6 > engine.MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(started: Callable[...
     owner = os.fork()
     if not owner:
         try:
-            copied.ready()
+            copied.wait_ready()
             time.sleep(600)
         finally:
             os._exit(1)
@@ -311,11 +311,12 @@ def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..
     [
         (
             "old",
-            r"runs vLLM 0.9.1; tether knows 0.32.x. scripts/vllm.sh|runs SGLang 0.4.9; .* 0.5.23. scripts/sglang.sh",
+            r"runs vLLM 0.9.1; tether supports 0.32.x. scripts/vllm.sh|runs SGLang 0.4.9; .* 0.5.23. scripts/sglang.sh",
         ),
         (
             "no_routes",
-            r"HTTP 404.*(takes no weights: it has no such route|no vLLM server that tether can use); .*/servers.md",
+            r"HTTP 404.*(supports no weight updates: it has no such route|not a vLLM server that tether can use); "
+            r".*/servers.md",
         ),
         (
             "another_dtype",
@@ -332,7 +333,7 @@ def test_a_server_that_would_cut_responses_is_named(made: Callable[..., Bench]) 
     """vLLM cuts them without a word."""
     bench = made()
     bench.there.RequestHandlerClass.speaks.model.limit = 511
-    what = r"takes 511 tokens of .*; this run needs 512 .*Start it with --(max-model-len|context-length) 512"
+    what = r"supports 511 tokens of .*; this run needs 512 .*Start it with --(max-model-len|context-length) 512"
     with pytest.raises(ValueError, match=what):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
@@ -341,16 +342,16 @@ def test_a_web_server_of_another_kind_is_not_waited_for(made: Callable[..., Benc
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        engine = made().engine_of(Server(DIALECTS[kind], f"http://127.0.0.1:{other.server_port}", 60))
+        engine = made().engine_of(InferenceServer(SERVER_APIS[kind], f"http://127.0.0.1:{other.server_port}", 60))
         with pytest.raises(
-            ValueError, match=r"/health: HTTP 404: a page of HTML. This is no (vLLM|SGLang) server that tether can"
+            ValueError, match=r"/health: HTTP 404: a page of HTML. This is not a (vLLM|SGLang) server that tether can"
         ):
             engine.generate(PROMPTS, SAMPLING, KEY)
         other.shutdown()
 
 
 def test_a_host_without_an_address_is_not_waited_for(made: Callable[..., Bench], kind: str) -> None:
-    engine = made().engine_of(Server(DIALECTS[kind], "http://nowhere.invalid:80", 60))
+    engine = made().engine_of(InferenceServer(SERVER_APIS[kind], "http://nowhere.invalid:80", 60))
     with pytest.raises(ValueError, match=r"nowhere.invalid:80: .* \(nowhere.invalid\)"):
         engine.generate(PROMPTS, SAMPLING, KEY)
 
@@ -375,15 +376,15 @@ def test_the_cause_of_a_death_is_found_in_a_long_log(made: Callable[..., Bench],
 def test_a_long_start_is_said(
     started: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server, "_SAYS_AFTER", 0.0)
+    monkeypatch.setattr(server, "FIRST_LOG_SECONDS", 0.0)
     started().engine.generate(PROMPTS[:1], SAMPLING, KEY)
     assert re.search(r"(vLLM|SGLang) starts \(0 of at most 900 seconds\); it writes to .*server.log", caplog.text)
 
 
 def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str) -> None:
-    other = next(name for name in DIALECTS if name != kind)
-    with pytest.raises(ValueError, match=r"This is no (vLLM|SGLang) server that tether can use; docs/.*/servers.md"):
-        made(dialect=DIALECTS[other]).engine.generate(PROMPTS, SAMPLING, KEY)
+    other = next(name for name in SERVER_APIS if name != kind)
+    with pytest.raises(ValueError, match=r"This is not a (vLLM|SGLang) server that tether can use; docs/.*/servers.md"):
+        made(api=SERVER_APIS[other]).engine.generate(PROMPTS, SAMPLING, KEY)
 
 
 def test_failures_of_its_own_end_the_run(made: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
@@ -391,11 +392,11 @@ def test_failures_of_its_own_end_the_run(made: Callable[..., Bench], caplog: pyt
     bench.there.RequestHandlerClass.speaks.model.faults.add("fails")
     with pytest.raises(RuntimeError, match=r"failed 4 times.*HTTP 500: Internal Server Error"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
-    assert "HTTP 500: Internal Server Error. It still answers, and gets the weights again" in caplog.text
+    assert "HTTP 500: Internal Server Error. It still responds, and its weights are loaded again" in caplog.text
     assert "The server is started" not in caplog.text  # it is somebody else's
     bench.there.shutdown()
     bench.there.server_close()
-    assert bench.server.next_step() == "Start it again"
+    assert bench.server.next_step() == "Restart it"
 
 
 @pytest.mark.parametrize("kind", ["sglang"])
@@ -406,11 +407,11 @@ def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         ports = [taken.getsockname()[1]] * (2 if always else 1)
-        monkeypatch.setattr(server, "_PORTS", 2)
+        monkeypatch.setattr(server, "MAX_PORTS", 2)
         free = server._free_port
         monkeypatch.setattr(server, "_free_port", lambda: ports.pop() if ports else free())
         bench = started()
-        bench.server.timeout, bench.server.patience = 60, 2
+        bench.server.timeout, bench.server.token_timeout = 60, 2
         if not always:
             assert len(rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))) == len(PROMPTS) * SAMPLING.n
             return
@@ -419,7 +420,9 @@ def test_a_port_that_is_taken(started: Callable[..., Bench], monkeypatch: pytest
 
 
 def test_a_server_that_gives_no_memory_back_is_named(started: Callable[..., Bench]) -> None:
-    with pytest.raises(ValueError, match=r"HTTP 404.*gives no memory back, as .*free_cache_engine=True asks for. Set"):
+    with pytest.raises(
+        ValueError, match=r"HTTP 404.*cannot release memory, which .*free_cache_engine=True requires. Set"
+    ):
         started("no_sleep").engine.generate(PROMPTS, SAMPLING, KEY)
 
 
@@ -428,10 +431,10 @@ def test_half_answers_end_the_run(made: Callable[..., Bench]) -> None:
         made("half_answers").engine.generate(PROMPTS, SAMPLING, KEY)
 
 
-DRAW = Draw([1], SAMPLING, most=3, seed=0, ends=[7], records=False)
+DRAW = GenerateRequest([1], SAMPLING, max_tokens=3, seed=0, stop_token_ids=[7], return_kept_tokens=False)
 
 
-def complaint_about(sampled: Sampled) -> str:
+def complaint_about(sampled: SampledRow) -> str:
     """Return why an answer is none, or an empty text."""
     try:
         sampled.check(DRAW, 260)
@@ -447,36 +450,36 @@ def test_an_answer_has_the_tokens_that_were_asked_for() -> None:
         ([8, 9, 1.5], "the token 1.5"),
         ([8, 9, "7"], "the token '7'"),
         ([8, 9, True], "the token True"),
-        ([8, 9, 10, 7], "4 tokens, where 3 were asked for"),
+        ([8, 9, 10, 7], "4 tokens, where 3 were requested"),
         ([7, 8, 7], "tokens after one that ends the response"),
         ([8, 9], "2 tokens of 3, and none of them ends the response"),
     ]
     for tokens, message in answers:
-        assert complaint_about(Sampled(tokens, [-1.0] * len(tokens), None, frozenset())).startswith(message)
+        assert complaint_about(SampledRow(tokens, [-1.0] * len(tokens), None, frozenset())).startswith(message)
     for tokens in ([8, 7], [8, 9, 10]):
-        assert complaint_about(Sampled(tokens, [-1.0] * len(tokens), None, frozenset())) == ""
+        assert complaint_about(SampledRow(tokens, [-1.0] * len(tokens), None, frozenset())) == ""
 
 
 def test_an_answer_has_log_probs() -> None:
     for log_prob in (math.nan, -math.inf, math.inf, 5.0, None, "0", True):
-        answer = Sampled([8, 7], [-1.0, log_prob], None, frozenset())
+        answer = SampledRow([8, 7], [-1.0, log_prob], None, frozenset())
         assert f"the log-prob {log_prob!r}" in complaint_about(answer)
-    assert "1 log-probs of 2 tokens" in complaint_about(Sampled([8, 7], [-1.0], None, frozenset()))
-    assert "the token 300" in complaint_about(Sampled([8, 7], [-1.0, -1.0], [[8], [7, 300]], frozenset()))
-    assert complaint_about(Sampled([8], [-1.0], None, frozenset(), whole=False)) == ""
-    assert complaint_about(Sampled([8, 7], [-1.0, 1e-6], [[8], [7]], frozenset())) == ""
+    assert "1 log-probs of 2 tokens" in complaint_about(SampledRow([8, 7], [-1.0], None, frozenset()))
+    assert "the token 300" in complaint_about(SampledRow([8, 7], [-1.0, -1.0], [[8], [7, 300]], frozenset()))
+    assert complaint_about(SampledRow([8], [-1.0], None, frozenset(), is_complete=False)) == ""
+    assert complaint_about(SampledRow([8, 7], [-1.0, 1e-6], [[8], [7]], frozenset())) == ""
 
 
 def test_answers_that_are_none_end_the_run(made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = made()
-    sample = type(bench.dialect).sample
+    sample = type(bench.api).generate
 
-    def lie(*arguments: Any) -> Sampled:
+    def lie(*arguments: Any) -> SampledRow:
         sampled = sample(*arguments)
         return replace(sampled, log_probs=[math.nan, *sampled.log_probs[1:]])
 
-    monkeypatch.setattr(type(bench.dialect), "sample", lie)
-    with pytest.raises(RuntimeError, match=r"failed 4 times.*:\d+: gave an answer that is none: the log-prob nan"):
+    monkeypatch.setattr(type(bench.api), "generate", lie)
+    with pytest.raises(RuntimeError, match=r"failed 4 times.*:\d+: returned an invalid row: the log-prob nan"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
 
@@ -500,16 +503,16 @@ def test_answers_about_itself_of_another_layout(
         def lie(*arguments: Any, known: Any = known, route: str = route, answer: object = answer) -> object:
             return answer if arguments[1] == route else known(*arguments)
 
-        own = Server(bench.dialect, bench.server.url, 60)
+        own = InferenceServer(bench.api, bench.server.url, 60)
         with monkeypatch.context() as patch:
             patch.setattr(language, method, lie)
             with pytest.raises(ValueError, match=f"^{bench.server.url}"):
-                own.ready()
+                own.wait_ready()
         own.stop()
 
 
 def test_no_server_at_an_address(made: Callable[..., Bench], kind: str) -> None:
-    engine = made().engine_of(Server(DIALECTS[kind], "http://127.0.0.1:9", 0.5))
+    engine = made().engine_of(InferenceServer(SERVER_APIS[kind], "http://127.0.0.1:9", 0.5))
     with pytest.raises(ValueError, match=r"127.0.0.1:9: no (vLLM|SGLang) server answers within .*server_timeout=0.5"):
         engine.generate(PROMPTS, SAMPLING, KEY)
 

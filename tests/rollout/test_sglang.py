@@ -13,7 +13,7 @@ from tests.rollout.stand_in import environment
 from tests.rollout.test_vllm import Forgetless
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
-from tether.rollout.servers import Connections, Policy, Server
+from tether.rollout.servers import Connections, InferenceServer, ServedPolicy
 from tether.rollout.sglang import SGLang
 
 
@@ -35,7 +35,7 @@ def test_weights_arrive_by_every_way(made: Callable[..., Bench], tmp_path: Path)
     """Over a server in a process of its own, in parts of 64 KiB, of which there are several."""
     bench = made(python=environment(tmp_path, kind="sglang") / "bin/python")
     for step, way in enumerate(("disk", "tensor", "distributed", "tensor", "disk", "distributed")):
-        bench.server.speaks = SGLang(Policy("qwen2", 260), way)
+        bench.server.api = SGLang(ServedPolicy("qwen2", 260), way)
         bench.learn()
         bench.engine.load_weights(bench.export())
         rollout = bench.engine.generate([*PROMPTS, *LONG], SAMPLING, NoiseKey(5, step))
@@ -45,7 +45,9 @@ def test_weights_arrive_by_every_way(made: Callable[..., Bench], tmp_path: Path)
 @pytest.mark.parametrize("way", ["disk", "tensor", "distributed"])
 def test_weights_of_another_shape_are_refused(made: Callable[..., Bench], way: str, tmp_path: Path) -> None:
     """As those of a policy with another vocabulary; the server goes on afterwards."""
-    bench = made(python=environment(tmp_path, kind="sglang") / "bin/python", dialect=SGLang(Policy("qwen2", 260), way))
+    bench = made(
+        python=environment(tmp_path, kind="sglang") / "bin/python", api=SGLang(ServedPolicy("qwen2", 260), way)
+    )
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     wrong = [("model.norm.weight", torch.zeros(64)), ("model.embed_tokens.weight", torch.zeros(100, 64))]
     what = r"(?s)size of tensor \[100, 64\] must match \[260, 64\].*refuses them. It must run the model"
@@ -69,7 +71,7 @@ def test_a_weight_that_was_not_sent_is_found_by_the_probe(made: Callable[..., Be
 
 def test_a_stale_prefix_cache_is_found(made: Callable[..., Bench]) -> None:
     bench = made("keeps_cache")
-    engine = bench.engine_of(Forgetless(bench.dialect, bench.server.url, bench.server.timeout))
+    engine = bench.engine_of(Forgetless(bench.api, bench.server.url, bench.server.timeout))
     probe = bench.probe(engine)
     probe.generate(LONG, SAMPLING, KEY)
     bench.learn()
@@ -87,7 +89,7 @@ def test_seeds_that_do_not_act_are_told(made: Callable[..., Bench], caplog: pyte
 
 def test_what_a_killed_run_left_is_cleared_away(made: Callable[..., Bench]) -> None:
     """Generation paused, and a session of weight updates open."""
-    bench = made(dialect=SGLang(Policy("qwen2", 260), "tensor"))
+    bench = made(api=SGLang(ServedPolicy("qwen2", 260), "tensor"))
     bench.server.http.post("/pause_generation", {"mode": "abort"})
     bench.server.http.post("/begin_weight_update")
     assert len(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == 6
@@ -97,7 +99,7 @@ def test_a_group_that_a_killed_run_left_is_in_nobodys_way(
     made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang knows a group by its name until it is destroyed."""
-    bench = made(dialect=SGLang(Policy("qwen2", 260), "distributed"))
+    bench = made(api=SGLang(ServedPolicy("qwen2", 260), "distributed"))
     post = Connections.post
 
     def killed(self: Connections, path: str, *more: object, **named: object) -> object:
@@ -110,7 +112,7 @@ def test_a_group_that_a_killed_run_left_is_in_nobodys_way(
         with pytest.raises(KeyboardInterrupt):
             bench.engine.generate(PROMPTS, SAMPLING, KEY)
     bench.server.stop()
-    engine = bench.engine_of(Server(bench.dialect, bench.server.url, 60))
+    engine = bench.engine_of(InferenceServer(bench.api, bench.server.url, 60))
     assert len(engine.generate(PROMPTS, SAMPLING, KEY)) == 6
 
 
@@ -135,7 +137,7 @@ def test_memory_is_given_back_between_steps(made: Callable[..., Bench], tmp_path
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))
     pid = bench.server._process
     with pytest.raises(Exception, match="HTTP 5"):
-        bench.server.http.get("/health_generate", within=30)  # asleep
+        bench.server.http.get("/health_generate", timeout=30)  # asleep
     assert rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY)) == expected
     bench.learn()
     bench.engine.load_weights(bench.export())

@@ -36,7 +36,7 @@ from tests.rollout.stand_in import Refused, environment
 from tether.batch import WeightUpdate
 from tether.rollout import NoiseKey
 from tether.rollout.inside import tether_buffers
-from tether.rollout.servers import Connections, Launch, Server, ServerGone, broadcast, server, shared_file
+from tether.rollout.servers import Connections, InferenceServer, Launch, ServerGone, broadcast, server, shared_file
 from tether.rollout.vllm import Adapters, Vllm
 
 
@@ -85,14 +85,14 @@ def test_the_layers_travel_once_and_then_adapters_alone(adapted: Bench) -> None:
     adapted.learn()  # as adapters start as no change
     probe, layers, adapters = adapted.probe(), bytes_of(adapted, adapters=False), bytes_of(adapted, adapters=True)
     probe.generate(LONG, SAMPLING, NoiseKey(5, 0))
-    probe.moved()
-    adapted.engine.remedies()["older weights"]()
-    assert probe.moved()["transfer/weights_bytes"] == layers + adapters
+    probe.transfer_metrics()
+    adapted.engine.recovery_actions()["older weights"]()
+    assert probe.transfer_metrics()["transfer/weights_bytes"] == layers + adapters
     drawn = [probe.generate(LONG, SAMPLING, NoiseKey(5, 0))]
     for step in (1, 2):
         adapted.learn()
         probe.load_weights(adapted.export())
-        assert probe.moved()["transfer/weights_bytes"] == adapters
+        assert probe.transfer_metrics()["transfer/weights_bytes"] == adapters
         drawn.append(probe.generate(LONG, SAMPLING, NoiseKey(5, step)))
     assert len({str(rows_of(rollout)) for rollout in drawn}) == 3
     assert adapters < layers / 2
@@ -103,14 +103,14 @@ def test_a_server_that_lost_its_weights_gets_the_layers_and_then_the_adapters(ad
     probe = adapted.probe()
     probe.load_weights(adapted.export())
     expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
-    probe.moved()
+    probe.transfer_metrics()
     if adapted.there is None:
         processes_of(adapted.server)[0].kill()
     else:  # the same as another run leaves behind
         adapted.server.http.post("/update_weight_version", {"new_version": "default"})
     assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
     everything = bytes_of(adapted, adapters=False) + bytes_of(adapted, adapters=True)
-    assert probe.moved()["transfer/weights_bytes"] == everything
+    assert probe.transfer_metrics()["transfer/weights_bytes"] == everything
 
 
 @pytest.mark.parametrize(
@@ -125,19 +125,21 @@ def test_layers_that_a_server_read_from_files_do_not_travel(
     bench.learn()
     probe, layers, adapters = bench.probe(), bytes_of(bench, adapters=False), bytes_of(bench, adapters=True)
     expected = rows_of(probe.generate(PROMPTS, SAMPLING, KEY))
-    assert probe.moved()["transfer/weights_bytes"] == adapters
+    assert probe.transfer_metrics()["transfer/weights_bytes"] == adapters
     processes_of(bench.server)[0].kill()
     assert rows_of(probe.generate(PROMPTS, SAMPLING, KEY)) == expected
-    assert probe.moved()["transfer/weights_bytes"] == adapters
-    bench.engine.remedies()["older weights"]()
-    assert probe.moved()["transfer/weights_bytes"] == layers + adapters
+    assert probe.transfer_metrics()["transfer/weights_bytes"] == adapters
+    bench.engine.recovery_actions()["older weights"]()
+    assert probe.transfer_metrics()["transfer/weights_bytes"] == layers + adapters
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_server_that_takes_no_such_adapters_is_named(made: Callable[..., Bench], rank: int) -> None:
     bench = made(adapters=Adapters(4, 16))
     bench.there.RequestHandlerClass.speaks.model.rank = rank
-    what = rf"takes adapters of rank {rank} at most; .*lora_rank is 4. Start it with .*, or set .*model.lora.merge=True"
+    what = (
+        rf"supports adapters of rank {rank} at most; .*lora_rank is 4. Start it with .*, or set .*model.lora.merge=True"
+    )
     with pytest.raises(ValueError, match=what):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 
@@ -146,15 +148,15 @@ def test_adapters_of_a_server_on_another_machine_are_refused_before_it_gets_weig
     made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = made(adapters=Adapters(4, 16))
-    monkeypatch.setattr("tether.rollout.vllm.dialect.is_here", lambda http: False)
-    with pytest.raises(ValueError, match=r"another machine's, and adapters travel in files.*=distributed, which sends"):
+    monkeypatch.setattr("tether.rollout.vllm.api.is_local", lambda http: False)
+    with pytest.raises(ValueError, match=r"another machine, and adapters are sent in files.*=distributed, which sends"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
-    assert bench.server.moved == 0
+    assert bench.server.bytes_sent == 0
 
 
 def takes(bench: Bench, way: str, bucket: int, step: int) -> bool:
     """Whether new weights arrive, in parts of as many bytes."""
-    bench.server.speaks = replace(bench.dialect, way=way)
+    bench.server.api = replace(bench.api, transfer=way)
     bench.engine._traffic = replace(bench.engine._traffic, bucket=bucket)
     bench.learn()
     bench.engine.load_weights(bench.export())
@@ -192,7 +194,7 @@ def test_a_server_whose_engine_died_in_an_update_is_not_waited_for(
 ) -> None:
     """vLLM leaves the requests about weights open that it has then, as it was seen to."""
     bench, over = made(), threading.Event()
-    bench.server.ready()
+    bench.server.wait_ready()
 
     def get(self: vllm_stand_in.VllmLanguage, path: str) -> object:
         raise Refused(503, "")
@@ -201,11 +203,11 @@ def test_a_server_whose_engine_died_in_an_update_is_not_waited_for(
         monkeypatch.setattr(vllm_stand_in.VllmLanguage, "get", get)
         over.wait(60)
 
-    monkeypatch.setattr(server, "_LOOKS", 0.05)
+    monkeypatch.setattr(server, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(vllm_stand_in.VllmModel, "read", dies)
     begun = time.monotonic()
     with pytest.raises(ServerGone, match="/update_weights: "):
-        bench.server.take("run-1", bench.model.state_dict().items(), torch.float32, 1 << 16)
+        bench.server.load_weights("run-1", bench.model.state_dict().items(), torch.float32, 1 << 16)
     assert time.monotonic() - begun < 30
     over.set()
 
@@ -239,12 +241,12 @@ def test_a_worker_that_fails_in_the_middle_of_broadcasts_is_replaced(
     def restart() -> None:
         asked.append(time.monotonic())
         bench.server.timeout = 900
-        Server.restart(bench.server)
+        InferenceServer.restart(bench.server)
 
     monkeypatch.setattr(Connections, "post", hit)
     monkeypatch.setattr(bench.server, "restart", restart)
     assert takes(bench, "distributed", 1 << 12, 1)
-    assert bench.engine.moved()["transfer/server_failures"] == 1
+    assert bench.engine.transfer_metrics()["transfer/server_failures"] == 1
     assert asked[3] - asked[2] < 60
     assert len(list(Path("/proc/self/fd").iterdir())) == files
 
@@ -275,10 +277,10 @@ def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
 
     monkeypatch.setattr(broadcast, "broadcast", cut)
     assert takes(bench, "distributed", 1 << 12, 1)
-    assert bench.engine.moved()["transfer/server_failures"] == 1
+    assert bench.engine.transfer_metrics()["transfer/server_failures"] == 1
     assert processes_of(bench.server) == processes
     assert "the connection between this process (127.0.0.1) and the server's workers broke: " in caplog.text
-    assert "It gets them again" in caplog.text
+    assert "Its weights are loaded again" in caplog.text
 
 
 NOT_KEEPING = """
@@ -307,20 +309,20 @@ def with_module(bench: Bench, folder: Path, name: str, text: str) -> None:
 def test_what_waits_in_vllm_would_be_written_over(made: Callable[..., Bench], tmp_path: Path, way: str) -> None:
     bench = made(python=REAL, worker_extension_cls="not_keeping.Careless")
     with_module(bench, tmp_path, "not_keeping", NOT_KEEPING)
-    bench.server.ready()
+    bench.server.wait_ready()
     for step, keeps in enumerate([True, False, True]):
         bench.server.http.post("/collective_rpc", {"method": "keep", "args": [keeps]})
         assert takes(bench, way, 1 << 12, step) == keeps
 
 
-class Forgetless(Server):
-    def forget(self) -> None:
+class Forgetless(InferenceServer):
+    def reset_prefix_cache(self) -> None:
         """Nothing: the prefix cache stays."""
 
 
 def test_a_stale_prefix_cache_is_found(bench: Bench) -> None:
-    bench.server.ready()
-    server = Forgetless(bench.dialect, bench.server.url, bench.server.timeout)
+    bench.server.wait_ready()
+    server = Forgetless(bench.api, bench.server.url, bench.server.timeout)
     engine = bench.engine_of(server)
     probe = bench.probe(engine)
     engine.load_weights(bench.export())
@@ -380,7 +382,10 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
         ),
         ("another_width", r"of intermediate_size 96; actor_rollout_ref.model.path has intermediate_size 48. Start"),
         ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
-        ("no_extension", r"no attribute 'about'. This is no vLLM server that tether can use; docs/guides/servers.md"),
+        (
+            "no_extension",
+            r"no attribute 'about'. This is not a vLLM server that tether can use; docs/guides/servers.md",
+        ),
     ],
 )
 def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench], faults: str, message: str) -> None:
@@ -393,7 +398,7 @@ def test_a_server_that_serves_something_else_is_named(made: Callable[..., Bench]
 
 @pytest.mark.parametrize("python", [None, pytest.param(REAL, marks=[needs_vllm, pytest.mark.slow], id="vllm")])
 def test_a_policy_of_other_sizes_is_refused(made: Callable[..., Bench], python: Path | None) -> None:
-    bench = made(python=python, dialect=Vllm(replace(POLICY, sizes={"intermediate_size": 96})))
+    bench = made(python=python, api=Vllm(replace(POLICY, sizes={"intermediate_size": 96})))
     with pytest.raises(ValueError, match=r"intermediate_size 48; .*model.path has intermediate_size 96"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
 

@@ -34,6 +34,32 @@ def test_the_second_signal_stops_at_once_and_says_so(name: str) -> None:
     assert f"{name} again: stopping now; the steps since the last checkpoint are lost." in told.stderr
 
 
+REPLACED = """
+import io, sys, signal
+from tether.runtime.interrupt import Interrupted, graceful_interrupt
+class Tee:
+    def write(self, text): raise ValueError("its file is closed")
+class Odd(Tee):
+    def fileno(self): return None
+closed = open("/dev/null")
+closed.close()
+for stream in (Tee(), Odd(), None, io.StringIO(), closed):
+    sys.stderr = stream
+    with graceful_interrupt() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        raise Interrupted("a process gave no answer")
+"""
+
+
+def test_whatever_stands_for_standard_error_the_step_goes_on() -> None:
+    """Sacred, notebooks and services put objects of their own there, or nothing."""
+    done = subprocess.run([sys.executable, "-c", REPLACED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    assert done.stderr.count("SIGINT: finishing this step") == 5
+    assert done.stderr.count("gave no answer; the run resumes from its last checkpoint") == 5
+
+
 HANGUPS = """
 import signal
 from tether.runtime.interrupt import graceful_interrupt

@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import dataclass
 from typing import ClassVar
 
 SCHEMA = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -120,6 +121,38 @@ class SaysTool(Says):
 
     def call(self, expression):
         return self.answer
+
+
+@dataclass
+class Found:
+    price: float | None
+    tags: frozenset
+
+
+class ToolResponse:
+    """As verl's: text, and pictures that the model cannot see."""
+
+    def __init__(self, text, image=None, video=None):
+        self.text, self.image, self.video = text, image, video
+
+
+class Structured:
+    schema = SCHEMA
+
+    def call(self, expression):
+        itself = []
+        itself.append(itself)
+        return {
+            "dict": {"found": True, "price": None, "name": "it's é"},
+            "list": [{"id": 1, "next": None}],
+            "dataclass": Found(None, frozenset("ba")),
+            "bool": True,
+            "nothing": None,
+            "number": 1.5,
+            "pair": ({"a": None}, 1.0),
+            "itself": itself,
+            "picture": ToolResponse("a map", image=["pixels"]),
+        }[expression]
 
 
 class Prepared:

@@ -21,6 +21,16 @@ def test_a_call_that_is_written_wrongly_is_one_all_the_same(inner):
     assert found.problem.startswith("the call is not")
 
 
+def test_calls_are_looked_for_after_the_last_thought():
+    draft, call = '<tool_call>{"name": "draft"}</tool_call>', '<tool_call>{"name": "a"}</tool_call>'
+    assert HERMES(f"<think>I could write {draft}.</think>{call}") == [Call("a")]
+    assert HERMES(f"{draft} or rather </think> no") == []  # the template may have opened the thought
+    assert HERMES(f"{call}<think>and now {draft}") == [Call("a")]
+    assert HERMES(f"<think>{draft}") == []
+    assert LLAMA3('<think>{"name": "draft"}</think>{"name": "a"}') == [Call("a")]
+    assert LLAMA3('{"name": "draft"}</think>') == []
+
+
 def test_llama3_calls():
     assert LLAMA3('<|python_tag|>{"name": "a", "parameters": {"x": 1}}') == [Call("a", {"x": 1})]
     assert LLAMA3("The set {1}") == []

@@ -100,6 +100,80 @@ def test_tools_of_a_server_are_called_and_one_that_ended_is_connected_again(tmp_
         assert call(pool, "add", a=2, b=40).messages == [{"role": "tool", "content": "42"}]
 
 
+PAGES = """
+import asyncio, os, sys
+import mcp.types as t
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+tools = [t.Tool(name=name, input_schema={"type": "object"}) for name in ("where", "read", "last")]
+
+async def listed(ctx, params):
+    at = int((params.cursor if params else None) or 0)
+    return t.ListToolsResult(tools=tools[at:at + 1], next_cursor=str(at + 1) if at < 2 else None)
+
+async def called(ctx, params):
+    resource = t.TextResourceContents(uri="file:///a", text="THE FILE")
+    parts = [t.TextContent(text=os.getcwd()), t.EmbeddedResource(resource=resource)]
+    return t.CallToolResult(content=parts)
+
+async def main():
+    server = Server("pages", on_list_tools=listed, on_call_tool=called)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+asyncio.run(main())
+"""
+
+
+def test_all_pages_of_tools_are_there_and_a_name_stands_for_one_tool(tmp_path: Path) -> None:
+    (tmp_path / "pages.py").write_text(PAGES)
+    (tmp_path / "elsewhere").mkdir()
+    one = {"command": sys.executable, "args": [str(tmp_path / "pages.py")], "cwd": str(tmp_path / "elsewhere")}
+    with pool_of(entry(tmp_path, {"one": one})) as pool:
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["where", "read", "last"]
+        said = call(pool, "last").messages[0]["content"]
+        assert said == f"{tmp_path / 'elsewhere'}\n[resource file:///a]\nTHE FILE"
+    with pytest.raises(ValueError, match=r"mcpServers\.one and mcpServers\.two both have a tool named where"):
+        pool_of(entry(tmp_path, {"one": one, "two": one}))
+
+
+def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
+    from mcp import types
+
+    from tether.tools.mcp_servers import as_text
+
+    def said(*parts: object, structured: object = None) -> str:
+        return as_text(types.CallToolResult(content=list(parts), structured_content=structured))
+
+    def text(words: str) -> types.TextContent:
+        return types.TextContent(text=words)
+
+    blob = types.BlobResourceContents(uri="file:///b", blob="aGVsbG8=", mime_type="application/pdf")
+    assert said(
+        text("found"),
+        types.ImageContent(data="aGVsbG8=", mime_type="image/png"),
+        types.AudioContent(data="aGVsbG8=", mime_type="audio/wav"),
+        types.ResourceLink(uri="file:///c", name="c", description="a page"),
+        types.EmbeddedResource(resource=blob),
+    ).splitlines() == [
+        "found",
+        "[image: image/png, which cannot be shown as text]",
+        "[audio: audio/wav, which cannot be shown as text]",
+        "[link to c: file:///c (a page)]",
+        "[resource file:///b: application/pdf, which cannot be shown as text]",
+    ]
+    for parts, structured, expected in (
+        ([], {"degrees": 21}, '{"degrees": 21}'),
+        ([text("warm")], {"degrees": None}, 'warm\n{"degrees": null}'),
+        ([text('{"degrees": 21}')], {"degrees": 21}, '{"degrees": 21}'),
+        ([text("42")], {"result": "42"}, "42"),
+        ([text("42")], {"result": 42}, "42"),
+        ([text("a"), text("b")], {"result": ["a", "b"]}, "a\nb"),
+    ):
+        assert said(*parts, structured=structured) == expected
+
+
 @contextmanager
 def listening(folder: Path, port: int) -> Iterator[None]:
     """A server at an address, which is killed at the end."""
@@ -148,6 +222,7 @@ def test_calls_of_a_server_that_is_gone_fail_and_the_run_goes_on(tmp_path: Path)
     [
         ({"tool_selected_list": ["add", "search"]}, "there is no tool search; .*servers.json has add, fail, hang, end"),
         ({"tool_selected_list": "add"}, "tool_selected_list is 'add', not a list of names"),
+        ({"tool_select_list": ["add"]}, "mcp.tool_select_list has no effect. Did you mean tool_selected_list"),
         ({"mcp_servers_config_path": None}, r"tools\[0\].mcp.mcp_servers_config_path is missing"),
         ({"mcp_servers_config_path": "nowhere.json"}, "mcp_servers_config_path=nowhere.json: no such file"),
     ],
@@ -163,6 +238,12 @@ def test_a_wrong_entry_is_named(about: dict[str, object], message: str, tmp_path
         ("{", 'servers.json: no JSON of the form {"mcpServers"'),
         ({}, 'servers.json: no JSON of the form {"mcpServers"'),
         ({"sums": {"args": ["server.py"]}}, "mcpServers.sums has neither `command`"),
+        ({"sums": {"command": "x", "cdw": "/"}}, "mcpServers.sums.cdw has no effect. Did you mean cwd"),
+        (
+            {"sums": {"command": "x", "disabled": True}},
+            "mcpServers.sums.disabled has no effect. Leave it out; there are",
+        ),
+        ({"sums": {"url": "http://x", "type": "sse"}}, "mcpServers.sums.type='sse': with `url` it is one of http"),
         ({"sums": {"command": "no-such-program"}}, "mcpServers.sums does not answer as .*FileNotFoundError"),
         ({"sums": {"command": sys.executable, "args": ["-c", "pass"]}}, "mcpServers.sums does not answer"),
         ({"sums": {"url": "http://127.0.0.1:9/mcp"}}, "mcpServers.sums does not answer"),

@@ -53,6 +53,22 @@ def test_tools_are_called_with_what_the_model_says_and_what_the_row_gives():
         assert call(pool, ("expression", "6 * 7")) == said("42", -0.25)
 
 
+def test_what_a_tool_returns_in_parts_is_read_as_json():
+    expected = {
+        "dict": '{"found": true, "price": null, "name": "it\'s é"}',
+        "list": '[{"id": 1, "next": null}]',
+        "dataclass": '{"price": null, "tags": ["a", "b"]}',
+        "bool": "true",
+        "nothing": "",
+        "number": "1.5",
+        "itself": "[[...]]",
+        "picture": "a map\n[image, which cannot be shown as text]",
+    }
+    with pool_of(tool("Structured")) as pool:
+        assert {kind: call(pool, ("expression", kind)).messages[0]["content"] for kind in expected} == expected
+        assert call(pool, ("expression", "pair")) == said('{"a": null}', 1.0)
+
+
 def test_verls_tools_and_interactions_are_taken():
     schema = {"type": "function", "function": {"name": "calculator"}}
     truth = {"extra_info": {"interaction_kwargs": {"name": "judge", "truth": "b"}}}
@@ -205,7 +221,7 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
         ),
         pytest.param(
             lambda: pool_of(none=environment_named("verifiers:some?a=1", "hermes", "here")),
-            r"^here: verifiers:some\?a=1 needs the package verifiers, .* Run: pip install 'tether\[verifiers\]'$",
+            r"^here: verifiers:some\?a=1 needs the package verifiers, .* Run: pip install .*\[verifiers\]'$",
             marks=pytest.mark.skipif(find_spec("verifiers") is not None, reason="verifiers is installed"),
         ),
         (lambda: pool_of(none=EnvironmentSpec("no_such_package.tools.Class")), "cannot be imported"),

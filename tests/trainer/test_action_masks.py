@@ -15,7 +15,7 @@ from tether.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
 from tether.models.control.mlp_policy import make_policy  # noqa: E402
 from tether.models.control.spec import PolicySpec  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
-from tether.rollout.env.agent import Agent  # noqa: E402
+from tether.rollout.env.agent import EnvAgent  # noqa: E402
 
 MASKS = ["env.train.action_masks=True", "env.train.max_steps_per_rollout_epoch=12"]
 
@@ -90,7 +90,7 @@ def test_a_policy_that_is_asked_where_nothing_is_allowed_says_so():
         action_mask=gymnasium.spaces.MultiBinary(5), state=gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     )
     policy = make_policy(PolicySpec(2, (3, 2), 2, layout=LAYOUT, hidden_dim=4), seed=0)
-    agent = Agent(policy, space, gymnasium.spaces.MultiDiscrete([3, 2]), "one")
+    agent = EnvAgent(policy, space, gymnasium.spaces.MultiDiscrete([3, 2]), "one")
     mask = np.array([[0, 0, 1, 0, 1], [0, 0, 0, 1, 1]], dtype=np.int8)
     assert agent.predict({"state": np.zeros(2, np.float32), "action_mask": mask[0]}).tolist() == [2, 1]
     with pytest.raises(ValueError, match=r"observation: action_mask allows none .* of a choice in row 1; allow one"):

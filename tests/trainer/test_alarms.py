@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from tests.trainer.loops import ACTOR, Control, Loop, Text, assert_same_run
 from tests.trainer.recorded_runs import RUNS, kill, metrics_of, recorded
-from tests.trainer.tiny_run import GRPO
+from tests.trainer.steps import built
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides
 from tether.commands.cli import app
+from tether.runtime.objects import holding
 from tether.trainer.parts.alarms import (
     ALIKE_STEPS,
     CALLS,
@@ -55,6 +57,44 @@ def test_the_same_reply_to_all_prompts_speaks_once_and_again_only_after_it_went_
     assert steps(Alarms(), IDENTICAL, [1.0] * enough + [0.5] * enough + [1.0] * enough)[-1] == 2
 
 
+def test_weight_decay_of_a_step_without_a_gradient_is_told_once() -> None:
+    """Of the product of rate and decay: below 2^-25, rounding keeps the weights."""
+    silent = {"actor/grad_norm": 0.0, "actor/lr": 1e-4}
+    for decay, metrics, expected in (
+        (0.01, silent, 1),
+        (0.0, silent, 0),
+        (0.01, silent | {"actor/grad_norm": 1e-9}, 0),
+        (0.01, silent | {"actor/grad_norm": math.nan}, 0),  # no optimizer step was made
+        (0.01, silent | {"actor/lr": 0.0}, 0),
+        (0.01, silent | {"actor/lr": 1e-6}, 0),
+        (0.01, {"actor/lr": 1e-4}, 0),
+    ):
+        alarms, said = Alarms(weight_decay=decay), list[str]()
+        for _ in range(5):
+            alarms.check_step(metrics, warming_up=False, warn=said.append)
+            alarms.check_step(metrics | {"actor/grad_norm": 1.0}, warming_up=False, warn=said.append)
+        resumed = Alarms(weight_decay=decay)
+        resumed.load_state_dict(alarms.state_dict())
+        resumed.check_step(metrics, warming_up=False, warn=said.append)
+        assert len(said) == expected, (decay, metrics)
+        assert all("step 1 " in message and "optim.weight_decay=0.01 shrinks" in message for message in said)
+        assert alarms.collapsed_since is None
+
+
+def test_a_run_whose_responses_score_alike_tells_that_weight_decay_acts(inputs: Path, tmp_path: Path) -> None:
+    overrides = [
+        *(*base_overrides(inputs, tmp_path), *GRPO, *LIGHT, "custom_reward_function.path=object:alike"),
+        *(f"{ACTOR}.use_kl_loss=False", "trainer.total_training_steps=1", "trainer.test_freq=-1"),
+    ]
+    for decay, expected in ((0.02, ["optim.weight_decay=0.02 shrinks"]), (0.0, [])):
+        said: list[str] = []
+        with holding({"alike": lambda **_: 1.0}), built([*overrides, f"{ACTOR}.optim.weight_decay={decay}"]) as run:
+            run.trainer.loggers.warn = said.append
+            run.trainer.fit()
+        assert len(said) == len(expected), said
+        assert all(part in message for part, message in zip(expected, said, strict=True))
+
+
 def test_steps_without_any_score_are_told() -> None:
     """The reward abstains on every response, or on those where it does not fail; it ends no run."""
     alarms, said = Alarms(), list[str]()
@@ -81,6 +121,23 @@ def test_a_collapse_is_dated_by_its_first_sign_though_it_paused() -> None:
     assert since(off, off, on, on, off, *[on] * enough) == 3
     assert since(off, off, on, *[off] * (enough - 1), *[on] * enough) == 3
     assert since(off, off, on, *[off] * enough, *[on] * enough) == 4 + enough
+
+
+def test_a_step_that_moves_the_policy_far_is_said_at_once_and_once() -> None:
+    """The numbers are those of a run with a learning rate of 1e-3; a rate of 1e-5 stays silent."""
+    said: list[str] = []
+    alarms = Alarms()
+    alarms.check_step({"actor/ppo_kl": 1.46, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+    assert re.search(r"by 1\.5 nats per token .*optim\.lr, .*\. The rate is 0\.001; try 0\.0001", said[0])
+    assert alarms.collapsed_since is None  # ends no run
+    resumed = Alarms()
+    resumed.load_state_dict(alarms.state_dict())
+    for one in (alarms, resumed):
+        one.check_step({"actor/ppo_kl": 0.01, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+        one.check_step({"actor/ppo_kl": -2.0, "actor/lr": 1e-3}, warming_up=False, warn=said.append)
+    assert len(said) == 1
+    assert steps(Alarms(), "actor/ppo_kl", [0.05, -0.01, 0.9]) == [0, 0, 0]
+    assert steps(Alarms(), "actor/ppo_kl", [0.05, -1.1]) == [0, 1]  # the estimate may be negative
 
 
 def test_tools_that_fail_are_said() -> None:
@@ -232,7 +289,7 @@ def test_a_distance_that_gains_nothing(key: str) -> None:
         alarms, said = Alarms(), list[str]()
         for score in scores:
             alarms.check_step({key: distance, "env/return": score}, warming_up=False, warn=said.append)
-        return len(said)
+        return sum("nothing is gained by it" in text for text in said)
 
     assert warnings(2.0, [0.3] * DRIFTED_STEPS) == 1
     assert warnings(0.5, [0.3] * DRIFTED_STEPS) == 0
@@ -251,8 +308,8 @@ def test_warnings_advise_what_the_kind_of_run_has(key: str, advised: str) -> Non
         found = {key: score, "actor/ppo_kl": 2.0, "actor/entropy": 0.0 if number else 2.0}
         alarms.check_step(found, warming_up=False, warn=said.append)
         alarms.check_validation({tested: score}, said.append)
-    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out"]
-    assert len(said) == 3
+    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out", "jump"]
+    assert len(said) == 4
     assert all(advised in text for text in said)
 
 
@@ -407,10 +464,11 @@ def test_a_resumed_run_says_what_the_uninterrupted_one_says() -> None:
 COLLAPSED = "the policy has collapsed: actor/entropy is 0 and actor/"
 SAME_REPLY = "of the responses to different prompts are the same reply"
 BLIND = f"the critic has explained nothing of the returns for {CRITIC_STEPS} steps"
+JUMP = "the update of this step moved the policy by "
 MESSAGES = {
     "healthy text": [],
-    "a rate that kills": ["the policy has collapsed: actor/entropy is 5.6 and actor/grad_norm 0"],
-    "a rate and a decay that kill": [f"{COLLAPSED}grad_norm 0"],
+    "a rate that kills": [JUMP, "the policy has collapsed: actor/entropy is 5.6 and actor/grad_norm 0"],
+    "a rate and a decay that kill": [JUMP, f"{COLLAPSED}grad_norm 0"],
     "one letter": [SAME_REPLY, "the validation score of tiny/letters is 0.500, and always giving the most"],
     "paid for what is not meant": ["the score of training rises (", SAME_REPLY],
     "paid for loops": [
@@ -425,7 +483,7 @@ MESSAGES = {
     "a dead policy that shares its critic": [f"{COLLAPSED}policy_grad_norm 0"],
     "a dead policy with a memory": [f"{COLLAPSED}policy_grad_norm 0"],
     "a healthy pendulum": [],
-    "a policy that runs away": ["nats per token away (actor/ppo_kl)"],
+    "a policy that runs away": [JUMP, "nats per token away (actor/ppo_kl)"],
 }  # fmt: skip
 """What alarms say about each of the recorded runs, in this order, and nothing else."""
 

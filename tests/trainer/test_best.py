@@ -114,3 +114,8 @@ def test_a_test_of_a_checkpoint_is_the_same_again_where_wrappers_draw_from_globa
     first = scores.read_text()
     evaluate(str(run.directory), None, [])
     assert scores.read_text() == first
+    other = tmp_path / "eval_global_step_1-2.json"
+    assert not other.exists()  # it would hold what is not the same
+    evaluate(str(run.directory), None, ["env.eval.num_episodes=2"])
+    assert scores.read_text() == first
+    assert other.read_text() != first

@@ -9,6 +9,7 @@ from tests.trainer.golden import STEPS, Event, Golden, Notebook
 from tests.trainer.loops import Control, assert_same_run
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.trainer.callbacks import Callbacks
+from tether.trainer.saver import OnSaved, Saver
 
 
 def test_callbacks_hear_what_is_logged(golden: Golden) -> None:
@@ -42,6 +43,53 @@ def test_one_that_raises_loses_nothing(at: Event, golden: Golden, tmp_path: Path
     golden.train(tmp_path, callbacks=[again])
     assert (("test", 2) in again.events) == (at == ("step", 1))
     assert_same_run(golden.folder, tmp_path, STEPS)
+
+
+class Leaves:
+    """Raises after the second step, or once the checkpoint of the first is written."""
+
+    def __init__(self, error: type[BaseException], *, at_checkpoint: bool = False) -> None:
+        self.error, self.at_checkpoint = error, at_checkpoint
+
+    def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        if step == 2 and not self.at_checkpoint:
+            raise self.error("enough")
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        if step == 1 and self.at_checkpoint:
+            raise self.error("enough")
+
+
+def test_whatever_leaves_the_loop_saves_first(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    for number, leaving in enumerate((Leaves(SystemExit), Leaves(KeyboardInterrupt), Leaves(OSError))):
+        folder = tmp_path / str(number)
+        with pytest.raises(leaving.error, match="enough"):
+            tether.train(overrides=Control().overrides(folder, "trainer.save_freq=-1"), callbacks=[leaving])
+        assert [path.name for path in folder.glob("global_step*")] == ["global_step_2"], leaving.error
+
+
+class SlowDisk(Saver):
+    """Completes a checkpoint during the next step, unless somebody waits for it."""
+
+    steps = 0
+
+    def collect(self, on_saved: OnSaved, *, wait: bool) -> None:
+        self.steps += not wait
+        super().collect(on_saved, wait=wait or self.steps > 1)
+
+
+def test_what_a_checkpoint_in_the_background_raises_loses_no_later_step(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    run = Control().build(Control().overrides(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1"))
+    run.trainer.saver = SlowDisk(later=True)
+    run.trainer.callbacks = Callbacks([Leaves(SystemExit, at_checkpoint=True)])
+    try:
+        with pytest.raises(SystemExit):
+            run.trainer.fit()
+    finally:
+        run.close()
+    assert (tmp_path / "global_step_2").is_dir()
 
 
 def test_training_from_python_takes_callbacks(tmp_path: Path) -> None:

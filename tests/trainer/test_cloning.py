@@ -106,7 +106,7 @@ def test_only_what_succeeds_is_kept(cloned, tmp_path):
     call(*arguments, "--successful", "-o", tmp_path / "demos")
     failing = [*arguments, "env.train.init_params.ends=1", "--successful", "-o", tmp_path / "none"]
     shown = CliRunner().invoke(app, [str(argument) for argument in failing])
-    assert "0 of 40 episodes succeeded, but 2 are asked for" in str(shown.exception)
+    assert "0 of 40 episodes succeeded, but 2 are requested" in str(shown.exception)
 
 
 @pytest.mark.parametrize(

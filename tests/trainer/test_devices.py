@@ -107,19 +107,23 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(
 SHARED = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
 PIECES = ["actor_rollout_ref.rollout.max_num_seqs=2"]
 ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "algorithm.use_kl_in_reward=True"]
+FULL_KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("both", "on_devices"),
-    [([], [*SHARED, *PIECES]), (ADAPTERS, []), (ADAPTERS, SHARED)],
-    ids=["shared rows, prompts in pieces", "adapters", "adapters and shared rows"],
+    [([], [*SHARED, *PIECES]), (ADAPTERS, []), (ADAPTERS, SHARED), (FULL_KL, SHARED), ([*ADAPTERS, *FULL_KL], [])],
+    ids=[
+        *("shared rows, prompts in pieces", "adapters", "adapters and shared rows"),
+        *("full KL and shared rows", "full KL and adapters"),
+    ],
 )
 def test_other_ways_to_share_train_as_one_device(
     both: list[str], on_devices: list[str], inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups, "_start_group", ForkedGroup)
-    if both:
+    if ADAPTERS[0] in both:
         pytest.importorskip("peft")
     packed = ["critic.model.use_remove_padding=True", "actor_rollout_ref.actor.use_kl_loss=True", *both]
     one = train([*overrides(inputs, tmp_path / "one", 1, 3), *packed])
@@ -128,7 +132,8 @@ def test_other_ways_to_share_train_as_one_device(
     expected, found = measured(one), measured(two)
     for step in (1, 2, 3):
         assert found[step]["critic/score/mean"] == expected[step]["critic/score/mean"]
-        for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss"):
+        compared = ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "actor/entropy", "actor/kl_loss")
+        for name in (*compared, "actor/reward_kl_penalty"):
             assert found[step][name] == pytest.approx(expected[step][name], rel=1e-3, abs=1e-6)
     left, right = weights(one / "global_step_3"), weights(two / "global_step_3")
     for name in left:
@@ -138,7 +143,7 @@ def test_other_ways_to_share_train_as_one_device(
 def test_without_ray_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "tether.execution.ray_group", raising=False)
-    with pytest.raises(ValueError, match=rf"{KEY}=2: .* package ray, .*pip install 'tether\[ray\]'"):
+    with pytest.raises(ValueError, match=rf"{KEY}=2: .* package ray, .*pip install .*\[ray\]'"):
         build_run(load_config(None, overrides(inputs, tmp_path, 2, 1)))
 
 

@@ -345,6 +345,7 @@ NO_PAIRS: list[tuple[object, str]] = [
         "row 1: `chosen` and `rejected` differ before the assistant's first message: they answer different prompts",
     ),
     ({"chosen": "yes", "rejected": "yes"}, "row 1: `chosen` and `rejected` are the same"),
+    ({"chosen": "yes", "rejected": "no", "margin": "3"}, "row 1: `margin` is '3', not a finite number"),
     ({"chosen": 1, "rejected": "no"}, "row 1: `chosen` is neither text nor a list of {role, content}"),
     ({"chosen": [{"role": "user"}], "rejected": "no"}, "row 1: `chosen` is neither text"),
     *(
@@ -400,6 +401,13 @@ def test_what_is_no_pair_is_named(tmp_path: Path) -> None:
             load_pairs([str(file)])
         assert says in str(error.value)
         assert "row 0" not in str(error.value)
+
+
+def test_the_margin_of_a_pair_reaches_the_loss(folder: Path, tmp_path: Path) -> None:
+    rows = [{"chosen": "a", "rejected": "b"} | margin for margin in ({"margin": 3}, {"margin": None}, {})]
+    pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", rows))])
+    batch = preference_batch(pairs, load_tokenizer(folder / "model"), None, 99)
+    assert batch.token_level_scores.sum(-1).tolist() == [3.0, 0.0, 0.0]
 
 
 def test_a_side_without_a_token_is_named(folder: Path, tmp_path: Path) -> None:

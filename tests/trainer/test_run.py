@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
+import tether
+from tests.tiny import CHATML, EOS_ID, VOCAB_SIZE
 from tests.trainer.golden import Golden
 from tests.trainer.loops import results
 from tests.trainer.steps import built, first_step, stepped
@@ -135,6 +137,27 @@ def test_plain_transformers_reads_what_was_saved(finished: Finished):
         with torch.no_grad():
             found = critic(ids[None]).logits[0, start - 1 : -1, 0]
         torch.testing.assert_close(found, expected[row, : len(found)], atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_run_sets_goes_along_with_its_policy(base: list[str], tmp_path: Path):
+    """Its template with the values of its variables, and the distribution that it samples from."""
+    template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{{ 'think' if thinking else 'no ' ~ mode }}:"
+    kwargs = "{thinking: false, mode: 'a\\'b'}"
+    settings = [f"data.chat_template={template!r}", f"data.apply_chat_template_kwargs={kwargs}"]
+    sampling = ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.rollout.top_p=0.9"]
+    with built([*base, *GRPO, *settings, *sampling]) as run:
+        run.trainer.actor.engine.save(tmp_path / "actor")
+        unchanged = run.trainer.rollouts.collector.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "actor")
+    messages = [{"role": "user", "content": "2+2?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<2+2?>no a'b:"
+    assert tokenizer.apply_chat_template(messages, tokenize=False, thinking=True) == "<2+2?>think:"
+    assert unchanged.chat_template == CHATML
+    policy = tether.load(tmp_path / "actor")
+    assert policy.generate("2+2?", max_new_tokens=1)
+    saved = GenerationConfig.from_pretrained(tmp_path / "actor")
+    assert (saved.do_sample, saved.temperature, saved.top_p, saved.top_k) == (True, 0.7, 0.9, VOCAB_SIZE)
+    assert saved.eos_token_id == [EOS_ID, *range(4, 90)]
 
 
 def sequence(batch: TrainBatch, row: int) -> tuple[torch.Tensor, int]:

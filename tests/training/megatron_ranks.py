@@ -40,7 +40,7 @@ from tether.models.language.empty import empty_model
 from tether.models.language.packing_check import hidden_states
 from tether.models.language.save import write_model
 from tether.models.layers.attention import use_tether_attention
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.training.engines.incident import replay
 from tether.training.engines.local import LocalEngine
@@ -55,17 +55,17 @@ Make = Callable[[], PreTrainedModel]
 MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")
 
 
-def policy_of(layout: Layout, **options: Any) -> PreTrainedModel:
+def policy_of(layout: MegatronLayout, **options: Any) -> PreTrainedModel:
     """A policy with a layer for each piece of a layout."""
     return make_policy(**depth(layout), **options)
 
 
-def critic_of(layout: Layout) -> PreTrainedModel:
+def critic_of(layout: MegatronLayout) -> PreTrainedModel:
     """The same with a critic."""
     return make_critic(**depth(layout))
 
 
-def depth(layout: Layout) -> dict[str, int]:
+def depth(layout: MegatronLayout) -> dict[str, int]:
     """Layers, where a tiny model has too few."""
     return {"num_hidden_layers": layout.pipeline * layout.virtual_pipeline} if layout.virtual_pipeline else {}
 
@@ -77,7 +77,9 @@ def make_mixture(name: str = "qwen2_moe") -> PreTrainedModel:
     return model
 
 
-def make_megatron(model: PreTrainedModel, micro: MicroBatching, layout: Layout, **rest: Any) -> MegatronEngine[Any]:
+def make_megatron(
+    model: PreTrainedModel, micro: MicroBatching, layout: MegatronLayout, **rest: Any
+) -> MegatronEngine[Any]:
     """An engine with the weights of a whole model, which is a policy where it has an output head."""
     role = "policy" if model.get_output_embeddings() is not None else "critic"
     names = [field.name for field in dataclasses.fields(MegatronOptions)]
@@ -124,7 +126,7 @@ def whole_weights(engine: MegatronEngine[Any]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.export().tensors}
 
 
-def gradients(estimator: str, layout: Layout, make: Make | None = None) -> Iterator[tuple[str, float]]:
+def gradients(estimator: str, layout: MegatronLayout, make: Make | None = None) -> Iterator[tuple[str, float]]:
     """How far gradients of a policy are from one process's, for several ways to cut the rows."""
     make = make or partial(policy_of, layout)
     batch = make_batch(make(), critic_of(layout), estimator)
@@ -141,7 +143,7 @@ def gradients(estimator: str, layout: Layout, make: Make | None = None) -> Itera
     yield f"{estimator}, recomputed", distance(whole_gradients(engine, batch, LOSS), expected)
 
 
-def critic_gradients(layout: Layout) -> Iterator[tuple[str, float]]:
+def critic_gradients(layout: MegatronLayout) -> Iterator[tuple[str, float]]:
     """The same of a critic."""
     batch = make_batch(policy_of(layout), critic_of(layout))
     engine = make_engine(critic_of(layout))
@@ -150,7 +152,7 @@ def critic_gradients(layout: Layout) -> Iterator[tuple[str, float]]:
     yield "critic", distance(whole_gradients(megatron, batch, VALUES), local_gradients(engine.model))
 
 
-def averaged_gradients(layout: Layout) -> float:
+def averaged_gradients(layout: MegatronLayout) -> float:
     """The negative control: denominators of the rows of a replica."""
     batch = make_batch(policy_of(layout), critic_of(layout))
     engine = make_engine(policy_of(layout))
@@ -162,7 +164,7 @@ def averaged_gradients(layout: Layout) -> float:
         return distance(whole_weights(megatron), local_gradients(engine.model))
 
 
-def inferred(layout: Layout) -> dict[str, float]:
+def inferred(layout: MegatronLayout) -> dict[str, float]:
     """How far outputs of this replica's rows are from those of one process, at the worst token; of a speaker."""
     policy, critic = policy_of(layout), critic_of(layout)
     batch = make_batch(policy, critic)
@@ -184,7 +186,7 @@ def inferred(layout: Layout) -> dict[str, float]:
 
 
 def updates(
-    loss: LossSpec, layout: Layout, make: Make | None = None, **options: Any
+    loss: LossSpec, layout: MegatronLayout, make: Make | None = None, **options: Any
 ) -> tuple[float, dict[str, float], dict[str, float], float]:
     """How far weights are after an update, metrics here and of one process, and how far log-probs are."""
     make = make or partial(policy_of, layout)
@@ -207,7 +209,7 @@ def updates(
     return distance(whole_weights(megatron), expected_weights), found.metrics, expected.metrics, far
 
 
-def narrow(layout: Layout) -> tuple[float, float]:
+def narrow(layout: MegatronLayout) -> tuple[float, float]:
     """How far weights are that were updated in bfloat16 beside float32 masters; and the masters themselves."""
     batch = make_batch(policy_of(layout), critic_of(layout))
     for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
@@ -230,7 +232,7 @@ def narrow(layout: Layout) -> tuple[float, float]:
     return distance(found, expected), distance(rounded, {name: expected[name] for name in rounded})
 
 
-def skipped(folder: Path, layout: Layout) -> tuple[float, float, list[int]]:
+def skipped(folder: Path, layout: MegatronLayout) -> tuple[float, float, list[int]]:
     """Skipped updates, how far weights moved, and the bad rows of the incident that was kept."""
     batch = make_batch(policy_of(layout), critic_of(layout))
     batch.advantages[BAD_ROW, 0] = math.nan
@@ -241,7 +243,7 @@ def skipped(folder: Path, layout: Layout) -> tuple[float, float, list[int]]:
     return updated.metrics["skipped_updates"], moved, replay(folder / "step_1") if dist.get_rank() == 0 else []
 
 
-def resumed(folder: Path, layout: Layout, make: Make | None = None) -> bool:
+def resumed(folder: Path, layout: MegatronLayout, make: Make | None = None) -> bool:
     """State goes from one process to these ranks and back without a bit lost, and so do the weights."""
     make = make or partial(policy_of, layout)
     batch = make_batch(make(), critic_of(layout))
@@ -266,7 +268,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.double().clone() for name, tensor in model.state_dict().items()}
 
 
-def resumed_with_corrected_routers(folder: Path, layout: Layout) -> bool:
+def resumed_with_corrected_routers(folder: Path, layout: MegatronLayout) -> bool:
     """The same of DeepSeek-V3, whose routers have a buffer beside their weights."""
     return resumed(folder, layout, make_corrected)
 
@@ -287,7 +289,7 @@ def of_speaker(engine_value: Any) -> Any:
     return every
 
 
-def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
+def everything(folder: Path, layout: MegatronLayout, full: bool) -> dict[str, Any]:
     """All of the above; with `full` also where parts lie."""
     found: dict[str, Any] = {
         "gradients": dict(gradients("gae", layout)),
@@ -308,7 +310,7 @@ def everything(folder: Path, layout: Layout, full: bool) -> dict[str, Any]:
     return found
 
 
-def balanced_gradients(layout: Layout) -> tuple[float, float]:
+def balanced_gradients(layout: MegatronLayout) -> tuple[float, float]:
     """How far gradients are with an auxiliary loss (Switch Transformer, equation 4) and a z-loss (ST-MoE, equation 5)
     from those by the formulas, and from those without: the mean over three rows, weighed by their tokens.
 
@@ -340,7 +342,7 @@ def balanced_gradients(layout: Layout) -> tuple[float, float]:
     return distance(found, local_gradients(engine.model)), distance(found, without)
 
 
-def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
+def of_experts(folder: Path, layout: MegatronLayout) -> dict[str, Any]:
     """Gradients, updates and state of a mixture of experts."""
     return {
         "gradients": dict(gradients("gae", layout, make_mixture)),
@@ -350,7 +352,7 @@ def of_experts(folder: Path, layout: Layout) -> dict[str, Any]:
     }
 
 
-def replays(layout: Layout, name: str) -> dict[str, Any]:
+def replays(layout: MegatronLayout, name: str) -> dict[str, Any]:
     """How far gradients are with experts that are given from those of one process, and with those that routers choose;
     and whether the choice that ranks record is that of one process.
     """

@@ -100,7 +100,7 @@ def test_gradients_are_those_of_autograd(name):
     policy = make(name)
     samples = random_samples(policy)
     found = gradients(policy, samples, LOSS)
-    kept = torch.ones(24, dtype=torch.bool) if samples.memory is None else samples.memory.kept.flatten()
+    kept = torch.ones(24, dtype=torch.bool) if samples.memory is None else samples.memory.selected.flatten()
     columns, entropies, values = columns_of(policy, samples)
     chunk = policy.spec.num_action_chunks
     live = torch.ones(24, chunk, dtype=torch.bool) if samples.mask is None else samples.mask.flatten(0, -2)
@@ -142,7 +142,7 @@ def test_decisions_that_are_not_kept_change_no_bit(name):
     policy = make(name)
     samples = random_samples(policy)
     expected = gradients(policy, samples, LOSS)
-    lost = ~samples.memory.kept[..., None]
+    lost = ~samples.memory.selected[..., None]
     poisoned = {
         key: getattr(samples, key).masked_fill(lost, torch.nan)
         for key in ("old_log_probs", "advantages", "values", "returns", "weights")
@@ -182,7 +182,7 @@ def test_sequences_stay_whole():
     assert torch.equal(first.obs[PICTURE], samples.obs[PICTURE][order[:2]])
     rows = first.decisions()
     assert rows.memory is None
-    assert torch.equal(rows.advantages, samples.advantages[order[:2]][samples.memory.kept[order[:2]]])
+    assert torch.equal(rows.advantages, samples.advantages[order[:2]][samples.memory.selected[order[:2]]])
 
 
 def test_numbers_are_changed_beside_a_picture():

@@ -35,7 +35,7 @@ def test_each_row_of_a_mini_batch_is_on_one_rank_and_knows_its_place() -> None:
         found = torch.full_like(mini.rows, -1)
         for rows, parts in shares:
             assert parts[number].sizes == mini.sizes
-            found[parts[number].places] = rows[parts[number].rows]
+            found[parts[number].positions] = rows[parts[number].rows]
         assert found.tolist() == mini.rows.tolist()
     assert 0 not in torch.cat([rows for rows, _ in shares])
 

@@ -34,9 +34,9 @@ from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
+from tether.models.language.lazy_weights import has_lazy_weights
 from tether.models.language.load import load_causal_lm
-from tether.models.language.save import join_parts, write_model
-from tether.models.language.unread import is_unread
+from tether.models.language.save import join_shards, write_model
 from tether.rollout.native import eos_token_ids
 from tether.training.division import mini_batches
 from tether.training.engines.fsdp import FsdpEngine
@@ -213,7 +213,7 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     if dist.get_rank() == 0:
         sharded.check_saving(folder / "tried")
         assert (folder / "tried" / "config.json").exists()
-        join_parts([part / "actor" for part in parts], folder / "actor")
+        join_shards([part / "actor" for part in parts], folder / "actor")
         merged = LlamaForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
         found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))
     return found
@@ -351,14 +351,16 @@ def read(folder: Path, sequence: int) -> dict[str, tuple[bool, bool]]:
     dist.barrier()
     load = partial(load_causal_lm, dtype=torch.float32)
     makers: dict[str, Callable[[torch.device | None], PreTrainedModel]] = {
-        "tied": lambda unread: load(folder / "tied", unread=unread),
-        "in several files": lambda unread: load(folder / "files", unread=unread),
-        "in bfloat16": lambda unread: load_causal_lm(folder / "apart", dtype=torch.bfloat16, unread=unread),
-        "critic": lambda unread: load_critic(folder / "apart", dtype=torch.float32, unread=unread),
+        "tied": lambda lazy_device: load(folder / "tied", lazy_device=lazy_device),
+        "in several files": lambda lazy_device: load(folder / "files", lazy_device=lazy_device),
+        "in bfloat16": lambda lazy_device: load_causal_lm(
+            folder / "apart", dtype=torch.bfloat16, lazy_device=lazy_device
+        ),
+        "critic": lambda lazy_device: load_critic(folder / "apart", dtype=torch.float32, lazy_device=lazy_device),
     }
 
-    def adapted(unread: torch.device | None) -> PreTrainedModel:
-        model = load(folder / "apart", unread=unread)
+    def adapted(lazy_device: torch.device | None) -> PreTrainedModel:
+        model = load(folder / "apart", lazy_device=lazy_device)
         torch.manual_seed(3)
         lora.add_lora(model, lora.LoraOptions(rank=2))
         return model
@@ -367,7 +369,7 @@ def read(folder: Path, sequence: int) -> dict[str, tuple[bool, bool]]:
     found = {}
     for name, make in (makers | {narrow: makers["critic"], "adapters": adapted}).items():
         whole, unread = make(None), make(torch.device("cpu"))
-        assert is_unread(unread)
+        assert has_lazy_weights(unread)
         size = sum(p.nbytes for p in whole.parameters())
         buffers = same_bits(dict(unread.named_buffers()), dict(whole.named_buffers()))
         ends = name.startswith("critic") or eos_token_ids(unread) == eos_token_ids(whole)
@@ -389,7 +391,7 @@ def broken(folder: Path) -> str:
         model.save_pretrained(folder)
     dist.barrier()
     with pytest.raises(ValueError) as caught:
-        make_fsdp(load_causal_lm(folder, dtype=torch.float32, unread=torch.device("cpu")), FOUR_ROWS)
+        make_fsdp(load_causal_lm(folder, dtype=torch.float32, lazy_device=torch.device("cpu")), FOUR_ROWS)
     return str(caught.value)
 
 
@@ -484,7 +486,7 @@ def test_each_rank_reads_its_part_of_the_files(group: tuple[int, dict[str, Any]]
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(group: tuple[int, dict[str, Any]]) -> None:
-    assert "1 of its weights hold NaN or infinity, first model.norm.weight" in group[1]["broken"]
+    assert "1 of its weights have NaN or infinity, first model.norm.weight" in group[1]["broken"]
 
 
 def test_adapters_train_as_in_one_process(group: tuple[int, dict[str, Any]]) -> None:

@@ -8,22 +8,22 @@ import pytest
 
 from tests.installed import needs_megatron
 from tests.ranks import on_ranks
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 
 pytestmark = needs_megatron
 TOLERANCE = 1e-10
 OF_EXPERTS_TOLERANCE = 1e-7  # transformers rounds the weights of experts to float32
-LAYOUTS: dict[str, tuple[int, Layout]] = {
-    "TP 2": (2, Layout(tensor=2)),
-    "PP 2": (2, Layout(pipeline=2)),
-    "2 replicas": (2, Layout()),
-    "TP 2, PP 2, sequence parallel": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True)),
-    "TP 2, 2 replicas": (4, Layout(tensor=2)),
-    "PP 2, 2 replicas": (4, Layout(pipeline=2)),
-    "CP 2": (2, Layout(context=2)),
-    "PP 2, 2 virtual stages": (2, Layout(pipeline=2, virtual_pipeline=2)),
-    "TP 2, CP 2, sequence parallel": (4, Layout(tensor=2, context=2, sequence_parallel=True)),
-    "PP 2, 2 virtual stages, CP 2": (4, Layout(pipeline=2, virtual_pipeline=2, context=2)),
+LAYOUTS: dict[str, tuple[int, MegatronLayout]] = {
+    "TP 2": (2, MegatronLayout(tensor=2)),
+    "PP 2": (2, MegatronLayout(pipeline=2)),
+    "2 replicas": (2, MegatronLayout()),
+    "TP 2, PP 2, sequence parallel": (4, MegatronLayout(tensor=2, pipeline=2, sequence_parallel=True)),
+    "TP 2, 2 replicas": (4, MegatronLayout(tensor=2)),
+    "PP 2, 2 replicas": (4, MegatronLayout(pipeline=2)),
+    "CP 2": (2, MegatronLayout(context=2)),
+    "PP 2, 2 virtual stages": (2, MegatronLayout(pipeline=2, virtual_pipeline=2)),
+    "TP 2, CP 2, sequence parallel": (4, MegatronLayout(tensor=2, context=2, sequence_parallel=True)),
+    "PP 2, 2 virtual stages, CP 2": (4, MegatronLayout(pipeline=2, virtual_pipeline=2, context=2)),
 }
 QUICK = "TP 2"
 SLOW = (
@@ -33,20 +33,23 @@ SLOW = (
     "PP 2, 2 virtual stages, CP 2",
 )
 """The others are in `benchmarks.layouts`."""
-OF_EXPERTS: dict[str, tuple[int, Layout]] = {
-    "EP 2": (2, Layout(expert=2)),
-    "PP 2, CP 2, EP 2": (4, Layout(pipeline=2, context=2, expert=2)),
-    "TP 2, EP 2, whole experts": (4, Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
-    "TP 2, all experts whole": (2, Layout(tensor=2, expert_tensor=1, sequence_parallel=True)),
-    "2 replicas, experts in parts": (2, Layout(expert_tensor=2)),
+OF_EXPERTS: dict[str, tuple[int, MegatronLayout]] = {
+    "EP 2": (2, MegatronLayout(expert=2)),
+    "PP 2, CP 2, EP 2": (4, MegatronLayout(pipeline=2, context=2, expert=2)),
+    "TP 2, EP 2, whole experts": (4, MegatronLayout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+    "TP 2, all experts whole": (2, MegatronLayout(tensor=2, expert_tensor=1, sequence_parallel=True)),
+    "2 replicas, experts in parts": (2, MegatronLayout(expert_tensor=2)),
 }
-REPLAYED: dict[str, tuple[str, Layout]] = {
-    "EP 2": ("qwen2_moe", Layout(expert=2)),
-    "PP 2": ("qwen2_moe", Layout(pipeline=2)),
-    "PP 2, the first stage is dense": ("deepseek_v3", Layout(pipeline=2)),
-    "TP 2, sequence parallel": ("qwen3_moe", Layout(tensor=2, sequence_parallel=True)),
-    "CP 2": ("qwen2_moe", Layout(context=2)),
-    "TP 2, PP 2, EP 2": ("qwen2_moe", Layout(tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True)),
+REPLAYED: dict[str, tuple[str, MegatronLayout]] = {
+    "EP 2": ("qwen2_moe", MegatronLayout(expert=2)),
+    "PP 2": ("qwen2_moe", MegatronLayout(pipeline=2)),
+    "PP 2, the first stage is dense": ("deepseek_v3", MegatronLayout(pipeline=2)),
+    "TP 2, sequence parallel": ("qwen3_moe", MegatronLayout(tensor=2, sequence_parallel=True)),
+    "CP 2": ("qwen2_moe", MegatronLayout(context=2)),
+    "TP 2, PP 2, EP 2": (
+        "qwen2_moe",
+        MegatronLayout(tensor=2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True),
+    ),
 }
 SINGLE = 2e-6  # transformers computes these routers in float32
 
@@ -124,9 +127,11 @@ def test_mixtures_of_experts_are_those_of_one_process(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(expert=2), pytest.param(Layout(pipeline=2), marks=pytest.mark.slow)], ids=["EP 2", "PP 2"]
+    "layout",
+    [MegatronLayout(expert=2), pytest.param(MegatronLayout(pipeline=2), marks=pytest.mark.slow)],
+    ids=["EP 2", "PP 2"],
 )
-def test_corrections_of_routers_are_saved_and_state_has_none(layout: Layout, tmp_path: Path) -> None:
+def test_corrections_of_routers_are_saved_and_state_has_none(layout: MegatronLayout, tmp_path: Path) -> None:
     work = importlib.import_module("tests.training.megatron_ranks").resumed_with_corrected_routers
     assert on_ranks(tmp_path, 2, work, tmp_path / "saved.pt", layout)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 
 
@@ -60,3 +61,16 @@ def test_frozen_parameters_are_left_out() -> None:
     layer.bias.requires_grad_(False)
     (trained,) = build_adamw(layer.parameters(), OptimizerOptions(1.0)).param_groups[0]["params"]
     assert trained is layer.weight
+
+
+@pytest.mark.parametrize(("lr", "changed"), [(1e-6, 0.0), (2.9e-6, 0.0), (3e-6, 1.0), (1e-4, 1.0)])
+def test_weight_decay_without_a_gradient_acts_from_half_an_ulp_on(lr: float, changed: float) -> None:
+    """A factor of 1 - 0.01 lr is 1 in float32 up to 2^-25 = 2.98e-8."""
+    weights = torch.cat([torch.tensor([1.0, -2.0]), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
+    ours, theirs = nn.Parameter(weights.clone()), nn.Parameter(weights.clone())
+    theirs.grad = torch.zeros_like(theirs)
+    build_adamw([theirs], OptimizerOptions(lr)).step()
+    flat = FlatParameters([[ours]])
+    FlatAdamW(flat, betas=(0.9, 0.999), eps=1e-8, weight_decay=OptimizerOptions(lr).weight_decay).step([lr])
+    for found in (theirs.detach(), flat.values):
+        assert (found != weights).double().mean() == changed

@@ -169,7 +169,7 @@ def test_gradients_of_control_are_the_same(name: str, loss_name: str, caplog, mo
 
     def fail_on_many(self, obs, memory, actions=None):
         outputs, values = decide(self, obs, memory, actions)
-        return fits(len(obs) * (memory.kept.shape[1] if memory is not None else 1), outputs), values
+        return fits(len(obs) * (memory.selected.shape[1] if memory is not None else 1), outputs), values
 
     monkeypatch.setattr(type(policy), "decide", fail_on_many)
     split = control_gradients(policy, samples, loss)

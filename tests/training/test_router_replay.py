@@ -191,7 +191,7 @@ def test_models_without_a_known_router_are_refused() -> None:
     batch = make_batch(make_mixture(), make_critic())
     dense = tiny_model("llama", dtype=torch.float64)
     use_tether_attention(dense)
-    with pytest.raises(ValueError, match="LlamaForCausalLM: has no router that tether knows"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: has no router that tether supports"):
         outputs(dense, batch, "recorded")
 
 
@@ -209,7 +209,7 @@ def test_a_router_that_chooses_by_other_means_is_refused() -> None:
     model = make_mixture()
     batch = any_experts(make_batch(model, make_critic()), layers=2)
     model.model.layers[1].mlp.gate = SortingRouter(model.model.layers[1].mlp.gate)
-    with pytest.raises(ValueError, match=r"SortingRouter: chooses its experts by other means than one torch\.topk"):
+    with pytest.raises(ValueError, match=r"SortingRouter: does not choose its experts with one torch\.topk"):
         outputs(model, batch, "replayed")
 
 

@@ -12,6 +12,7 @@ from tether.rewards import Dialogue, RewardError, RewardRequest
 from tether.training import LossSpec, UpdatePlan
 from tether.training.engines.local import LocalEngine
 from tether.training.engines.optimizer import OptimizerOptions
+from tether.training.protocol import LossSizes
 from tether.training.text import (
     ConversationReader,
     MicroBatching,
@@ -91,6 +92,16 @@ def test_loss_and_gradient_by_hand(model, plain):
     shares = measured[-1]
     assert float(shares["rm/loss"]) == pytest.approx(float(torch.log1p(torch.exp(-margins)).mean()), rel=1e-4)
     assert float(measured[0]["rm/accuracy"]) == pytest.approx(float((margins > 0).float().mean()))
+
+
+def test_a_margin_is_subtracted_inside_the_loss(model, plain):
+    """-log sigmoid(chosen - rejected - margin); accuracy and the logged margin are those of the scores."""
+    margins = torch.tensor([0.0, 3.0, -1.0, 0.5])
+    found = PairForward()(model, batch := pair_batch(PAIRS, margins.tolist()))
+    term = PreferenceLoss()(found, batch, LossSizes(8, 4))
+    scores = torch.tensor([plain(chosen) - plain(rejected) for chosen, rejected in PAIRS])
+    assert float(term.loss) == pytest.approx(float(torch.log1p(torch.exp(margins - scores)).mean()), rel=1e-4)
+    assert float(term.metrics["rm/margin"]) == pytest.approx(float(scores.mean()), rel=1e-3)
 
 
 @pytest.mark.parametrize("micro", [MicroBatching(1), MicroBatching(3), MicroBatching(max_tokens=8)])

@@ -53,7 +53,8 @@ def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Ten
     Versions of torch disagree about the gradient of `torch.clamp` at a bound, where the ratio of a clip of 0 is.
     """
     inside = (values >= lowest) & (values <= highest)
-    return torch.where(inside, values, values.detach().clamp(lowest, highest))
+    outside = torch.where(values > highest, highest, lowest)
+    return torch.where(inside, values, torch.where(values.isnan(), values.detach(), outside))
 
 
 def masked_sum(

@@ -17,11 +17,11 @@ from tether.trainer.control import POLICY
 
 if TYPE_CHECKING:
     from tether.envs.gymnasium_types import Env
-    from tether.rollout.env.agent import Agent
+    from tether.rollout.env.agent import EnvAgent
 
 
-def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, Callable[[], Env]]:
-    """Build the `tether.rollout.env.agent.Agent` of a checkpoint, and a factory of environments of ``env.eval``.
+def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
+    """Build the `tether.rollout.env.agent.EnvAgent` of a checkpoint, and a factory of environments of ``env.eval``.
 
     Args:
         config: configuration of the run.
@@ -42,5 +42,5 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[Agent, 
     policy = load_policy(checkpoint / POLICY)
     code = code_of(policy)
     decode = None if code is None else code.decode
-    agent_type = importlib.import_module("tether.rollout.env.agent").Agent
+    agent_type = importlib.import_module("tether.rollout.env.agent").EnvAgent
     return agent_type(policy, *make.spaces_of(options), options.id, decode, seed), partial(make.make_one, options)

@@ -39,6 +39,7 @@ from tether.models.vla import VlaSpec
 from tether.observations import describe
 from tether.rollout.env import EnvCollector
 from tether.runtime.global_rng import seed_rng
+from tether.runtime.install import pip_install
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
@@ -55,6 +56,7 @@ from tether.trainer.control import (
     StartStates,
 )
 from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
+from tether.trainer.parts import Alarms
 from tether.trainer.preflight import Need, preflight
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
@@ -149,6 +151,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
             schedule=schedule,
             persistence=persistence,
             loggers=loggers,
@@ -276,7 +279,7 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
         importlib.import_module("imageio_ffmpeg")  # imageio would report it only at the first picture
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: pip install 'tether[video]'"
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
         ) from error
     return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
 
@@ -326,7 +329,7 @@ def env_options(
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{role}.id: environments need the package {error.name}, which is not installed. "
-            "Run: pip install 'tether[gymnasium]'"
+            f"Run: {pip_install('gymnasium')}"
         ) from error
     return envs.EnvOptions(
         id=section.id,

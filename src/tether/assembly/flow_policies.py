@@ -160,9 +160,9 @@ def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
     sides = [max(entry.shape[:2]) for entry in env.layout if entry.kind == "image"]
     image_size = 4 * -(-max(sides, default=4) // 4)
     text = next((entry.shape[0] for entry in env.layout if entry.kind == "text"), 0)
-    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.longest(policy.model_type, text, width)
+    longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.max_prompt_length(policy.model_type, text, width)
     length = policy.max_prompt_length or longest
-    vocabulary = prompts.Prompts(length, policy.tokenizer_path).vocab_size
+    vocabulary = prompts.FlowPrompts(length, policy.tokenizer_path).vocab_size
     sizes = backbone.Sizes.of(policy.hidden_dim, policy.num_layers, image_size, vocabulary)
     return {
         "model_type": policy.model_type,

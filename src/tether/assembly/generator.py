@@ -28,6 +28,7 @@ def build_generator(
     *,
     template_date: str | None = None,
     num_threads: int | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
     """Return an engine for a model, its tokenizer, and the encoding of a conversation.
 
@@ -37,17 +38,19 @@ def build_generator(
         template_kwargs: further variables of the template.
         template_date: date in the template, as YYYY-MM-DD; None: today's.
         num_threads: CPU threads; None: `tether.runtime.threads.num_threads`.
+        trust_remote_code: whether to run Python code of the model's repository.
 
     Raises:
         ValueError: the model does not exist, or has no tokenizer.
     """
     set_threads(num_threads)
     path = resolve_model_path(str(model), cache_dir())
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     template = dated_template(tokenizer, chat_template, template_date)
 
     def encode(messages: Sequence[Message]) -> list[int]:
         row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
         return tokenize([render(row, tokenizer, template, template_kwargs or {})], tokenizer)[0].tolist()
 
-    return load_engine(path, resolve_device("auto"), "auto"), tokenizer, encode
+    engine = load_engine(path, resolve_device("auto"), "auto", trust_remote_code=trust_remote_code)
+    return engine, tokenizer, encode

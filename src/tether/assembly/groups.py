@@ -13,6 +13,7 @@ import torch
 
 from tether.config import RunConfig, device_count, placed, pools
 from tether.execution import Group
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.runtime.ranks import Deadlines, Pool
 
@@ -84,8 +85,8 @@ def _start_group(devices: tuple[Pool, ...], device: str, threads: int | None, lo
         execution = importlib.import_module("tether.execution.ray_group")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{key}={count}: several devices need the package {error.name}, which is not installed. Run: pip install "
-            f"'tether[ray]', or set {key}=1."
+            f"{key}={count}: several devices need the package {error.name}, which is not installed. Run: "
+            f"{pip_install('ray')}, or set {key}=1."
         ) from error
     available, requested = torch.cuda.device_count(), sum(pool.size for pool in devices)
     local = execution.is_local(max(pool.nodes for pool in devices), options["options"])

@@ -14,6 +14,7 @@ from tether.data.chat import dated_template, decode, write_conversation
 from tether.data.control_tokens import ControlTokens
 from tether.models.language.load import load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
+from tether.models.layers import context_length
 from tether.rewards import RewardError
 from tether.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
 from tether.rewards.service import Endpoint, ModelRewards, RemoteRewards
@@ -50,7 +51,7 @@ def build_judge(config: RunConfig, key: str, section: JudgePart) -> RemoteReward
     if section.path is not None:
         path = resolve_model_path(section.path, cache_dir())
         engine = load_engine(path, resolve_device(config.trainer.device), section.dtype)
-        context = getattr(load_config(path).get_text_config(), "max_position_embeddings", None)
+        context = context_length(load_config(path))
         tokenizer = load_tokenizer(path)
         template = dated_template(tokenizer, None, config.data.chat_template_date)
         return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, section.max_tokens, context, template)))

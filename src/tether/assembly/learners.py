@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.assembly.advantages import asks_for
 from tether.assembly.common import build_optimizer, loss_by_step, policy_loss_options, selection_options
@@ -31,8 +32,10 @@ from tether.config import (
 from tether.config.schema import (
     ActorConfig,
     CriticConfig,
+    DataConfig,
     ModelConfig,
     RefConfig,
+    RolloutConfig,
     RolloutCorrectionConfig,
     ScoringModelConfig,
 )
@@ -40,7 +43,8 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.models.language.critic import load_critic
 from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
 from tether.models.language.load import load_causal_lm
-from tether.models.language.save import write_model
+from tether.models.language.save import save_tokenizer, write_model
+from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.engines.local import LocalEngine
@@ -116,7 +120,7 @@ def load_policy(
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
         auto_class=model_class,
-        unread=device if unread else None,
+        lazy_device=device if unread else None,
     )
     on_device(model, device)
     if model_config.lora_rank:
@@ -137,7 +141,7 @@ def _lora() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"actor_rollout_ref.model.lora_rank: LoRA needs the package {error.name}, which is not installed. "
-            "Run: pip install 'tether[lora]', or leave lora_rank out."
+            f"Run: {pip_install('lora')}, or leave lora_rank out."
         ) from error
 
 
@@ -156,13 +160,43 @@ def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMode
     lora = _lora()
     lora.save_merged(model, folder)
     lora.save_adapter(model, folder.parent / "adapter")
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
     """Write a plain Hugging Face directory, or this rank's shard of one."""
     write_model(model, folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with the run's chat template; the run's values are the defaults of its variables."""
+    kwargs = data.apply_chat_template_kwargs
+    if data.chat_template is None and not (kwargs and tokenizer.chat_template):
+        return tokenizer
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in kwargs.items()
+    )
+    exported = copy.deepcopy(tokenizer)
+    exported.chat_template = defaults + tokenizer.get_chat_template(data.chat_template)
+    return exported
+
+
+def _set_sampling(model: PreTrainedModel, rollout: RolloutConfig) -> None:
+    """Save the sampling settings of training with the policy, instead of those that the first model suggested."""
+    before = model.generation_config
+    top_k = rollout.top_k if rollout.top_k > 0 else model.config.get_text_config().vocab_size  # not all take -1 or 0
+    if before is not None:
+        model.generation_config = GenerationConfig(
+            bos_token_id=before.bos_token_id,
+            eos_token_id=before.eos_token_id,
+            pad_token_id=before.pad_token_id,
+            do_sample=True,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=top_k,
+        )
 
 
 def actor_engine(
@@ -177,6 +211,8 @@ def actor_engine(
     """Build the engine of the policy."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
+    _set_sampling(model, rollout)
+    save = _save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model
     return make(
         model,
         _update_micro(config, actor, packed),
@@ -192,7 +228,7 @@ def actor_engine(
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
         reference=reference if reference_runs_with_actor(config) else None,
-        save=partial(_save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model, tokenizer),
+        save=partial(save, _exported_tokenizer(tokenizer, config.data)),
         incident_dir=incidents / "actor",
     )
 
@@ -251,7 +287,7 @@ def load_reference(
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
-        unread=device if unread and not reference_runs_with_actor(config) else None,
+        lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
     return ReferenceModel(on_device(model, device))
 
@@ -287,7 +323,7 @@ def load_value_model(
         dtype=torch.float32,
         trust_remote_code=critic.model.trust_remote_code,
         override_config=critic.model.override_config,
-        unread=device if unread else None,
+        lazy_device=device if unread else None,
     )
     on_device(model, device)
     if critic.model.enable_gradient_checkpointing:

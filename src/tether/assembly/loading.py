@@ -19,7 +19,10 @@ def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return model
 
 
-def load_engine(model: Path | str, device: torch.device, dtype: str) -> NativeEngine:
+def load_engine(
+    model: Path | str, device: torch.device, dtype: str, *, trust_remote_code: bool = False
+) -> NativeEngine:
     """Load an engine that samples from a model on disk."""
-    loaded = on_device(load_causal_lm(model, dtype=DTYPES[number_format(dtype, device)]), device)
+    formats = DTYPES[number_format(dtype, device)]
+    loaded = on_device(load_causal_lm(model, dtype=formats, trust_remote_code=trust_remote_code), device)
     return NativeEngine(loaded, eos_token_ids=eos_token_ids(loaded))

@@ -24,9 +24,10 @@ from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.models.language.empty import empty_model
 from tether.models.language.fused_experts import Unfused
 from tether.models.language.load import is_gguf, load_config
-from tether.models.megatron import Layout, check
+from tether.models.megatron import MegatronLayout, check
 from tether.models.megatron.version import check_version
 from tether.rollout.native import NativeEngine, eos_token_ids
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.training.engines.copies import with_weights
 from tether.training.text import ReferenceModel
@@ -53,11 +54,11 @@ def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
     return {model: section for model, section in sections.items() if model in models}
 
 
-def layout_of(role: Role, section: str) -> Layout:
+def layout_of(role: Role, section: str) -> MegatronLayout:
     """Return the parallel layout of a model; `section` is the path of its section."""
     sizes = role.megatron
     overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
-    return Layout(
+    return MegatronLayout(
         tensor=sizes.tensor_model_parallel_size,
         pipeline=sizes.pipeline_model_parallel_size,
         virtual_pipeline=virtual_stages if virtual_stages != 1 else None,
@@ -118,7 +119,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "
-            "Run: pip install 'tether[megatron]', or set actor_rollout_ref.actor.strategy=fsdp."
+            f"Run: {pip_install('megatron')}, or set actor_rollout_ref.actor.strategy=fsdp."
         )
     check_version()
     with warnings.catch_warnings():

@@ -47,6 +47,7 @@ from tether.rewards.sandbox import ProgramOptions, Server
 from tether.runtime.cache import cache_dir
 from tether.runtime.disk import COPY_AGAIN, read_json, reading
 from tether.runtime.http import check_address
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
@@ -247,10 +248,7 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
 
 def _package(name: str, extra: str) -> None:
     if find_spec(name) is None:
-        raise ValueError(
-            f"needs the package {name}, which is not installed. Run: pip install 'tether[{extra}]' (in a clone: pip "
-            f"install -e '.[{extra}]')."
-        )
+        raise ValueError(f"needs the package {name}, which is not installed. Run: {pip_install(extra)}")
 
 
 def _rows(

@@ -40,7 +40,7 @@ from tether.config import RunConfig, asks_reference, models_of, placed, referenc
 from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.execution import Group, Replicas, ShardedEngine, ShardedSampler
 from tether.models.language.expert_choice import follow_choice
-from tether.models.language.unread import is_unread
+from tether.models.language.lazy_weights import has_lazy_weights
 from tether.models.layers import use_tether_attention
 from tether.rollout import RolloutEngine, SamplingParams
 from tether.rollout.native import NativeEngine, eos_token_ids
@@ -273,7 +273,7 @@ def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedMod
 
     Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """
-    dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], is_unread(policy)
+    dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], has_lazy_weights(policy)
 
     def copied(weight: torch.Tensor) -> torch.Tensor:
         room = torch.empty(weight.shape, dtype=dtype, device=weight.device)

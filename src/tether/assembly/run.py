@@ -78,7 +78,7 @@ from tether.trainer import (
     model_fingerprint,
     object_fingerprint,
 )
-from tether.trainer.parts import Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
+from tether.trainer.parts import Alarms, Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
 from tether.trainer.text.preflight import ChatFormat, look_at_responses
@@ -129,14 +129,8 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         sampler = _sampler(config, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         profiler = build_profiler(config.trainer, schedule)
-        sources = sources_of(
-            config,
-            inputs,
-            checkpoint,
-            device=device,
-            total_steps=schedule.total_steps,
-            incidents=directory / "incidents",
-        )
+        steps, incidents = schedule.total_steps, directory / "incidents"
+        sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
         roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
@@ -156,7 +150,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
             transfers=groups.all_ranks.transfers.take if groups else dict,
-            moved=roles.sampler.moved if isinstance(roles.sampler, ParityProbe) else dict,
+            moved=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
@@ -178,6 +172,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config),
@@ -253,7 +248,7 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
     if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
     few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
-    return partial(sampler.prove, few, NoiseKey(config.trainer.seed, 0))
+    return partial(sampler.verify, few, NoiseKey(config.trainer.seed, 0))
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:

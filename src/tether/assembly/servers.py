@@ -20,10 +20,12 @@ from tether.config.schema import SERVERS, RolloutConfig
 from tether.models.language.expert_choice import experts_per_token
 from tether.models.language.load import is_gguf, load_config
 from tether.models.language.model_path import WEIGHT_FILES, weight_files
+from tether.models.language.save import add_older_names
+from tether.models.layers import context_length
 from tether.rollout import SamplingParams
 from tether.rollout.native import eos_token_ids
 from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import Dialect, Launch, Policy, ServedEngine, Server, Traffic
+from tether.rollout.servers import InferenceServer, Launch, ServedEngine, ServedPolicy, ServerApi, Traffic
 from tether.rollout.sglang import SGLang
 from tether.rollout.sglang import launch_of as launch_sglang
 from tether.rollout.vllm import Adapters, Vllm
@@ -68,7 +70,7 @@ class PolicyCard:
     @property
     def context(self) -> int | None:
         """Return the maximum tokens of prompt and response."""
-        return _context(self.config)
+        return context_length(self.config)
 
 
 def build_servers(
@@ -98,12 +100,12 @@ def build_servers(
     in_turns = config.trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
     where = theirs or _launches(config, policy, sources, logs / rollout.name)
-    dialect, adapters = _dialect(config, policy.config), _adapters(config)
-    servers = [Server(dialect, one, rollout.server_timeout) for one in where]
+    api, adapters = _server_api(config, policy.config), _adapters(config)
+    servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
-        left_out=policy.second_names,
+        skipped=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns,
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
@@ -153,12 +155,12 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
     )
-    dialect = _dialect(config, policy)
+    api = _server_api(config, policy)
     for url in settings.rollout.server_urls:
-        server = Server(dialect, server_address(url), settings.rollout.server_timeout, patience=2.0)
-        if server.answers():
+        server = InferenceServer(api, server_address(url), settings.rollout.server_timeout, token_timeout=2.0)
+        if server.is_healthy():
             try:
-                server.ready()
+                server.wait_ready()
             finally:
                 server.stop()
 
@@ -172,10 +174,10 @@ def _adapters(config: RunConfig) -> Adapters | None:
     return Adapters(model.lora_rank, model.lora_alpha)
 
 
-def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
+def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
     rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
     sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
-    wanted = Policy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
+    wanted = ServedPolicy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
         return Vllm(wanted, _adapters(config), tells, rollout.weight_transfer)
@@ -187,11 +189,7 @@ def _dialect(config: RunConfig, policy: PreTrainedConfig) -> Dialect:
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
     """Return the maximum tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(longest, _context(policy) or longest)
-
-
-def _context(policy: PreTrainedConfig) -> int | None:
-    return getattr(policy.get_text_config(), "max_position_embeddings", None)
+    return min(longest, context_length(policy) or longest)
 
 
 def _load_format(rollout: RolloutConfig) -> str:
@@ -248,6 +246,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     name, tensor_parallel, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
     policy.config.save_pretrained(described)
+    add_older_names(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     if _load_format(rollout) != "dummy":

@@ -58,7 +58,8 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         check_agents(config, dataset, tools)
         check_rewards(config, dataset)
         check_scoring(config, tokenizer)
-        engine = load_engine(model, resolve_device(config.trainer.device), config.actor_rollout_ref.rollout.dtype)
+        dtype, trusted = config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.model.trust_remote_code
+        engine = load_engine(model, resolve_device(config.trainer.device), dtype, trust_remote_code=trusted)
         conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
         evaluation = Evaluation(dataset, validation_sampling(config), data.val_batch_size)
         with build_rewards(config) as rewards:
@@ -126,7 +127,8 @@ def build_reward_trial(
             sampled = None
             if samples and tokenizer:
                 path = resolve_model_path(model.path, cache_dir())
-                engine = load_engine(path, resolve_device(config.trainer.device), rollout.dtype)
+                device, trusted = resolve_device(config.trainer.device), model.trust_remote_code
+                engine = load_engine(path, device, rollout.dtype, trust_remote_code=trusted)
                 conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
                 collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
                 sampled_prompts = prompts[: max(1, samples // rollout.n)]

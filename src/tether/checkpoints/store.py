@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -117,7 +118,7 @@ class CheckpointStore:
             written = _size(folder) if full else 0
             _discard(folder)  # another rank may be writing to it
             if full:
-                raise self._disk_full(final, written) from error
+                raise self._disk_full(final, written, _file_limit(error)) from error
             raise
 
     def latest(self) -> Path | None:
@@ -235,12 +236,18 @@ class CheckpointStore:
             for leftover in self.root.glob(f"{prefix}*"):
                 _discard(leftover)
 
-    def _disk_full(self, final: Path, written: int) -> DiskFull:
+    def _disk_full(self, final: Path, written: int, largest: str | None) -> DiskFull:
         previous = self.last_saved()
         if previous is None:
             needed, note = f"more than {_readable(written)}", "No checkpoint was saved before."
         else:
             needed, note = _readable(max(written, _size(previous))), f"{previous} is untouched."
+        if largest is not None:
+            return DiskFull(
+                errno.EFBIG,
+                f"a file of {final} is larger than may be written there{largest}. Raise the limit (ulimit -f), or "
+                f"point trainer.default_local_dir to a file system that takes larger files. {note}",
+            )
         free = _readable(shutil.disk_usage(self.root).free)
         return DiskFull(
             errno.ENOSPC,
@@ -349,6 +356,19 @@ def is_disk_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     return any(sign in str(error) for sign in ("No space left", "File too large", "quota exceeded", "inline_container"))
+
+
+def _file_limit(error: BaseException) -> str | None:
+    """The limit on the size of a file that was met; None: the disk is full."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limited, said = limit != resource.RLIM_INFINITY, str(error)
+    if isinstance(error, OSError):
+        met = error.errno == errno.EFBIG
+    else:
+        met = "File too large" in said or (limited and "inline_container" in said)  # where torch names no reason
+    if not met:
+        return None
+    return f": files of this process end at {_readable(limit)}" if limited else ""
 
 
 def _readable(size: int) -> str:

@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,12 +26,13 @@ from tether.commands.reward_model import rm_app
 from tether.commands.status import status
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
+from tether.runtime.install import pip_install
 from tether.runtime.printable import printable
+from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
     Activity,
     Screen,
     hide_warnings_of_packages,
-    replace_what_the_terminal_cannot_write,
 )
 from tether.runtime.user_files import raised_by_tether, search_also
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables of options cut their names on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(name="config", help="Look at a configuration without running it.", no_args_is_help=True)
@@ -138,11 +140,12 @@ def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
 
 @app.command()
 def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
-    """Train; resumes from the last checkpoint of the run if there is one.
+    """Train, or resume from the last checkpoint of the run.
 
     For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
     """
     restart_with_huge_pages()
+    outlive_lost_output()
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
 
@@ -183,7 +186,7 @@ def evaluate(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Score a checkpoint, or a model before training, on held-out prompts or in its environments."""
+    """Score a checkpoint or a model on held-out prompts, or in episodes."""
     with _importing():
         from tether.commands.evaluate import evaluate as run
 
@@ -256,10 +259,13 @@ def bc(
         tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
     ] = (0.01, 0.99),
 ) -> None:
-    """Behaviour cloning: a policy imitates recorded episodes, before a run takes it as actor_rollout_ref.model.path.
+    """Behaviour cloning: imitate recorded episodes before a run.
+
+    The run then takes the result as actor_rollout_ref.model.path.
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
+    outlive_lost_output()
     loaded = _load_embodied(arguments)
     with _importing():
         from tether.commands.cloning import clone
@@ -272,14 +278,24 @@ def bc(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
-    prompts: Annotated[list[str], typer.Argument(help="One reply is printed for each.")],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(help="One reply is printed for each; - reads standard input, @FILE the lines of a file."),
+    ],
     max_new_tokens: int = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: float = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; -1 keeps all.")] = -1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text before which a reply ends; may be repeated.", show_default=False)
+    ] = None,
     n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     seed: int = 1,
     threads: Threads = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model's author ships with it.")
+    ] = False,
 ) -> None:
     """Ask a model and print its replies."""
     with _importing():
@@ -292,9 +308,12 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        stop=stop or (),
         system=system,
         seed=seed,
         num_threads=threads,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -315,7 +334,7 @@ def plot(
     try:
         from tether.metrics.plot import plot_run
     except ModuleNotFoundError as error:
-        raise ValueError(f"tether plot needs {error.name}: pip install 'tether[quickstart]'") from error
+        raise ValueError(f"tether plot needs {error.name}: {pip_install('quickstart')}") from error
 
     typer.echo(plot_run(runs, out, keys, mean=mean, title=title))
 
@@ -324,7 +343,10 @@ def plot(
 def card(
     run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
 ) -> None:
-    """Write the README of a trained policy next to its weights: task, curve, seed, configuration, command."""
+    """Write the README of a trained policy next to its weights.
+
+    It has the task, the held-out curve, the seed, the configuration and the command, as model hubs show them.
+    """
     with _importing():
         from tether.commands.card import write_card
 
@@ -333,7 +355,7 @@ def card(
 
 @app.command()
 def doctor() -> None:
-    """Show what is installed, which device and dtype a run would use, and what each extra would add."""
+    """Show what is installed, the device and dtype, and what extras add."""
     from tether.commands.doctor import show_doctor
 
     show_doctor()
@@ -441,6 +463,7 @@ def pretrain(
 
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
+    outlive_lost_output()
     loaded = _load(arguments)
     with _importing():
         from tether.commands.critic import pretrain_critic
@@ -476,9 +499,10 @@ def main() -> None:
     """Entry point: an error that the user can fix is printed without a traceback and exits with 2.
 
     Where standard output is closed before a command has printed all that it was asked for, it exits with 141 and says
-    nothing, as shells report other tools. Training and whatever else writes files goes on, and exits as usual.
+    nothing, as shells report other tools; on a full disk it exits with 2. Training and whatever else writes files goes
+    on, and exits as usual.
     """
-    replace_what_the_terminal_cannot_write()
+    prepare_standard_streams()
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
     try:
@@ -488,16 +512,17 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2
-        with suppress(BrokenPipeError):
-            color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
-            typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
+        color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
+        typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
     else:
         code = 0
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         code = code or NOBODY_READS
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+    except OutputLost as error:
+        typer.secho(error.strerror, fg=typer.colors.RED, err=True)
+        code = code or 2
     raise SystemExit(code)
 
 

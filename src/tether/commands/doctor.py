@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tether.kernels import backend
 from tether.runtime.cache import cache_dir
+from tether.runtime.install import pip_install
 from tether.runtime.machine import computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
@@ -36,6 +37,8 @@ EXTRAS = {
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
     "ray": ("ray", "several devices: trainer.n_gpus_per_node, trainer.nnodes"),
     "peft": ("lora", "LoRA: actor_rollout_ref.model.lora_rank"),
+    "mcp": ("mcp", "tools of MCP servers"),
+    "verifiers": ("verifiers", "environments of verifiers: data.train_files=verifiers:NAME"),
     "modelscope": ("modelscope", "models of ModelScope: actor_rollout_ref.model.path=modelscope:OWNER/NAME"),
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
@@ -62,8 +65,9 @@ def show_doctor() -> None:
     for name, (extra, adds) in (dict.fromkeys(CORE, ("", "core")) | EXTRAS).items():
         version, supported = _version(name), supported_versions(name, extra)
         if version is None:
-            target = f"'tether[{extra}]'" if extra else "tether"
-            table.add_row(name, "-" if extra else "MISSING", adds, f"pip install {target}")
+            table.add_row(
+                name, "-" if extra else "MISSING", adds, pip_install(extra) if extra else "pip install tether"
+            )
         else:
             fits = supported.contains(version, prereleases=True)
             table.add_row(name, version, adds, "" if fits else f"pip install '{name}{supported}'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -12,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from tether.assembly.control import build_evaluation, video_folder
 from tether.assembly.standalone import build_evaluator
 from tether.checkpoints import run_of, step_of
-from tether.commands.policy import checkpoint_at
+from tether.commands.policy import checkpoint_at, load_saved
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
 from tether.models.control import load_policy
@@ -53,7 +54,7 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
         raise ValueError(f"{file}: {folder} was trained here and has its own configuration; give overrides of it only")
     else:
         checkpoint = checkpoint_at(folder)
-        loaded = load_config(checkpoint / "run.yaml", overrides)
+        loaded = load_saved(checkpoint, overrides)
         out = checkpoint.parent / f"eval_{checkpoint.name}.json"  # not in it: its manifest lists every file
         if loaded.config.env.train.id is None:
             result = _sampled(loaded, checkpoint / "actor", step_of(checkpoint), screen)
@@ -67,6 +68,9 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
             f"{cut} of {len(result.samples)} replies were cut at data.max_response_length={limit}", soft_wrap=True
         )
     written = json.dumps({"metrics": result.metrics, "samples": [vars(s) for s in result.samples]}, default=str)
+    names = chain([out], (out.with_stem(f"{out.stem}-{number}") for number in count(2)))
+    # A file that is there is of other prompts or settings, unless it says the same.
+    out = next(name for name in names if not name.is_file() or name.read_text() == written)
     try:
         out.write_text(written)
     except OSError as error:
@@ -96,7 +100,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
         f"trainer.default_local_dir={run_of(checkpoint)}",  # a copied run's own folder, not the first one's
         *([] if folder is None else [f"env.eval.video_cfg.video_base_dir={folder}"]),
     ]
-    loaded = load_config(checkpoint / "run.yaml", [*asked, *overrides])
+    loaded = load_saved(checkpoint, [*asked, *overrides])
     if loaded.config.env.train.id is None:
         raise ValueError(f"{checkpoint}: a language model; ask it with `tether generate {checkpoint}`")
     screen = Screen()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.generator import build_generator
 from tether.assembly.policies import published_of, saved_policy
-from tether.commands.policy import Policy, load
+from tether.commands.policy import load
 from tether.runtime.printable import printable
 
 
@@ -21,23 +21,61 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     top_p: float,
+    top_k: int,
+    stop: Sequence[str],
     system: str | None,
     seed: int,
     num_threads: int | None,
+    trust_remote_code: bool,
 ) -> None:
-    """Print the replies of a model; `tether.commands.policy` describes the arguments."""
+    """Print the replies of a model; `tether.commands.policy` describes the arguments.
+
+    A prompt ``-`` is what standard input has, ``@FILE`` stands for the lines of a file, and ``@@`` begins a prompt that
+    begins with ``@``.
+
+    Raises:
+        ValueError: a file of prompts that cannot be read or has none, or as `Policy.generate`.
+    """
     disable_progress_bar()
-    if Path(model).is_dir():
-        policy = load(model, num_threads=num_threads)
-    else:
-        policy = Policy(build_generator(model, num_threads=num_threads))
-    responses = policy.generate(
-        prompts, n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, system=system, seed=seed
+    prompts = [text for prompt in prompts for text in _read_prompts(prompt)]
+    responses = load(model, num_threads=num_threads, trust_remote_code=trust_remote_code).generate(
+        prompts,
+        n=n,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        system=system,
+        seed=seed,
     )
     for response in responses:
         if len(responses) > 1:
             print(printable(f"--- {prompts[response.prompt]}"))
         print(printable(response.text))
+
+
+def _read_prompts(argument: str) -> list[str]:
+    if argument == "-":
+        text = sys.stdin.read().strip()
+        if not text:
+            raise ValueError("-: standard input is empty. Pipe a prompt into it")
+        return [text]
+    if not argument.startswith("@"):
+        return [argument]
+    if argument.startswith("@@"):
+        return [argument[1:]]
+    try:
+        lines = Path(argument[1:]).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{argument}: the file of prompts cannot be read ({error}). A prompt that begins with @ is written "
+            f"@{argument}"
+        ) from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"{argument}: the file has no prompt; write one on each line")
+    return prompts
 
 
 def export(checkpoint: Path, out: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tether.checkpoints import find_checkpoint
-from tether.config import load_config
+from tether.checkpoints import find_checkpoint, run_of
+from tether.config import LoadedConfig, load_config, values_of
 from tether.data.chat import decode
 from tether.rollout import NoiseKey, SamplingParams
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
     from tether.assembly.generator import Encode
     from tether.envs.gymnasium_types import Env
-    from tether.rollout.env.agent import Agent
+    from tether.rollout.env.agent import EnvAgent
     from tether.rollout.native import NativeEngine
 
 
@@ -52,7 +54,7 @@ class Policy:
     def __init__(
         self,
         text: tuple[NativeEngine, PreTrainedTokenizerBase, Encode] | None,
-        control: tuple[Agent, Callable[[], Env]] | None = None,
+        control: tuple[EnvAgent, Callable[[], Env]] | None = None,
     ) -> None:
         self._text, self._control = text, control
 
@@ -66,6 +68,7 @@ class Policy:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = -1,
+        stop: str | Sequence[str] = (),
         system: str | None = None,
         seed: int = 1,
     ) -> list[Response]:
@@ -79,6 +82,7 @@ class Policy:
             temperature: 0 is greedy.
             top_p: keep the smallest set of tokens whose mass reaches this.
             top_k: keep the k most likely tokens; -1 keeps all.
+            stop: texts before which a response ends.
             system: a system message in front of every prompt.
             seed: of the draws; equal seeds give equal responses.
 
@@ -92,20 +96,28 @@ class Policy:
             ("n", n, 1),
             ("max_new_tokens", max_new_tokens, 1),
             ("temperature", temperature, 0),
+            ("top_k", top_k, -1),
         ):
-            if value < lowest:
+            if not lowest <= value < math.inf:
                 raise ValueError(f"{name}={value}: give {lowest} or more")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}: give more than 0 and at most 1, which keeps all tokens")
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(stops):
+            raise ValueError("stop: a text is empty; leave it out")
         engine, tokenizer, encode = self._text
         before = [{"role": "system", "content": system}] if system else []
         ids = [encode([*before, *_messages(prompt, number)]) for number, prompt in enumerate(_several(prompts))]
+        _check_room(ids, max_new_tokens, engine.context)
         sampling = SamplingParams(max_new_tokens, n, temperature, top_k, top_p, record_kept=False)
         batch = engine.generate(ids, sampling, NoiseKey(seed, step=0))
         responses = []
         for row, length in enumerate(batch.response_length.tolist()):
             tokens = batch.response_ids[row, :length].tolist()
-            text = decode(tokenizer, tokens, skip_special_tokens=True)
-            log_probs = batch.rollout_log_probs[row, :length].tolist()
-            responses.append(Response(row // n, text, tokens, log_probs, bool(batch.truncated[row])))
+            tokens, text, is_stopped = _until(stops, tokenizer, tokens)
+            log_probs = batch.rollout_log_probs[row, : len(tokens)].tolist()
+            is_truncated = bool(batch.truncated[row]) and not is_stopped
+            responses.append(Response(row // n, text, tokens, log_probs, is_truncated))
         return responses
 
     def predict(self, observation: Any, *, deterministic: bool = True, begins: bool | Sequence[bool] = False) -> Any:
@@ -131,7 +143,7 @@ class Policy:
         """A `gymnasium.Env` as the policy was tested in it, with its wrappers."""
         return self._of_control("make_env")[1]()
 
-    def _of_control(self, method: str) -> tuple[Agent, Callable[[], Env]]:
+    def _of_control(self, method: str) -> tuple[EnvAgent, Callable[[], Env]]:
         if self._control is None:
             raise ValueError(f"{method}: this is a language model; ask it with generate(prompts)")
         return self._control
@@ -145,17 +157,20 @@ def load(
     policy: object = None,
     seed: int = 0,
     num_threads: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Policy:
     """The policy of a checkpoint, to be asked.
 
     Args:
-        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also a model's
-            directory.
+        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also what
+            ``tether generate`` takes: a model's directory, a GGUF file, a known name or a hub id.
         env: what `tether.train` was given as `env`, if it was.
         policy: what `tether.train` was given as `policy`, if it was.
         seed: of the actions that a control policy draws with ``deterministic=False``.
         num_threads: CPU threads of torch in this process; None: ``trainer.num_threads`` of the run, else
             ``OMP_NUM_THREADS``, else one per core that this process may use.
+        trust_remote_code: run Python that a language model's author ships with it; a run that was trained with
+            ``actor_rollout_ref.model.trust_remote_code=True`` trusts it already.
 
     Raises:
         ValueError: there is none, its environment needs what is not installed, num_threads is below 1, or memory ran
@@ -165,16 +180,19 @@ def load(
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}: give 1 or more, or leave it out")
     folder = Path(folder).expanduser()
-    if (folder / "config.json").is_file():
-        return Policy(_generator()(folder, num_threads=num_threads))
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        generator = _generator()(str(folder), num_threads=num_threads, trust_remote_code=trust_remote_code)
+        return Policy(generator)
     checkpoint = checkpoint_at(folder)
     overrides = [] if num_threads is None else [f"trainer.num_threads={num_threads}"]
-    config = load_config(checkpoint / "run.yaml", overrides).config
+    config = load_saved(checkpoint, overrides).config
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data, threads = config.data, config.trainer.num_threads
-        template, day = (data.chat_template, data.apply_chat_template_kwargs), data.chat_template_date
-        return Policy(_generator()(checkpoint / "actor", *template, template_date=day, num_threads=threads))
+        template = data.chat_template, data.apply_chat_template_kwargs
+        trusted = trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+        options = {"template_date": data.chat_template_date, "num_threads": threads, "trust_remote_code": trusted}
+        return Policy(_generator()(checkpoint / "actor", *template, **options))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
     objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
     with holding(objects):
@@ -215,11 +233,61 @@ def checkpoint_at(path: Path) -> Path:
     return checkpoint
 
 
+def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
+    """Load the configuration of a checkpoint.
+
+    A relative path in it, such as that of the data, is one of the folder in which the run was started. Where the run's
+    folder tells which that is, files that are only there are found from any other folder.
+    """
+    saved, loaded = (load_config(checkpoint / "run.yaml", more) for more in ([], overrides))
+    folder, run = Path(saved.config.trainer.default_local_dir), run_of(checkpoint.absolute())
+    if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
+        return loaded
+    started_in = run.parents[len(folder.parts) - 1]
+    values = {key: value for key, value in values_of(loaded.config).items() if loaded.sources[key] != "command line"}
+    moved = {key: _in_folder(started_in, value) for key, value in values.items()}
+    return loaded.with_values({key: value for key, value in moved.items() if value != values[key]}, str(started_in))
+
+
+def _in_folder(folder: Path, value: Any) -> Any:
+    """Put `folder` before each file name that exists only there (``a.jsonl?question=q``, ``a.py:NAME``)."""
+    if isinstance(value, Mapping):
+        return {key: _in_folder(folder, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_in_folder(folder, inner) for inner in value)
+    name = re.split(r"\?|:\w+$", value)[0] if isinstance(value, str) else ""
+    is_there = Path(name).suffix != "" and not Path(name).exists() and (folder / name).is_file()
+    return f"{folder}/{value}" if is_there else value
+
+
 def _several(prompts: str | Sequence[object]) -> list[object]:
     """A list of prompts, also of a single one."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
         return [prompts]
     return list(prompts)
+
+
+def _check_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None) -> None:
+    for number, ids in enumerate(prompts):
+        if context is not None and len(ids) + max_new_tokens > context:
+            raise ValueError(
+                f"prompts[{number}]: its {len(ids)} tokens and max_new_tokens={max_new_tokens} exceed the model's "
+                f"context of {context} tokens. Lower max_new_tokens (--max-new-tokens), or shorten the prompt"
+            )
+
+
+def _until(stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> tuple[list[int], str, bool]:
+    """Cut a response before the first of some texts: the tokens up to the one that completes it, the text before it."""
+    text = decode(tokenizer, tokens, skip_special_tokens=True)
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if not places:
+        return tokens, text, False
+    count = next(
+        count
+        for count in range(1, len(tokens) + 1)
+        if any(stop in decode(tokenizer, tokens[:count], skip_special_tokens=True) for stop in stops)
+    )
+    return tokens[:count], text[: min(places)], True
 
 
 def _messages(prompt: Any, number: int) -> list[Message]:

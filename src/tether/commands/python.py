@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ STANDS_FOR = {
 }
 """Argument of `train` -> key whose value it takes the place of."""
 ROWS = ("dataset", "val_dataset")
+_one_run = threading.Lock()
 
 
 def train(
@@ -61,8 +63,8 @@ def train(
         policy: a `torch.nn.Module` in the place of ``policy.model_type``, of which a copy is trained; or its class.
 
     Raises:
-        ValueError: a callback or an object that is none; everything that is wrong with the configuration, its inputs,
-            or the checkpoint to resume from.
+        ValueError: another run in this process; a callback or an object that is none; everything that is wrong with the
+            configuration, its inputs, or the checkpoint to resume from.
     """
     told = Callbacks(callbacks)
     given = {
@@ -78,10 +80,17 @@ def train(
     objects = {name: one for name, one in given.items() if one is not None and STANDS_FOR[name] not in texts}
     if "model" in objects and tokenizer is None:
         raise ValueError("model: give its tokenizer, too, as tokenizer=...")
+    if not _one_run.acquire(blocking=False):
+        raise ValueError(
+            "a run is training in this process already, and random numbers, signals, threads and objects are the "
+            "process's: start this one when that is done, or in a process of its own (optuna: n_jobs=1 in each of "
+            "several processes)."
+        )
     try:
         with holding(objects):
             return train_loaded(_load(config, overrides, objects, texts), told)
     finally:
+        _one_run.release()
         give_memory_back()
 
 

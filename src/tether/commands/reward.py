@@ -27,6 +27,7 @@ from tether.rewards.audit import (
     share_of_differing_groups,
     verdicts,
 )
+from tether.runtime.install import pip_install
 from tether.runtime.terminal import Screen, Waiting
 
 _WAY = "of the way from the worst replies to the ground truth"
@@ -124,7 +125,7 @@ def _check_picture(out: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ValueError(f"--out needs {error.name}: pip install 'tether[quickstart]'") from error
+        raise ValueError(f"--out needs {error.name}: {pip_install('quickstart')}") from error
     kinds = sorted(Figure().canvas.get_supported_filetypes())
     if out.suffix[1:].lower() not in kinds:
         raise ValueError(f"--out={out}: is no picture; its name may end in {', '.join(kinds)}")

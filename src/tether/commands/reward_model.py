@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tether.runtime.standard_streams import outlive_lost_output
+
 if TYPE_CHECKING:
     from tether.assembly.reward_training import RewardTrainingOptions
 
@@ -54,6 +56,7 @@ def train(
 
     For example: tether rm train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out rm
     """
+    outlive_lost_output()
     _refuse_existing(out)
     from tether.assembly.reward_training import RewardTrainingOptions
 

@@ -18,7 +18,7 @@ DELETE = "Delete it; a run that is going on writes it again"
 
 
 def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
-    """Show what a run is doing: its last step, and of several devices each rank, its memory and the last error."""
+    """Show a run's last step, what its ranks do, and its last error."""
     show_status(run)
 
 

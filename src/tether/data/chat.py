@@ -13,7 +13,7 @@ import numpy as np
 
 from tether.batch import TokenIds
 from tether.data.rows import Row
-from tether.runtime.deadline import deadline
+from tether.runtime.deadline import deadline, memory_limit
 from tether.types import Message
 
 if TYPE_CHECKING:
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 TEMPLATE_SECONDS = 10.0
 """Timeout for a chat template to render one conversation, in seconds."""
+TEMPLATE_BYTES = 2 << 30
+"""Memory limit of a chat template, in bytes."""
+LONGEST_TEXT = 2**26
+"""Maximum characters of a rendered conversation."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError,
-    TimeoutError,
+    TimeoutError, MemoryError,
 )  # fmt: skip
 """Errors that expressions in a template can raise."""
 
@@ -100,12 +104,15 @@ def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokeniz
         ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
     """
     try:
-        with deadline(TEMPLATE_SECONDS):
+        with deadline(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
             text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **arguments)
     except TEMPLATE_ERRORS as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {error}") from error
+        why = f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
+        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {why}") from error
     assert isinstance(text, str)
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"the chat template wrote {len(text)} characters, and {LONGEST_TEXT} are the most")
     return text
 
 

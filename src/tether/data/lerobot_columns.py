@@ -11,6 +11,7 @@ import numpy as np
 
 from tether.data.lerobot_meta import EPISODE, FRAME, IMAGE, REWARD, SUCCESS, TASK_INDEX, Feature, Meta, read_parquet
 from tether.observations import Array
+from tether.runtime.install import pip_install
 
 FLAT = (EPISODE, FRAME, TASK_INDEX, REWARD, SUCCESS)
 """Columns [T] of one number per frame; the others are [T, width]."""
@@ -43,7 +44,7 @@ def png() -> ModuleType:
     try:
         return importlib.import_module("tether.data.png")
     except ModuleNotFoundError as error:
-        raise ValueError("pictures need the package Pillow. Run: pip install 'tether[vla]'") from error
+        raise ValueError(f"pictures need the package Pillow. Run: {pip_install('vla')}") from error
 
 
 def _column(cells: list[object], name: str, feature: Feature, file: Path) -> Array:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+from tether.runtime.install import pip_install
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
 
@@ -26,11 +27,11 @@ OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTION
 _SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 PACKAGES = {
-    "task": ("reasoning_gym", "tether[quickstart]"),
-    "environment": ("verifiers", "tether[verifiers]"),
-    "hub": ("datasets", "datasets"),
+    "task": ("reasoning_gym", "quickstart"),
+    "environment": ("verifiers", "verifiers"),
+    "hub": ("datasets", None),
 }
-"""Kind of source -> the package that it requires, and what to install with pip."""
+"""Kind of source -> the package that it requires, and the extra that installs it; None: it is not in an extra."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def _known_options(location: Location, spec: str) -> Location:
 
 
 def _installed(location: Location) -> Location:
-    package, install = PACKAGES[location.kind]
+    package, extra = PACKAGES[location.kind]
     if find_spec(package) is None:
-        raise ValueError(f"this data source needs the package {package}: pip install '{install}'")
+        command = pip_install(extra) if extra else f"pip install {package}"
+        raise ValueError(f"this data source needs the package {package}: {command}")
     return location

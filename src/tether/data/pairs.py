@@ -3,12 +3,14 @@
 A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text. With `prompt`, a
 conversation or the user's message, they continue it; messages of the prompt that both conversations repeat (all of them
 as in UltraFeedback, or the last ones) are read once. Texts without a prompt are used verbatim, without a chat template,
-as in Anthropic's hh-rlhf.
+as in Anthropic's hh-rlhf. A number in `margin` is the margin by which the loss asks the chosen score
+to be higher.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ class Pair:
     rejected: Side
     place: str
     """File and row, for error messages."""
+    margin: float = 0.0
+    """Margin by which the chosen score should exceed the other one."""
 
     @property
     def prompt(self) -> str:
@@ -70,7 +74,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
             wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):
-                pairs.append(Pair(*_sides(record), place))
+                pairs.append(Pair(*_sides(record), place, float(record.get("margin") or 0.0)))
     raise_problems(problems)
     if not pairs:
         raise ValueError(f"{', '.join(files)}: no pairs; each row needs `chosen` and `rejected`")
@@ -213,6 +217,9 @@ def pair_problems(record: object) -> Iterator[str]:
             yield f"`{side}` ends with a message of the role {last}, and what is compared is the assistant's"
     if not prompt and {type(record.get(side)) for side in SIDES} == {str, list}:
         yield "one of `chosen` and `rejected` is a text, the other is not; write both alike, or give a `prompt`"
+    margin = record.get("margin")
+    if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
+        yield f"`margin` is {shortened(repr(margin), 60)}, not a finite number; write null, or rename the column"
     chosen, rejected = (record.get(side) for side in SIDES)
     if chosen and rejected and _messages_before_answer(chosen) != _messages_before_answer(rejected):
         yield "`chosen` and `rejected` differ before the assistant's first message: they answer different prompts"

@@ -30,6 +30,7 @@ from tether.envs.vectorization.loop import SyncVectorEnv
 from tether.envs.vectorization.part import PartOfEnvs
 from tether.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.envs.vectorization.timed import TimedEnv
+from tether.runtime.install import pip_install
 from tether.runtime.late_calls import LateCalls
 from tether.runtime.objects import held, is_object
 from tether.runtime.user_files import definition, import_python_file
@@ -63,7 +64,7 @@ GYMNASIUM_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class View:
-    """Which entries of an observation the policy sees, and which numbers of the infos are recorded."""
+    """The entries of an observation that the policy sees, and the numbers of the infos to record."""
 
     drop: tuple[str, ...] = ()
     """Entries of a Dict observation to drop."""
@@ -563,7 +564,7 @@ def _needs_named(options: EnvOptions) -> Iterator[None]:
     except (DependencyNotInstalled, ModuleNotFoundError) as error:
         text = f"{error} {error.__cause__ or ''}"
         extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
-        fix = f"Run: pip install 'tether[{extra}]'" if extra else "Install it."
+        fix = f"Run: {pip_install(extra)}" if extra else "Install it."
         raise ValueError(
             f"{options.role}.id: {options.id} needs a package that is not installed ({error}). {fix}"
         ) from error

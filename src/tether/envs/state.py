@@ -229,7 +229,7 @@ def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
     finder = _Finder(owner.obj for owner in owners if owner.is_layer)
     for in_layer in (True, False):
         for owner in owners:
-            if owner.is_layer == in_layer:
+            if owner.is_layer == in_layer and not owner.gives_state:
                 finder.look_through(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
         while finder.functions:
             function = finder.functions.pop()

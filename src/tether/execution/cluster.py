@@ -56,11 +56,13 @@ def address_of(nodes: int, options: Mapping[str, Any]) -> str:
 
 def is_local(nodes: int, options: Mapping[str, Any]) -> bool:
     """Whether a run starts a cluster of its own, on this machine."""
-    return address_of(nodes, options) == LOCAL
+    return not ray.is_initialized() and address_of(nodes, options) == LOCAL
 
 
 def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> str:
     """Connect to a cluster, or start one on this machine; returns this machine's address in it.
+
+    The cluster that this process is connected to already, such as that of a sweep, is used as it is.
 
     Args:
         nodes: machines that a run needs.
@@ -77,6 +79,14 @@ def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> s
     for name in given:
         if name not in known and not name.startswith("_"):
             raise RankFailed(f"{KEY}.{name}: ray.init takes no {name}.{did_you_mean(name, known)}")
+    if ray.is_initialized():
+        for name, value in options.items():
+            if value is not None and (name, value) != ("address", "auto"):
+                raise RankFailed(
+                    f"{KEY}.{name}={value}: this process is connected to Ray already, and the run uses that as it is. "
+                    f"Leave {KEY} out, or call ray.shutdown() before the run"
+                )
+        return str(ray.util.get_node_ip_address())
     _reach(address, nodes)
     gc.collect()  # what an earlier session left would free its namesakes in this one: both number from 1
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -19,7 +19,7 @@ from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
 from tether.execution.transfers import WEIGHTS
 from tether.execution.weights import StoredWeights
 from tether.execution.worker import Group
-from tether.rollout import FinishedResponse, NoiseKey, Partner, SamplingParams, join_rollouts
+from tether.rollout import FinishedResponse, NoiseKey, Responder, SamplingParams, join_rollouts
 from tether.training import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.training.engines.autograd import scattered
@@ -216,10 +216,10 @@ class ShardedSampler:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[..., None] | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> RolloutBatch:
         """See `RolloutEngine.generate`; responses are reported once all are complete, and have one turn."""
-        assert partner is None, "the configuration refuses conversations on several devices"
+        assert responder is None, "the configuration refuses conversations on several devices"
         dealt = pieces(len(prompts), self._group.size, max(1, self._max_num_seqs // sampling.n))
         answers = self._answers(
             [(prompts[part.start : part.stop], sampling, _from(key, part.start * sampling.n)) for part in dealt]

@@ -90,6 +90,7 @@ class RayGroup:
         self._rooms: list[Any] = []
         self._actors: list[Any] = []
         here = sum(pool.per_node for pool in pools)
+        self._owns_ray = not ray.is_initialized()  # else a sweep or a notebook has more in it than this run
         host = connect(max(pool.nodes for pool in pools), here, device, options or {})
         try:
             self._store = _serve_store(host)
@@ -163,7 +164,8 @@ class RayGroup:
         for reserved in self._rooms:
             remove_placement_group(reserved)
         self._actors, self._rooms, self._failure = [], [], None  # see `connect`
-        ray.shutdown()
+        if self._owns_ray:
+            ray.shutdown()
 
     def _signal(self, number: int) -> None:
         """Send a signal to the ranks of this machine."""

@@ -9,7 +9,7 @@ from tether.kernels.causal_attention import masked_attention, visible_keys
 from tether.kernels.dispatch import backend, kernels_for
 from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
 from tether.kernels.padded_batches import select_rows
-from tether.kernels.reference import Recording, Reference
+from tether.kernels.reference import RecordedKernels, Reference
 from tether.kernels.sampling import inverse_sample, rows_in_scratch
 from tether.kernels.vocabulary_chunks import (
     KeptTokenSets,
@@ -27,7 +27,7 @@ __all__ = [
     "KeptTokenSets",
     "LogitTransform",
     "PackedLinears",
-    "Recording",
+    "RecordedKernels",
     "Reference",
     "VocabularyChunks",
     "backend",

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 _CACHED = 1 << 17  # numbers processed at a time
 
 
-class Recording(Protocol):
+class RecordedKernels(Protocol):
     """The kernels of one call, which can run again."""
 
     def run(self) -> None:
@@ -282,7 +282,7 @@ class Reference:
         """Return what `tether.kernels.vocabulary_chunks.grad_logits` does."""
         return grad_logits(chunks, targets, candidates, log_normalizer, entropy, from_log_prob, from_entropy)
 
-    def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
+    def capture(self, function: Callable[[], Result]) -> tuple[Result, RecordedKernels]:
         """Record what a call makes the device do; running the recording writes the result to the returned location.
 
         Only for backends that set `captures`; the call must neither wait for the device nor read from it.
@@ -294,7 +294,7 @@ class Reference:
         fixed number."""
         return active
 
-    def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
+    def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, RecordedKernels | None]:
         """Call a function and return its result, with a recording where its kernels can run again.
 
         `watched` also detects computation outside of these kernels; the recording is then None.

@@ -12,6 +12,7 @@ from tether.rewards.rules.extract import required
 from tether.rewards.rules.search import answers_of
 from tether.rewards.sandbox.cases import parse_tests, refuse_filled
 from tether.rewards.sandbox.options import ProgramOptions
+from tether.runtime.install import pip_install
 from tether.spelling import ask, closest
 from tether.types import ExtraInfo
 
@@ -67,9 +68,7 @@ def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None
     if unknown:
         raise ValueError(_no_rule(unknown))
     if any(source.startswith("reasoning_gym/") for source in sources) and not importlib.util.find_spec("reasoning_gym"):
-        raise ValueError(
-            "data_source reasoning_gym/* needs the package reasoning-gym: pip install 'tether[quickstart]'"
-        )
+        raise ValueError(f"data_source reasoning_gym/* needs the package reasoning-gym: {pip_install('quickstart')}")
     if any(has_tests(source) for source in sources):
         programs.check()
 

@@ -1,4 +1,4 @@
-"""Several rollouts as one."""
+"""Concatenation of rollouts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tether.batch import KeptTokens, RolloutBatch
 
 
 def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> RolloutBatch:
-    """Put rows one after another, no wider than the longest prompt and response among them need.
+    """Concatenate the rows of rollouts, padded to the longest prompt and response among them.
 
     Args:
         rollouts: at least one, all sampled with the same settings.
-        groups: for each rollout, the prompt group that all its rows belong to in the result (`uid`).
+        groups: for each rollout, the prompt group (`uid`) of all its rows in the result.
     """
     prompt_length = torch.cat([rollout.prompt_length for rollout in rollouts])
     response_length = torch.cat([rollout.response_length for rollout in rollouts])
@@ -50,9 +50,9 @@ def join_rollouts(rollouts: Sequence[RolloutBatch], groups: Sequence[int]) -> Ro
 
 
 def _join_experts(experts: Sequence[Tensor], width: int) -> Tensor | None:
-    """Each [B, W, L, k]; where nothing is known stands -1."""
-    missing = [max(width - of_rows.shape[1], 0) for of_rows in experts]
-    wide = [pad(of[:, :width], (0, 0, 0, 0, 0, more), value=-1) for of, more in zip(experts, missing, strict=True)]
+    """Concatenate [B, W, L, k] after padding with -1, which means unknown."""
+    missing = [max(width - chosen.shape[1], 0) for chosen in experts]
+    wide = [pad(x[:, :width], (0, 0, 0, 0, 0, padding), value=-1) for x, padding in zip(experts, missing, strict=True)]
     return torch.cat(wide) if wide else None
 
 
@@ -63,14 +63,14 @@ def _token_versions(rollout: RolloutBatch) -> Tensor:
     return rollout.policy_version[:, None].expand(rollout.response_ids.shape)
 
 
-def _join_kept(kept: Sequence[KeptTokens], by_token: Callable[[Sequence[Tensor]], Tensor]) -> KeptTokens | None:
-    if not kept:
+def _join_kept(tokens: Sequence[KeptTokens], by_token: Callable[[Sequence[Tensor]], Tensor]) -> KeptTokens | None:
+    if not tokens:
         return None
-    words = [row for rollout in kept for row in rollout.words]
-    count = by_token([rollout.count for rollout in kept])
+    words = [row for rollout in tokens for row in rollout.words]
+    count = by_token([rollout.count for rollout in tokens])
     return KeptTokens(count=count, words=NonTensorStack(*words), batch_size=[len(words)])
 
 
 def _with_width(tensor: Tensor, width: int) -> Tensor:
-    """[B, W] -> [B, width]: cut, or filled with zeros."""
+    """Return [B, W] as [B, width]: truncated, or padded with zeros."""
     return pad(tensor[:, :width], (0, max(width - tensor.shape[1], 0)))

@@ -1,4 +1,4 @@
-"""The protocol of a rollout engine: prompts in, sampled responses out; and the check of prompts."""
+"""The protocol of a rollout engine, which samples responses to prompts; and the check of prompts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ class SamplingParams:
 
     max_new_tokens: int
     n: int = 1
-    """Responses a prompt; they stand next to each other in the result."""
+    """Responses per prompt; they are adjacent in the result."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     top_k: int = -1
     """Keep the k most likely tokens; -1 or 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose mass reaches top_p; 1 keeps all."""
     ignore_eos: bool = False
     record_kept: bool = True
-    """Record which tokens top_k and top_p kept, for training to replay; where they keep all nothing is recorded."""
+    """Record the tokens that top_k and top_p kept, for replay in training; nothing is recorded where they keep all."""
     record_experts: bool = False
-    """Record which experts of a mixture each token went to, for training to replay."""
+    """Record the experts of a mixture that each token was routed to, for replay in training."""
     max_length: int | None = None
-    """Prompt and response together; a response that reaches it is cut. None: only max_new_tokens limits it."""
+    """Maximum length of prompt and response together; longer responses are truncated. None: only max_new_tokens
+    applies."""
 
     def room(self, prompt_length: int) -> int:
-        """Most tokens of a response to a prompt of this length; below 1 where the prompt leaves none."""
-        most = self.max_new_tokens
-        return most if self.max_length is None else min(most, self.max_length - prompt_length)
+        """Return the maximum length of a response to a prompt of this length; below 1 if the prompt leaves no space."""
+        limit = self.max_new_tokens
+        return limit if self.max_length is None else min(limit, self.max_length - prompt_length)
 
     def cuts(self, vocabulary: int) -> bool:
-        """Whether some of the tokens can never be drawn; greedy sampling has no distribution to cut."""
+        """Return whether top_k or top_p exclude tokens; greedy sampling has no distribution to truncate."""
         return self.temperature > 0 and (0 < self.top_k < vocabulary or self.top_p < 1)
 
 
@@ -57,7 +58,7 @@ class FinishedResponse:
     row: int
     """Row of the result: prompt index * n + response index."""
     token_ids: list[int]
-    """With what a partner said in between."""
+    """Token ids of the response, including the responder's replies."""
 
 
 @dataclass(frozen=True)
@@ -65,34 +66,36 @@ class RolloutProgress:
     """Handed to `on_progress` after every decoding step."""
 
     finished: int
-    """Responses that are complete."""
+    """Number of complete responses."""
     total: int
-    """Responses asked for."""
+    """Number of requested responses."""
     tokens: int
     """Tokens sampled so far."""
 
 
-class Partner(Protocol):
-    """Who the policy talks to: tools, an environment. A response then holds all turns and what was said in between."""
+class Responder(Protocol):
+    """Replies to the policy: tools or an environment. A response then contains all turns and the replies between
+    them."""
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
-        """Begin to answer a turn that ended by itself; returns at once, while others are sampled.
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
+        """Start to compute the reply to a turn that ended by itself; returns immediately.
 
         Args:
-            row: of the result.
-            token_ids: of this turn, as sampled.
+            row: row of the result.
+            token_ids: sampled tokens of this turn.
         """
         ...
 
-    def answer(self, row: int, room: int) -> Sequence[int] | None:
-        """The answer to the row's last turn, waited for.
+    def wait_reply(self, row: int, room: int) -> Sequence[int] | None:
+        """Wait for the reply to the row's last turn.
 
         Args:
-            row: of the result.
-            room: most tokens that leave the policy one more; below 1 where there is no room at all.
+            row: row of the result.
+            room: maximum length of the reply that leaves at least one token for the policy; below 1 if there is no
+                space.
 
         Returns:
-            Ids up to where the policy goes on, at most `room` of them; None: the conversation is over.
+            Token ids up to the start of the policy's next turn, at most `room`; None: the conversation is over.
         """
         ...
 
@@ -110,16 +113,16 @@ class RolloutEngine(Protocol):
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> RolloutBatch:
         """Sample ``n`` responses to each prompt.
 
-        With a partner, a response goes on after each of its answers; its `response_mask` is False there. Which rows go
-        on at a time follows from counts of rows and never from the clock, so that the same answers give the same
+        With a responder, a response continues after each of its replies; the `response_mask` of replies is False. Which
+        rows continue together depends on counts of rows and never on time, so that the same replies give the same
         batch.
 
         Returns:
-            A batch of ``len(prompts) * n`` rows ordered by prompt, then response, in the memory of the host; `uid` is
+            A batch of ``len(prompts) * n`` rows ordered by prompt, then response, in host memory; `uid` is
             the prompt's index.
 
         Raises:
@@ -128,21 +131,21 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """Sample with these weights from now on; free where they are shared.
+        """Sample with these weights from now on; without cost if they are shared.
 
-        The native engine takes them from `on_finished` and `on_progress` too: the responses that are not complete go on
-        with them, and `token_versions` of the result says which token is of which.
+        The native engine can also be called from `on_finished` and `on_progress`: incomplete responses continue with
+        the new weights, and `token_versions` of the result records the version of each token.
         """
         ...
 
 
 def check_prompts(prompts: Sequence[TokenIds], sampling: SamplingParams, context: int | None) -> None:
-    """See that each prompt can be answered.
+    """Check that each prompt leaves space for a response.
 
     Args:
-        prompts: to be answered.
-        sampling: how long responses may be.
-        context: the model's ``max_position_embeddings``, where it has any.
+        prompts: the prompts.
+        sampling: parameters with the lengths of responses.
+        context: limit on the tokens of prompt and response together, if the model has any.
 
     Raises:
         ValueError: no prompts, an empty prompt, or one too long for `max_length` or the context.
@@ -161,6 +164,6 @@ def check_prompts(prompts: Sequence[TokenIds], sampling: SamplingParams, context
         if context is not None and len(prompt) + room > context:
             raise ValueError(
                 f"prompts[{index}]: {len(prompt)} prompt tokens + {room} new tokens exceed the "
-                f"model's max_position_embeddings of {context}. "
+                f"model's context of {context} tokens (max_position_embeddings, or longrope's original length). "
                 "Lower data.max_prompt_length or data.max_response_length"
             )

@@ -1,24 +1,37 @@
-"""A timeout for foreign code in this process, such as a chat template."""
+"""Limits of time and memory for foreign code in this process, such as a chat template.
+
+In the main thread a signal interrupts code that exceeds the timeout, which also ends a wait. In another thread an
+exception is raised at its next line of Python.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+_MAPPED = Path("/proc/self/statm")
+"""Of Linux: pages that this process has mapped come first."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Interrupt the block after `seconds`; works only in the main thread, which receives signals.
+    """Interrupt the block after `seconds`.
 
     Raises:
         TimeoutError: the block took longer.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        with _in_this_thread(seconds):
+            yield
         return
 
     def stop(_: int, __: FrameType | None) -> NoReturn:
@@ -31,3 +44,53 @@ def deadline(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(size: int) -> Iterator[None]:
+    """Let the block take so many bytes more than the process has; only in the main thread, and on Linux.
+
+    The limit is of addresses, of which CUDA reserves many more than it needs: where it runs there is none.
+
+    Raises:
+        MemoryError: the block asked for more.
+    """
+    torch = sys.modules.get("torch")
+    on_cuda = torch is not None and torch.cuda.is_initialized()
+    if threading.current_thread() is not threading.main_thread() or on_cuda or not _MAPPED.exists():
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(_MAPPED.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = [limit for limit in (before, mapped + size) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+
+@contextmanager
+def _in_this_thread(seconds: float) -> Iterator[None]:
+    def say(self: TimeoutError) -> None:
+        TimeoutError.__init__(self, f"not done after {seconds:g} seconds")
+
+    late = type("TimeoutError", (TimeoutError,), {"__init__": say})  # it is raised without arguments
+    thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def stop() -> None:
+        with lock:
+            if not is_over:
+                raise_in_thread(thread, ctypes.py_object(late))
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with suppress(late), lock:  # it may be raised here, after the block has ended
+            is_over = True
+            raise_in_thread(thread, None)
+        timer.cancel()

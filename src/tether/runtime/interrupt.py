@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+STDERR = 2
+"""The file of standard error."""
 PATIENCE = 10.0
 """Seconds that the current step waits for a process after the signal."""
 
@@ -47,8 +49,12 @@ class Interrupt:
 
 
 def _say(text: str) -> None:
+    """Write to standard error without ever raising, because a signal handler must not."""
+    file = STDERR
+    with suppress(Exception):  # scripts, notebooks and services replace it by objects without a file, or by nothing
+        file = int(sys.stderr.fileno())
     with suppress(OSError):  # standard error may be closed
-        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())  # a handler must not use buffered streams
+        os.write(file, f"\n{text}\n".encode())  # a handler must not use buffered streams
 
 
 _current: Interrupt | None = None  # one per process, like signals
@@ -74,7 +80,7 @@ def graceful_interrupt() -> Iterator[Interrupt]:
     try:
         yield interrupt
     except Interrupted as error:
-        print(f"{error}; the run resumes from its last checkpoint", file=sys.stderr, flush=True)
+        _say(f"{error}; the run resumes from its last checkpoint")
     finally:
         _current = outer
         for number, handler in before.items():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 PREFIX = "object:"
+WAIT_SECONDS = 5.0
+"""For another thread that makes something of objects: an environment, say, but not a run."""
 _held: dict[str, object] = {}
+_one_thread = threading.RLock()
 
 
 def is_object(name: object) -> bool:
@@ -29,7 +33,20 @@ def held(name: str) -> Any:
 
 @contextmanager
 def holding(objects: Mapping[str, object]) -> Iterator[None]:
-    """Let ``object:NAME`` name these objects inside the block."""
+    """Let ``object:NAME`` name these objects inside the block, in all threads; one thread at a time may enter it.
+
+    Raises:
+        ValueError: another thread stays in its block, for example because it trains.
+    """
+    if not objects:
+        yield
+        return
+    if not _one_thread.acquire(timeout=WAIT_SECONDS):
+        names = ", ".join(f"{name}=" for name in objects)
+        raise ValueError(
+            f"{names} another thread of this process trains with objects of its own, which go by the same names. Call "
+            "this once it is done, or in a process of its own."
+        )
     before = dict(_held)
     _held.update({PREFIX + name: one for name, one in objects.items()})
     try:
@@ -37,3 +54,4 @@ def holding(objects: Mapping[str, object]) -> Iterator[None]:
     finally:
         _held.clear()
         _held.update(before)
+        _one_thread.release()

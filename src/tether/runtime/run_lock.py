@@ -129,7 +129,7 @@ class RunLock:
             if owner["started"] is not None and _started(owner["process"]) == owner["started"]:
                 raise self._busy(owner)
             return
-        print(f"{self._named}: last used by {_described(owner)}; is it still there?", file=sys.stderr, flush=True)
+        print(f"{self._named}: last used by {_described(owner)}; is it still there?", file=sys.stderr)
         if self._is_touched():
             raise self._busy(owner)
 

@@ -87,8 +87,9 @@ class SupervisedProcess:
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()
-        sys.stdout.flush()  # otherwise the copy would write buffered text again
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # it may be a user's object, or None
+                stream.flush()  # otherwise the copy would write buffered text again
         guard = _fork()
         if not guard:
             channel.close()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 from typing import Any, TextIO, TypeVar
@@ -20,6 +18,7 @@ from rich.progress import Progress
 from rich.segment import Segment
 
 from tether.runtime.printable import printable
+from tether.runtime.standard_streams import discard, say_that_output_is_lost
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -53,11 +52,21 @@ class Screen(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
+        self._fall_silent(BrokenPipeError())
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:  # a closed terminal, a full disk
+            self._fall_silent(error)
+
+    def _fall_silent(self, error: OSError) -> None:
         """Stop writing, and report it once; later output is dropped without an error."""
         self.quiet = True
+        del self._buffer[:]
         with suppress(OSError, ValueError):  # not a real file
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-        logger.warning("console output is switched off (nobody reads it any more); the run continues")
+            discard(self.file.fileno())
+        say_that_output_is_lost(error)
 
 
 class Heartbeat:
@@ -213,11 +222,3 @@ def hide_warnings_of_packages() -> None:
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_own
-
-
-def replace_what_the_terminal_cannot_write() -> None:
-    """Make standard output and error replace characters that their encoding cannot represent, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            with suppress(ValueError):  # a closed stream
-                stream.reconfigure(errors="replace")

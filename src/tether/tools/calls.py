@@ -20,14 +20,19 @@ class Call:
     problem: str = ""
 
 
+def after_thought(text: str) -> str:
+    """What a turn says after its last thought, ``<think>...</think>``; nothing of one that does not end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def hermes(text: str) -> list[Call]:
     """Calls as Qwen and Hermes write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
-    return [_call(inner) for inner in _HERMES.findall(text)]
+    return [_call(inner) for inner in _HERMES.findall(after_thought(text))]
 
 
 def llama3_json(text: str) -> list[Call]:
     """One call as Llama 3 writes it: the whole turn is ``{"name": ..., "parameters": {...}}``."""
-    inner = text.strip().removeprefix("<|python_tag|>").strip()
+    inner = after_thought(text).strip().removeprefix("<|python_tag|>").strip()
     return [_call(inner)] if inner.startswith("{") and inner.endswith("}") else []
 
 

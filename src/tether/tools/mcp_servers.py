@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any
 
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
-from mcp.types import Tool
+from mcp.types import CallToolResult, ContentBlock, Tool
 
 from tether.runtime.user_files import words_of
 from tether.tools.spec import McpSpec
@@ -59,8 +60,8 @@ class McpServer:
                 opened.set_exception(error)
 
     def _listed(self) -> Sequence[Tool]:
-        asked = self._client.result(CONNECT_SECONDS).list_tools()
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(CONNECT_SECONDS).tools
+        asked = _all_tools(self._client.result(CONNECT_SECONDS))
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(CONNECT_SECONDS)
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """A tool's answer. A call in which the server is lost is not made again, but the next one finds it connected.
@@ -74,7 +75,7 @@ class McpServer:
         except Exception:
             self._connect_if_lost()
             raise
-        text = "\n".join(part.text for part in result.content if part.type == "text")
+        text = as_text(result)
         if result.is_error:
             raise RuntimeError(text)
         return text
@@ -87,13 +88,64 @@ class McpServer:
             self._connect()
 
 
+async def _all_tools(client: Client) -> list[Tool]:
+    """The tools of all pages."""
+    found: list[Tool] = []
+    cursor, seen = None, set[str | None]()
+    while cursor not in seen:  # a server that begins again has no more
+        seen.add(cursor)
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        if (cursor := page.next_cursor) is None:
+            break
+    return found
+
+
+def as_text(result: CallToolResult) -> str:
+    """All that a tool said: what is no text is named, and structured content is JSON where no text says the same."""
+    texts = [part.text for part in result.content if part.type == "text"]
+    parts = [_part(part) for part in result.content]
+    if result.structured_content is not None and not _says(texts, result.structured_content):
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _part(part: ContentBlock) -> str:
+    if part.type == "text":
+        return part.text
+    if part.type == "resource":
+        about = f"resource {part.resource.uri}"
+        text = getattr(part.resource, "text", None)
+        kind = part.resource.mime_type or "bytes"
+        return f"[{about}]\n{text}" if text is not None else f"[{about}: {kind}, which cannot be shown as text]"
+    if part.type == "resource_link":
+        return f"[link to {part.title or part.name}: {part.uri}{f' ({part.description})' if part.description else ''}]"
+    return f"[{part.type}: {part.mime_type}, which cannot be shown as text]"
+
+
+def _says(texts: Sequence[str], structured: object) -> bool:
+    """Whether texts say what is structured: as JSON, or as the result that servers wrap as ``{"result": ...}``."""
+    wrapped = isinstance(structured, dict) and structured.keys() == {"result"}
+    result = structured["result"] if isinstance(structured, dict) and wrapped else structured
+    values = [_value(text) for text in texts]
+    every: list[object] = [*texts, *values, list(texts), values]
+    return structured in every or result in every or (len(texts) == 1 and str(result) == texts[0])
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 class McpTool:
     """One tool of a server, with the method that tools have."""
 
     def __init__(self, server: McpServer, name: str) -> None:
         self._server, self._name = server, name
 
-    def call(self, **arguments: object) -> str:
+    def call(self, /, **arguments: object) -> str:
         """See `McpServer.call`."""
         return self._server.call(self._name, arguments)
 
@@ -110,7 +162,7 @@ def connected(spec: McpSpec, known: Found | None) -> list[tuple[str, JsonObject,
         known: what this found in another process. No server is waited for then: until one answers, its calls fail.
 
     Raises:
-        ValueError: a server that cannot be reached, or has not the tools that are selected.
+        ValueError: a server that cannot be reached, or has not the tools that are selected; two that have one name.
     """
     servers = {name: McpServer(where) for name, where in spec.servers.items()}
     found = _asked(spec, servers) if known is None else known
@@ -126,7 +178,12 @@ def _asked(spec: McpSpec, servers: Mapping[str, McpServer]) -> Found:
             why = f"mcpServers.{name} does not answer as an MCP server ({words_of(error)})"
             raise ValueError(f"{spec.file}: {why}") from error
         for tool, function in tools.items():
-            found.setdefault(tool, (name, {"type": "function", "function": function}))
+            if tool in found and (not spec.selected or tool in spec.selected):
+                raise ValueError(
+                    f"{spec.file}: mcpServers.{found[tool][0]} and mcpServers.{name} both have a tool named {tool}. "
+                    "Rename it in one of them, or leave it out by mcp.tool_selected_list"
+                )
+            found[tool] = (name, {"type": "function", "function": function})
     if missing := [tool for tool in spec.selected if tool not in found]:
         there = f"{spec.file} has {', '.join(found) or 'none'}"
         raise ValueError(f"{spec.place}.mcp.tool_selected_list: there is no tool {missing[0]}; {there}")
@@ -136,6 +193,8 @@ def _asked(spec: McpSpec, servers: Mapping[str, McpServer]) -> Found:
 def _transport(where: Mapping[str, Any]) -> Any:
     """Transport of `Client`."""
     if "command" in where:
-        return StdioServerParameters(command=where["command"], args=where.get("args", []), env=where.get("env"))
-    headers = {"Authorization": f"Bearer {where['auth_token']}"} if where.get("auth_token") else {}
+        return StdioServerParameters(**{key: where[key] for key in ("command", "args", "env", "cwd") if key in where})
+    headers = dict(where.get("headers") or {})
+    if where.get("auth_token"):
+        headers["Authorization"] = f"Bearer {where['auth_token']}"
     return streamable_http_client(where["url"], http_client=create_mcp_http_client(headers=headers))

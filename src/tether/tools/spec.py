@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from tether.runtime.user_files import missing_file
-from tether.spelling import closest
+from tether.spelling import closest, did_you_mean
 from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
@@ -142,10 +142,28 @@ def _mcp(entry: JsonObject, place: str) -> McpSpec:
     for name, where in servers.items():
         if not isinstance(where, dict) or not any(isinstance(where.get(way), str) for way in ("command", "url")):
             raise ValueError(f"{file}: mcpServers.{name} has neither `command` (with `args`) nor `url`")
+        way = "command" if "command" in where else "url"
+        _check_known(where, _SERVER_KEYS[way], f"{file}: mcpServers.{name}")
+        if where.get("type", _TRANSPORTS[way][0]) not in _TRANSPORTS[way]:
+            kinds = ", ".join(_TRANSPORTS[way])
+            raise ValueError(f"{file}: mcpServers.{name}.type={where['type']!r}: with `{way}` it is one of {kinds}")
+    _check_known(about, ("mcp_servers_config_path", "tool_selected_list"), f"{place}.mcp")
     selected = about.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
         raise ValueError(f"{place}.mcp.tool_selected_list is {str(selected)[:80]!r}, not a list of names")
     return McpSpec(servers, tuple(selected), file, place)
+
+
+_SERVER_KEYS = {"command": ("command", "args", "env", "cwd", "type"), "url": ("url", "auth_token", "headers", "type")}
+_TRANSPORTS = {"command": ("stdio",), "url": ("http", "streamable-http", "streamable_http")}
+"""What `type` may say of a server, which other clients ask for."""
+
+
+def _check_known(entry: Mapping[str, object], known: Collection[str], place: str) -> None:
+    for key in entry:
+        if key not in known:
+            hint = did_you_mean(str(key), known) or f" Leave it out; there are {', '.join(known)}."
+            raise ValueError(f"{place}.{key} has no effect.{hint}")
 
 
 def read_environments(path: str) -> dict[str, EnvironmentSpec]:

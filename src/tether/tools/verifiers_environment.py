@@ -173,7 +173,8 @@ def _response(said: str, find_calls: Callable[[str], list[Call]]) -> Response:
         ToolCall(id=f"call_{at}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
         for at, call in enumerate(find_calls(said))
     ]
-    words = said.split("<tool_call>")[0].rstrip() if calls else said
+    thought, mark, spoken = said.rpartition("</think>")  # which may have drafts of calls
+    words = (thought + mark + spoken.split("<tool_call>")[0]).rstrip() if calls else said
     message = ResponseMessage(
         content=words, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop", is_truncated=False
     )

@@ -14,10 +14,14 @@ import os
 import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from tether.runtime.channel import Channel
+from tether.runtime.event_loop import event_loop, finished
+from tether.runtime.install import pip_install
+from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
 from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.tools.spec import (
@@ -40,6 +44,8 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     talkers, known, timeout = pickle.loads(first)
+    asyncio.set_event_loop(event_loop())  # for classes that ask for it when they are made
+    print_harmlessly()
     try:
         desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
@@ -175,19 +181,19 @@ class Desk:
         if not hasattr(environment_class, "step"):
             return _verls_session(environment_class(spec.config), request, f"{spec.title}.generate_response")
         environment = environment_class(**spec.config)
-        _run(environment.reset([dict(message) for message in request.messages], dict(request.about)))
+        finished(environment.reset([dict(message) for message in request.messages], dict(request.about)))
         step = f"{spec.title}.step"
-        return _Session(lambda messages: _stepped(_run(environment.step([dict(m) for m in messages])), step))
+        return _Session(lambda messages: _stepped(finished(environment.step([dict(m) for m in messages])), step))
 
 
 def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
     """An interaction with verl's methods, of which this one is stepped."""
     extra = request.about.get("extra_info") or {}
     kwargs = {key: value for key, value in (extra.get("interaction_kwargs") or {}).items() if key != "name"}
-    instance = _run(interaction.start_interaction(None, **kwargs))
+    instance = finished(interaction.start_interaction(None, **kwargs))
 
     def step(messages: Sequence[Message]) -> Reply:
-        found = _run(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
+        found = finished(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
         if not isinstance(found, tuple) or len(found) != 4:
             raise TypeError(f"{method} returned {str(found)[:100]!r}, not (done, reply, reward, data)")
         done, text, reward, _ = found
@@ -225,27 +231,50 @@ def _reward(reward: Any, method: str) -> float:
 
 def _call(tool: Any, request: CallRequest) -> Reply:
     if hasattr(tool, "call"):
-        result = _run(tool.call(**request.arguments, **request.kwargs))
+        result = finished(tool.call(**request.arguments, **request.kwargs))
     else:
-        instance = _run(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs") or {})))
+        instance = finished(tool.create(**_create_arguments(tool, request.kwargs.get("create_kwargs") or {})))
         instance = instance[0] if isinstance(instance, tuple) else instance
         try:
-            result = _run(tool.execute(instance, request.arguments))
+            result = finished(tool.execute(instance, request.arguments))
         finally:
-            _run(tool.release(instance))
+            finished(tool.release(instance))
     text, reward = result[:2] if isinstance(result, tuple) else (result, None)
-    text = getattr(text, "text", text)
-    messages = [{"role": "tool", "content": "" if text is None else str(text)}]
+    messages = [{"role": "tool", "content": _as_text(text)}]
     return Reply(messages, _reward(reward, "call" if hasattr(tool, "call") else "execute"))
+
+
+def _as_text(value: Any) -> str:
+    """Return what a tool returned as the model reads it: structures as JSON; pictures of verl's tools are named."""
+    if isinstance(getattr(value, "text", 0), str | None):  # verl's ToolResponse
+        unseen = [kind for kind in ("image", "video") if getattr(value, kind, None)]
+        return "\n".join(
+            [*filter(None, [value.text]), *(f"[{kind}, which cannot be shown as text]" for kind in unseen)]
+        )
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool | Mapping | list | tuple | set) or hasattr(value, "model_dump") or is_dataclass(value):
+        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON has not, or a structure within itself
+            return json.dumps(value, ensure_ascii=False, default=_plain)
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in the place of a pydantic model, a dataclass, a set or an array; text of anything else."""
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
     takes = inspect.signature(tool.create).parameters
     return {"create_kwargs": kwargs} if "create_kwargs" in takes else kwargs
-
-
-def _run(result: Any) -> Any:
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
@@ -267,7 +296,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
         except Exception as error:
             if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
-                raise ValueError(f"{what}. Run: pip install 'tether[verifiers]'") from error
+                raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
             what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(found):
@@ -303,7 +332,7 @@ def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]
         servers = importlib.import_module("tether.tools.mcp_servers")
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
-        raise ValueError(f"{what}. Run: pip install 'tether[mcp]'") from error
+        raise ValueError(f"{what}. Run: {pip_install('mcp')}") from error
     found: list[tuple[str, JsonObject, Any]] = servers.connected(spec, known)
     return found
 

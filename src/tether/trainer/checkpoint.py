@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from tether.checkpoints import CARD, PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
@@ -34,6 +36,14 @@ from tether.types import StateDict
 
 TRAINING = "training"
 """Folder of the states in a checkpoint."""
+RATES = {"actor": "actor_rollout_ref.actor.optim.lr", "critic": "critic.optim.lr", "rm": "--lr"}
+"""Folder of a model in a checkpoint -> what its learning rate is set by."""
+LARGEST_WEIGHT = 1e18
+"""Of a language model: with larger ones the squares that its norms sum overflow float32."""
+
+
+class WeightsLost(ValueError):
+    """Weights hold NaN or infinity, so that no run could continue from them; the message names a good checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class Persistence:
             step: that was done.
             start: begins to write the models and what belongs to them into the folder that it is given.
             state: the trainer's.
+
+        Raises:
+            WeightsLost: by what is returned; nothing is saved then.
         """
         kept = as_bytes({**state, "rng": rng_state()})
 
@@ -63,6 +76,7 @@ class Persistence:
 
             def complete() -> None:
                 rest()
+                self._check_weights(folder, step)
                 (folder / TRAINING / "trainer.pt").write_bytes(kept)
                 (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
                 write_run_yaml(folder, self.run_yaml, private=self.private)
@@ -70,6 +84,36 @@ class Persistence:
             return complete
 
         return self.store.begin(step, start_all)
+
+    def _check_weights(self, folder: Path, step: int) -> None:
+        """Read the weights that were written, of whichever engine and of all its ranks."""
+        for file in sorted(folder.glob("*/*.safetensors")):
+            broken = None if file.parent.name == TRAINING else _first_broken(file)
+            if broken is None:
+                continue
+            role, good = file.parent.name, self.store.last_saved()
+            broken = f"its weights hold NaN, infinity or more than 1e18 (first {broken})"
+            what = f"the {role} diverged: after step {step} {broken}, so"
+            rate = RATES.get(role, "its learning rate")
+            if good is None:
+                raise WeightsLost(f"{what} they are not saved, and no checkpoint was saved before. Lower {rate}")
+            raise WeightsLost(
+                f"{what} they are not saved. The last good checkpoint is {good}; the same command resumes from it. "
+                f"Lower {rate}, or it will diverge again"
+            )
+
+
+def _first_broken(file: Path) -> str | None:
+    """Name the first tensor of a file that holds no weights any more; None: all do."""
+    largest = LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf  # a policy has statistics, too
+    with safe_open(file, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118  it is no mapping
+            weight = weights.get_tensor(name)
+            if weight.is_floating_point() and weight.element_size() == 1:  # float8, which has no least number
+                weight = weight.float()
+            if weight.numel() and not all(abs(float(end)) < largest for end in weight.aminmax()):
+                return str(name)
+    return None
 
 
 def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:

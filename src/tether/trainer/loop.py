@@ -200,9 +200,9 @@ class Trainer:
                 self.unlogged = self.advance()
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
-            done, stopping = self.step_number, self._has_to_stop() or interrupted()
-            self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
             with self._saving_first():
+                done, stopping = self.step_number, self._has_to_stop() or interrupted()
+                self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
                 if self.validation_due and not stopping:
                     tested = self.evaluate()
                     self.alarms.check_validation(tested, self.loggers.warn)
@@ -214,9 +214,10 @@ class Trainer:
                 measured = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
                 self.callbacks.on_step_end(done, measured)
+                saves = self.schedule.saves_at(done) or stopping
+                self.collect_saved(wait=saves)
             # After the log: a run killed in between does the step again, and its line is replaced, never missing.
-            self.collect_saved(wait=False)
-            if self.schedule.saves_at(done) or stopping:
+            if saves:
                 self.save()
             if stopping:
                 break
@@ -367,8 +368,8 @@ class Trainer:
         """Whatever ends the run inside, a checkpoint is saved first: of now, or of how all was `before` a step."""
         try:
             yield
-        except Exception as error:
-            with suppress(Exception):  # it is saved again below
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of a callback, too
+            with suppress(BaseException):  # it is saved again below
                 self.collect_saved(wait=True)
             state = self.state() if before is None else before
             if state["step"] > self.saved_step and not (before and self.weights_change):

@@ -1,4 +1,4 @@
-"""Gradient computation: engines that own models and optimizers, and the losses that they are given.
+"""Gradient computation: engines that own models and optimizers, and the losses that they minimise.
 
 `protocol` has the interface of an engine and `engines` the implementations; `text` and `control` have the forward
 passes and losses of the two kinds of policy.

@@ -1,6 +1,6 @@
-"""Which rows a mini-batch has, and which rank learns from which of them: a matter of speed alone, never of the result.
+"""Division of a batch into mini-batches and of their rows over ranks, which affects speed only, never the result.
 
-The denominators of a loss are those of the whole mini-batch, whichever rank has its rows.
+The denominators of a loss are those of the whole mini-batch, whatever the division.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from tether.algorithms import count_valid
 from tether.training.protocol import LossSizes, UpdatePlan
 
 Assign = Callable[[Sequence[float], int], list[list[int]]]
-"""(what each row costs, ranks) -> row numbers of each rank."""
+"""Maps the cost of each row and the number of ranks to the row indices of each rank."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """A mini-batch, or the part of one that a rank has."""
+    """A mini-batch, or a rank's share of one."""
 
     epoch: int
     number: int
-    """Within the epoch."""
+    """Index of the mini-batch within the epoch."""
     rows: Tensor
-    """Their numbers in the batch; of a part, in the rank's rows."""
-    places: Tensor
-    """Where these rows stand in the whole mini-batch."""
+    """Row indices in the batch; for a rank's share, in the rank's rows."""
+    positions: Tensor
+    """Positions of these rows in the whole mini-batch."""
     sizes: LossSizes
-    """Of the whole mini-batch."""
+    """Sizes of the whole mini-batch."""
 
 
 def mini_batches(mask: Tensor, plan: UpdatePlan, step: int) -> list[MiniBatch]:
-    """The mini-batches of an update, in order.
+    """Return the mini-batches of an update, in order.
 
     Args:
-        mask: [B, T] what is learned from; a row without any is left out.
-        plan: epochs and rows of a mini-batch.
+        mask: [B, T] elements to train on; rows without any are omitted.
+        plan: the number of epochs and the rows of a mini-batch.
         step: training step, counted from 0.
     """
     (learned,) = mask.any(dim=-1).nonzero(as_tuple=True)
-    found = []
+    minis = []
     for epoch in range(plan.epochs):
         for number, drawn in enumerate(plan.mini_batches(len(learned), step, epoch)):
             rows = learned[drawn]
             valid = count_valid(mask[rows])
             sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
-            found.append(MiniBatch(epoch, number, rows, torch.arange(len(rows)), sizes))
-    return found
+            minis.append(MiniBatch(epoch, number, rows, torch.arange(len(rows)), sizes))
+    return minis
 
 
 def divide(
@@ -60,31 +60,31 @@ def divide(
     """Divide each mini-batch among ranks.
 
     Args:
-        minis: of the whole batch.
-        costs: of each row of the batch.
-        ranks: how many.
-        assign: for example `balanced`.
+        minis: the mini-batches of the whole batch.
+        costs: the cost of each row of the batch.
+        ranks: the number of ranks.
+        assign: assigns rows to ranks, such as `balanced`.
 
     Returns:
-        For each rank its rows of the batch, ascending, and its part of each mini-batch.
+        For each rank its rows of the batch, ascending, and its share of each mini-batch.
     """
     dealt = [assign([costs[row] for row in mini.rows.tolist()], ranks) for mini in minis]
     shares = []
     for rank in range(ranks):
-        parts = [torch.tensor(deal[rank], dtype=torch.int64) for deal in dealt]
-        whole = [mini.rows[part] for mini, part in zip(minis, parts, strict=True)]
-        rows = torch.cat([*whole, torch.empty(0, dtype=torch.int64)]).unique()
+        positions = [torch.tensor(deal[rank], dtype=torch.int64) for deal in dealt]
+        batch_rows = [mini.rows[index] for mini, index in zip(minis, positions, strict=True)]
+        rows = torch.cat([*batch_rows, torch.empty(0, dtype=torch.int64)]).unique()
         of_rank = [
-            replace(mini, rows=torch.searchsorted(rows, numbers), places=part)
-            for mini, numbers, part in zip(minis, whole, parts, strict=True)
+            replace(mini, rows=torch.searchsorted(rows, numbers), positions=index)
+            for mini, numbers, index in zip(minis, batch_rows, positions, strict=True)
         ]
         shares.append((rows, of_rank))
     return shares
 
 
 def in_order(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Rows to ranks as they stand, as many to each."""
-    return [part.tolist() for part in torch.arange(len(costs)).tensor_split(ranks)]
+    """Assign rows to ranks in order, equally many to each."""
+    return [rows.tolist() for rows in torch.arange(len(costs)).tensor_split(ranks)]
 
 
 def balance_metrics(
@@ -93,13 +93,13 @@ def balance_metrics(
     tokens: Sequence[int],
     costs: Sequence[float],
 ) -> dict[str, float]:
-    """Balance of the ranks: tokens of a rank in a pass over the batch, and what they cost.
+    """Return metrics of the balance over ranks: tokens per rank in a pass over the batch, and their costs.
 
     Args:
-        minis: of the whole batch.
-        shares: of them, see `divide`.
-        tokens: of each row.
-        costs: of each row.
+        minis: the mini-batches of the whole batch.
+        shares: the result of `divide`.
+        tokens: the tokens of each row.
+        costs: the cost of each row.
     """
     ranks = len(shares)
     undealt = divide(minis, costs, ranks, in_order)
@@ -118,18 +118,18 @@ def balance_metrics(
 
 
 def _loads(shares: Sequence[tuple[Tensor, list[MiniBatch]]], costs: Sequence[float]) -> list[list[float]]:
-    """[ranks][mini-batches of the first pass] what the rows cost."""
+    """Return [ranks][mini-batches of the first pass]: the costs of the rows."""
     return [
-        [sum(costs[row] for row in rows[part.rows].tolist()) for part in parts if part.epoch == 0]
-        for rows, parts in shares
+        [sum(costs[row] for row in rows[mini.rows].tolist()) for mini in minis if mini.epoch == 0]
+        for rows, minis in shares
     ]
 
 
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Rows to ranks so that each has about as much to do; each rank's rows ascend.
+    """Assign rows to ranks so that their costs are about equal; each rank's rows ascend.
 
-    The largest differencing method (Karmarkar and Karp 1982): of the divisions whose heaviest and lightest rank differ
-    most, two at a time become one, heaviest with lightest.
+    It is the largest differencing method (Karmarkar and Karp 1982): the two divisions with the largest differences
+    between heaviest and lightest rank are merged, heaviest with lightest, until one is left.
     """
     order = count()
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -137,9 +137,9 @@ def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     for row, cost in enumerate(costs):
         heapq.heappush(heap, (-cost, next(order), [*empty, (cost, [row])]))
     while len(heap) > 1:
-        (_, _, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        pairs = zip(left, reversed(right), strict=True)
-        both = sorted(((a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in pairs), key=lambda part: part[0])
+        (_, _, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        pairs = zip(first, reversed(second), strict=True)
+        both = sorted(((a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in pairs), key=lambda share: share[0])
         heapq.heappush(heap, (both[0][0] - both[-1][0], next(order), both))
-    parts = [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(ranks)]
-    return [sorted(rows) for rows in reversed(parts)]
+    assigned = [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(ranks)]
+    return [sorted(rows) for rows in reversed(assigned)]

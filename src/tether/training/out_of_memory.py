@@ -1,4 +1,4 @@
-"""An update or inference that does not fit into memory is repeated in smaller micro-batches, with the same result."""
+"""Repetition of an update or inference that does not fit into memory in smaller micro-batches, with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Limit = TypeVar("Limit")
 Result = TypeVar("Result")
 CPU_ALLOCATOR = "can't allocate memory"
-"""In the text of the RuntimeError that torch raises where an allocation on a CPU fails."""
+"""Part of the message of the RuntimeError that torch raises if an allocation on a CPU fails."""
 LOWER = (
     "Take a smaller model or a larger machine; or lower, for text, actor_rollout_ref.rollout.max_num_seqs, "
     "data.max_response_length or data.max_prompt_length, and in simulators env.train.total_num_envs, "
@@ -25,12 +25,14 @@ LOWER = (
 
 
 class OutOfMemory(ValueError):
-    """An allocation failed; says where, and what to change."""
+    """An allocation failed; the message has the place and what to change."""
 
 
 class MicroBatchTooLarge(OutOfMemory):
-    """A micro-batch did not fit into the memory of one of several ranks, whose others wait for it inside of a layer and
-    could not follow a second attempt. With `instead`, a key and its value, it may fit.
+    """A micro-batch did not fit into the memory of one of several ranks.
+
+    The other ranks wait for it within a layer, so it cannot be repeated right away. It may fit with the setting
+    `instead`, a key and its value.
     """
 
     def __init__(self, message: str, instead: tuple[str, int] = ("", 0)) -> None:
@@ -45,11 +47,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_message(error: BaseException, where: str | None = None, advice: str = LOWER) -> str | None:
-    """The message to the user about a failed allocation; None: `error` is another one.
+    """Return the message to the user about a failed allocation, or None if `error` is another one.
 
     Args:
-        error: with its traceback.
-        where: memory ran out; None: the last line of tether's that the error passed.
+        error: the error, with its traceback.
+        where: the place that ran out of memory; by default the last line of tether in the traceback.
         advice: what to change.
     """
     if not is_out_of_memory(error):
@@ -64,10 +66,10 @@ def out_of_memory_message(error: BaseException, where: str | None = None, advice
 
 @contextmanager
 def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
-    """Around what cannot be repeated in smaller parts; for the arguments see `out_of_memory_message`.
+    """Name the place and the advice in an out-of-memory error; the arguments are those of `out_of_memory_message`.
 
     Raises:
-        OutOfMemory: an allocation failed inside.
+        OutOfMemory: an allocation failed within the context.
     """
     try:
         yield
@@ -85,14 +87,14 @@ def within_memory(
     setting: Callable[[Limit], str],
     advice: str,
 ) -> tuple[Result, Limit]:
-    """Try, with smaller and smaller micro-batches, until it fits.
+    """Run an attempt with smaller and smaller micro-batches until it fits.
 
     Args:
-        attempt: the work; a failed one must leave nothing that the next does not undo.
-        limit: of a micro-batch.
-        halved: the next smaller limit; None where a micro-batch is a single row already.
-        setting: a limit as it stands in the configuration, for the warning.
-        advice: what to change where a single row does not fit.
+        attempt: the work; it must overwrite whatever a failed attempt leaves.
+        limit: the limit of a micro-batch.
+        halved: returns the next smaller limit, or None if a micro-batch is a single row already.
+        setting: returns a limit as a setting of the configuration, for the warning.
+        advice: what to change if a single row does not fit.
 
     Returns:
         The result, and the limit that it needed.
@@ -116,7 +118,7 @@ def within_memory(
                     setting(limit),
                 )
             return result, limit
-        # Here, after the error and the tensors in its traceback are gone.
+        # Only here, since the except block keeps the error and the tensors in its traceback alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         smaller = halved(limit)

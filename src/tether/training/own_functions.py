@@ -1,4 +1,5 @@
-"""A user's own advantage estimator or policy loss, ``FILE.py:NAME``, where the name of one of tether's may stand."""
+"""A user's advantage estimator or policy loss, ``FILE.py:NAME``, which can be given instead of the name of a built-in
+one."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ CHOSEN_FOR_ONE_LOSS = {"selected"}
 
 
 def advantage_estimator(name: str) -> Callable[..., Advantages]:
-    """The estimator of this name, or that of a user's file, called with the keywords of all estimators.
+    """Return the built-in estimator of this name, or that of a user's file, with the keywords of all estimators.
 
     Raises:
-        ValueError: no such file or function, other arguments than a run has, or a dry call that gives no `Advantages`
-            of finite numbers.
+        ValueError: there is no such file or function, it takes arguments that a run does not have, or a test call does
+            not return finite `Advantages`.
     """
     return ADVANTAGE_ESTIMATORS.get(name) or _own_estimator(name)
 
 
 def policy_loss(name: str) -> Callable[..., TokenLoss]:
-    """The policy loss of this name, or that of a user's file, called with the keywords of all losses.
+    """Return the built-in policy loss of this name, or that of a user's file, with the keywords of all losses.
 
     Raises:
-        ValueError: no such file or function, other arguments than a run has, or a dry call that gives no `TokenLoss` of
-            finite numbers with a gradient.
+        ValueError: there is no such file or function, it takes arguments that a run does not have, or a test call does
+            not return a finite `TokenLoss` with a gradient.
     """
     return POLICY_LOSSES.get(name) or _own_loss(name)
 
@@ -46,13 +47,13 @@ def _own_estimator(name: str) -> Callable[..., Advantages]:
     function = _load(name, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, ADVANTAGE_ESTIMATORS)
     toy = _toy()
     keywords = {key: toy[key] for key in _required(function, ESTIMATOR_ARGUMENTS)}
-    found = _called(function, ESTIMATOR_KEY, name, [toy["rewards"], toy["response_mask"]], keywords)
-    if not isinstance(found, Advantages):
+    result = _called(function, ESTIMATOR_KEY, name, [toy["rewards"], toy["response_mask"]], keywords)
+    if not isinstance(result, Advantages):
         raise ValueError(
-            f"{ESTIMATOR_KEY}={name}: returns {type(found).__name__}; expected tether.algorithms.Advantages"
+            f"{ESTIMATOR_KEY}={name}: returns {type(result).__name__}; expected tether.algorithms.Advantages"
         )
     for field in ("advantages", "returns"):
-        _check_tokens(getattr(found, field), toy["response_mask"], f"{ESTIMATOR_KEY}={name}: {field}")
+        _check_tokens(getattr(result, field), toy["response_mask"], f"{ESTIMATOR_KEY}={name}: {field}")
     return function
 
 
@@ -63,11 +64,11 @@ def _own_loss(name: str) -> Callable[..., TokenLoss]:
     keywords = {key: toy[key] for key in _required(function, LOSS_ARGUMENTS)}
     log_probs = toy["log_probs"].requires_grad_()
     tensors = [log_probs, toy["old_log_probs"], toy["advantages"], toy["response_mask"]]
-    found = _called(function, LOSS_KEY, name, tensors, keywords)
-    if not isinstance(found, TokenLoss):
-        raise ValueError(f"{LOSS_KEY}={name}: returns {type(found).__name__}; expected tether.algorithms.TokenLoss")
-    _check_tokens(found.loss, toy["response_mask"], f"{LOSS_KEY}={name}: loss")
-    if not found.loss.requires_grad:
+    result = _called(function, LOSS_KEY, name, tensors, keywords)
+    if not isinstance(result, TokenLoss):
+        raise ValueError(f"{LOSS_KEY}={name}: returns {type(result).__name__}; expected tether.algorithms.TokenLoss")
+    _check_tokens(result.loss, toy["response_mask"], f"{LOSS_KEY}={name}: loss")
+    if not result.loss.requires_grad:
         raise ValueError(f"{LOSS_KEY}={name}: the loss has no gradient by log_probs, so nothing would be learned")
     return function
 
@@ -75,22 +76,24 @@ def _own_loss(name: str) -> Callable[..., TokenLoss]:
 def _load(
     name: str, key: str, arguments: tuple[str, ...], registry: Mapping[str, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Take the function out of its file and let it be called as those of the registry are."""
+    """Load the function from its file and wrap it so that it can be called like those of the registry."""
     path, _, attribute = name.rpartition(":")
     module = import_python_file(path, key)
     function = vars(module).get(attribute)
     if not inspect.isfunction(function):
-        there = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"{key}={name}: {path} has no function {attribute}.{did_you_mean(attribute, there)}")
+        names = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(f"{key}={name}: {path} has no function {attribute}.{did_you_mean(attribute, names)}")
     signature = inspect.signature(function)
-    given = {each for one in registry.values() for each in inspect.signature(one).parameters} - CHOSEN_FOR_ONE_LOSS
+    keywords = {each for one in registry.values() for each in inspect.signature(one).parameters} - CHOSEN_FOR_ONE_LOSS
     positional = [each for each, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     others = [each for each in signature.parameters if each not in arguments]
-    if tuple(positional[: len(arguments)]) != arguments or (unknown := [each for each in others if each not in given]):
+    if tuple(positional[: len(arguments)]) != arguments or (
+        unknown := [each for each in others if each not in keywords]
+    ):
         wanted = f"({', '.join(arguments)}, *, KEYWORDS)"
-        known = ", ".join(sorted(given - set(arguments)))
+        allowed = ", ".join(sorted(keywords - set(arguments)))
         wrong = f"; {unknown[0]} is none of them" if tuple(positional[: len(arguments)]) == arguments else ""
-        raise ValueError(f"{key}={name}: takes {signature}; expected {wanted} with keywords among {known}{wrong}")
+        raise ValueError(f"{key}={name}: takes {signature}; expected {wanted} with keywords among {allowed}{wrong}")
     meaning = dict.fromkeys(others, "what a run has by this name")
     learns = "log_probs" if "log_probs" in arguments else None
     functions: dict[str, Callable[..., Any]] = {**registry, name: function}
@@ -107,22 +110,23 @@ def _called(
 ) -> Any:
     try:
         return function(*tensors, **keywords)
-    except Exception as error:  # whatever a user's function raises on a small batch is one and the same problem
+    except Exception as error:  # a user's function can raise anything
         raise ValueError(
             f"{key}={name}: a call on 4 rows of 3 tokens raised {type(error).__name__}: {error}"
         ) from error
 
 
-def _check_tokens(found: object, mask: Tensor, what: str) -> None:
-    if not isinstance(found, Tensor) or found.shape != mask.shape or not found.is_floating_point():
-        shape = f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+def _check_tokens(value: object, mask: Tensor, what: str) -> None:
+    if not isinstance(value, Tensor) or value.shape != mask.shape or not value.is_floating_point():
+        shape = f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{what} is {shape}; expected floating-point numbers of shape {list(mask.shape)} on 4 rows")
-    if not found[mask].isfinite().all():
+    if not value[mask].isfinite().all():
         raise ValueError(f"{what} has a number that is not finite on a batch of finite ones")
 
 
 def _toy() -> dict[str, Any]:
-    """Four rows of two groups, one of them without a token, one with a tool's output in the middle; and all numbers."""
+    """Return all inputs for four rows of two groups, one row without a token and one with a tool's output in the
+    middle."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([[True, True, True], [True, False, True], [True, True, False], [False, False, False]])
     names = ("rewards", "values", "advantages", "log_probs", "old_log_probs", "rollout_log_probs")

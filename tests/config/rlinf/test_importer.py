@@ -216,7 +216,7 @@ def test_values_of_embodied_runs(imported, overrides, native):
             "set actor.model.model_type=mlp_policy policy.model_type=cnn_policy",
         ),
         (EMBODIED, "actor.model.precision=bf16", "fp32"),
-        (EMBODIED, "env.train.env_type=libero", "not carried over"),
+        (EMBODIED, "env.train.env_type=robotwin", "not carried over"),
         (EMBODIED, "actor.optim.critic_warmup_steps=10", "set trainer.critic_warmup"),
     ],
 )
@@ -428,6 +428,65 @@ def test_another_simulator_leaves_out_what_only_the_old_one_reads(imported):
         "env.train.task_suite_name", "env.train.omni_config", "env.eval.task_suite_name"
     }  # fmt: skip
     assert (result.native["env.train.total_num_envs"], result.native["env.train.seed"]) == (8, 7)
+
+
+def test_a_simulator_that_is_not_translated_is_set_in_native_keys(imported):
+    mlp = LIBERO.replace("model_type: gr00t, gr00t: {noise_level: 0.5}", "model_type: mlp_policy")
+    for eval_too in ([], ["env.eval.env_type=libero"]):
+        result = imported(mlp, "env.train.env_type=libero", *eval_too, "env.train.id=libero_10/3")
+        assert (result.problems, result.refusals()) == ((), [])
+        assert {"env.train.env_type", "env.train.task_suite_name", "env.eval.env_type"} <= set(result.left_out)
+        assert [item.path for item in result.rest] == [
+            "env.train.env_type",
+            *(["env.eval.env_type"] if eval_too else []),
+        ]
+        assert result.native["env.train.id"] == "libero_10/3"
+
+
+def test_two_names_of_a_run_are_those_of_its_folder_and_of_its_logs(imported):
+    names = ["runner.experiment_name=a", "runner.logger.experiment_name=ci", "runner.output_dir=results"]
+    result = imported(TEXT, *names)
+    assert result.problems == ()
+    assert result.native["trainer.experiment_name"] == "ci"
+    assert result.native["trainer.default_local_dir"] == "results/a"
+
+
+def test_what_only_other_simulators_or_the_reward_model_read_is_listed(imported):
+    result = imported(EMBODIED, "env.eval.use_ordered_reset_state_ids=True", "router_server_args.server.tp_size=1")
+    assert (result.problems, result.refusals()) == ((), [])
+    why = {line.key: line.why for line in result.lines if line.status == "no effect"}
+    assert "start states follow" in why["env.eval.use_ordered_reset_state_ids"]
+    assert "reward.use_reward_model" in why["router_server_args.*"]
+
+
+def test_both_constant_schedules_are_constant(imported):
+    for name in ("constant", "torch_constant"):
+        assert (
+            imported(EMBODIED, f"actor.optim.lr_scheduler={name}").native[f"{ACTOR}.optim.lr_scheduler_type"]
+            == "constant"
+        )
+
+
+def test_null_is_false_where_a_key_is_true_or_false(imported):
+    flow = EMBODIED.replace("mlp_policy", "openpi, openpi: {config_name: pi0_libero, detach_critic_input: null}")
+    assert imported(flow).native["policy.detach_critic_input"] is False
+
+
+def test_asynchronous_files_are_run_in_turns_with_a_note(imported):
+    result = imported(EMBODIED, "algorithm.loss_type=decoupled_actor_critic")
+    assert [text.partition(":")[0] for text in result.remarks()] == ["algorithm.loss_type=decoupled_actor_critic"]
+    assert imported(EMBODIED).remarks() == []
+
+
+def test_a_network_has_none_of_the_options_of_large_policies(imported):
+    options = "implement_version: official, use_proprio: true, lora_path: a, is_lora: true, vh_mode: a0"
+    vla = f"{{model_type: openvla_oft, {options}}}"
+    result = imported(EMBODIED.replace("{model_type: mlp_policy}", vla), "actor.model.model_type=mlp_policy")
+    assert (result.problems, result.refusals()) == ((), [])
+    assert {name.rpartition(".")[2] for name in result.left_out} == {
+        "implement_version", "use_proprio", "lora_path", "is_lora", "vh_mode"
+    }  # fmt: skip
+    assert "actor_rollout_ref.model.lora_rank" not in result.native
 
 
 def test_another_policy_leaves_out_what_only_the_old_one_reads(imported):

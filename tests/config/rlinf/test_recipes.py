@@ -33,8 +33,9 @@ def test_recipe_runs_on_another_simulator(tmp_path, name):
     assert config.trainer.total_training_steps in (200, 1000)
     for env in (config.env.train, config.env.eval):
         assert (env.id, env.env_type, env.init_params) == ("Pendulum-v1", "gymnasium", {})
-    notes = [note for note in loaded.notes if "do nothing here" not in note]
+    notes = [note for note in loaded.notes if "do nothing here" not in note and "take turns" not in note]
     assert len(notes) == 1
+    assert any("take turns" in note for note in loaded.notes) == ("async" in name)
     assert notes[0].startswith(f"another simulator, task or policy than that of {name}.yaml: its env.train.")
 
 

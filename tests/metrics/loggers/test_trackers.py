@@ -1,6 +1,7 @@
 """TensorBoard, wandb (offline) and mlflow: what was logged is read back from what they wrote, also after a resume."""
 
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tether.metrics.loggers import Loggers, build_loggers
+from tether.metrics.loggers import LogFailed, Loggers, build_loggers
 from tether.metrics.loggers.protocol import Logger, RunInfo, Sample
 
 SAMPLE = Sample(3, "gsm8k", "What is 3+4?", "7", None, ground_truth=7, note="late")
@@ -89,6 +90,53 @@ def test_mlflow_has_a_name_for_every_data_source(
         _validate_metric(name, 0.5, 0, 1)
     (noted,) = caplog.records
     assert "val-core//home/me/data/train.parquet" in noted.getMessage()
+
+
+def test_tensorboard_on_a_full_disk_is_one_clear_error_at_the_step_that_met_it(
+    run: RunInfo, small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And not one of a thread later; what was written is whole, and goes on once there is room."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tether.metrics.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(replace(run, directory=small_disk))
+    logger.log(1, {"score": 1.0})
+    filler = small_disk / "filler"
+    filler.write_bytes(b"0" * shutil.disk_usage(small_disk).free)
+    many = {f"metric {number}": 1.0 for number in range(2000)}
+    with pytest.raises(LogFailed, match=rf"{small_disk}/tensorboard/.*: cannot be written \(No space left on device\)"):
+        logger.log(2, many)
+    filler.unlink()
+    logger.log(100, {"score": 3.0})
+    logger.close()
+    events = EventAccumulator(str(small_disk / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("score")] == [(1, 1.0), (100, 3.0)]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class Closes:
+    def __init__(self, closed: list[int], fails: bool = False) -> None:
+        self.closed, self.fails = closed, fails
+
+    def log(self, step: int, metrics: object) -> None: ...
+
+    def log_samples(self, step: int, samples: object) -> None: ...
+
+    def close(self) -> None:
+        self.closed.append(1)
+        if self.fails:
+            raise LogFailed(28, "full")
+
+
+def test_all_loggers_are_closed_also_where_one_fails() -> None:
+    closed = list[int]()
+    loggers = Loggers({"a": Closes(closed), "b": Closes(closed, fails=True), "c": Closes(closed)})
+    with pytest.raises(LogFailed, match="full"):
+        loggers.close()
+    assert len(closed) == 3
 
 
 @pytest.mark.slow  # its database is made by a hundred migrations

@@ -59,7 +59,7 @@ def test_the_forward_pass_in_numpy_is_that_in_torch(activation):
     normalizer.update(x[:5])
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(net.in_numpy()(x.numpy())), net(x))
-        by_hand = ACTIVATIONS[activation].of_array(x.numpy())
+        by_hand = ACTIVATIONS[activation].apply_array(x.numpy())
         torch.testing.assert_close(torch.from_numpy(by_hand), ACTIVATIONS[activation].apply(x))
     torch.testing.assert_close(torch.from_numpy(normalizer.in_numpy()(x.numpy())), normalizer(x))
 
@@ -171,7 +171,7 @@ def test_a_policy_that_was_saved_before_observations_had_parts(tmp_path):
     obs = torch.randn(9, spec.obs_dim)
     assert torch.equal(load_policy(tmp_path / "policy").values(obs), policy.values(obs))
     file.write_text(json.dumps({**fields, "pictures": [[0, 7, 7, 3]]}))
-    with pytest.raises(ValueError, match=r"policy\.json: does not name the parts of its obs.*train the policy again"):
+    with pytest.raises(ValueError, match=r"policy\.json: does not name the fields of its obs.*train the policy again"):
         load_policy(tmp_path / "policy")
 
 

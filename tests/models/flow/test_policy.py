@@ -11,7 +11,7 @@ from tether.models.control.mlp_policy import load_policy, save_policy
 from tether.models.flow import backbone
 from tether.models.flow.chain import Record, log_density, step
 from tether.models.flow.policy import FlowPolicy
-from tether.models.flow.prompts import Prompts, of_task, of_task_and_state
+from tether.models.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
 from tether.observations import ObsPart, encode_text
 from tether.training.control.losses import ControlLoss
 from tether.training.control.samples import Samples
@@ -77,7 +77,7 @@ def test_the_noise_that_was_drawn_is_in_the_log_probabilities(joint, method):
     record, drawn = Record.of_columns(actions, policy.spec), noise[:, 1:].unflatten(1, (-1, 3, 4))
     prefix, expected = policy.model.prefix(obs), 0.0
     for number, (index, before, after) in enumerate(record.steps(policy.spec)):
-        velocity, learned = policy._look(prefix, before, index)
+        velocity, learned = policy._velocity(prefix, before, index)
         mean, std = step(before, velocity, index, 5, method, 0.5, learned)
         z = drawn[:, 1 + number, :2, :2]
         torch.testing.assert_close(after, mean[:, :2, :2] + std[:, :2, :2] * z)
@@ -206,17 +206,17 @@ def test_files_give_a_policy_back(tmp_path):
 
 
 def test_prompts_of_both_policies():
-    assert of_task("lift it") == "lift it\n"
+    assert task_prompt("lift it") == "lift it\n"
     state = torch.tensor([-1.0, 0.0, 0.999]).numpy()
-    assert of_task_and_state("lift_it\n", state) == "Task: lift it, State: 0 128 255;\nAction: "
-    ids, mask = Prompts(4, None)(["ab", "abcdef"])
+    assert task_and_state_prompt("lift_it\n", state) == "Task: lift it, State: 0 128 255;\nAction: "
+    ids, mask = FlowPrompts(4, None)(["ab", "abcdef"])
     assert ids.tolist() == [[2, 100, 101, 0], [2, 100, 101, 102]]  # 3 + the byte; what is too long is cut
     assert mask.sum(dim=1).tolist() == [3, 4]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"policy.tokenizer_path={tmp_path}"):
-        Prompts(4, str(tmp_path))
+        FlowPrompts(4, str(tmp_path))
 
 
 def test_without_lerobot_the_error_names_the_script(monkeypatch):

@@ -25,7 +25,7 @@ from tether.models.language.critic import load_critic, value_head_of, values_fro
 from tether.models.language.load import load_causal_lm, load_config
 from tether.models.language.packing_check import hidden_states
 from tether.models.layers import Packed
-from tether.models.megatron import Layout, check, cpu
+from tether.models.megatron import MegatronLayout, check, cpu
 from tether.models.megatron.families import transformer_config
 from tether.models.megatron.groups import start
 from tether.models.megatron.layout import experts_of
@@ -112,7 +112,7 @@ def megatron_outputs(model: MegatronModel) -> dict[int, tuple[Tensor, Tensor, Te
         number = next(numbers)
         ids, weights, layout = everything[number]
         shared = model.shared(layout)
-        here = torch.arange(ids.shape[1]) if shared is None else shared.places
+        here = torch.arange(ids.shape[1]) if shared is None else shared.indices
         states = model.run(chunk, ids[:, here], layout.position_ids()[:, here], shared or layout)
 
         def loss(states: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,13 +150,13 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-def compare(layout: Layout, cases: list[Case]) -> dict[Case, dict[str, float]]:
+def compare(layout: MegatronLayout, cases: list[Case]) -> dict[Case, dict[str, float]]:
     """How far outputs, gradients and exported weights of each case are from transformers'."""
     start(layout)
     return {case: differences(layout, case) for case in cases}
 
 
-def differences(layout: Layout, case: Case) -> dict[str, float]:
+def differences(layout: MegatronLayout, case: Case) -> dict[str, float]:
     load = load_critic if case.role == "critic" else load_causal_lm
     theirs = load(case.folder, dtype=torch.float32)
     if experts_of(theirs.config):
@@ -201,12 +201,12 @@ def shards() -> dict[str, float]:
     recorder = KeptRecorder(1, 6, 40, torch.device("cpu"))
     for position in range(6):
         recorder.add(torch.tensor([0]), torch.tensor([position]), allowed[:, position])
-    kept = KeptSets.read(recorder.result(6), torch.arange(6), 40)
+    candidates = KeptSets.read(recorder.result(6), torch.arange(6), 40)
     half = 20 * dist.get_rank()
     found: list[dict[str, Tensor]] = []
     for rows, shard in ((slice(0, 40), None), (slice(half, half + 20), VocabularyShard(half, None))):
         hidden, head = states.clone().requires_grad_(), weight[rows].clone().requires_grad_()
-        options = {"temperature": 0.7, "kept": kept, "with_entropy": True, "with_sum_pi_squared": True}
+        options = {"temperature": 0.7, "candidates": candidates, "with_entropy": True, "with_sum_pi_squared": True}
         tokens = token_log_probs(hidden, LmHead(head), targets, shard=shard, chunk_size=7, **options)
         assert tokens.entropy is not None
         assert tokens.sum_pi_squared is not None
@@ -224,14 +224,14 @@ def shards() -> dict[str, float]:
 
 def refusals(folder: Path) -> dict[str, str]:
     """The errors about input that cannot work."""
-    start(Layout())
+    start(MegatronLayout())
     llama, empty = load_config(folder), folder.parent / "empty"
     empty.mkdir()
     deeper, wider, bent = copy.deepcopy(llama), copy.deepcopy(llama), copy.deepcopy(llama)
     deeper.num_hidden_layers, wider.intermediate_size, bent.hidden_act = 3, 64, "gelu"
 
     def built(config: Any = llama, **overrides: Any) -> MegatronModel:
-        return build(config, Layout(), dtype=torch.float32, overrides=overrides)
+        return build(config, MegatronLayout(), dtype=torch.float32, overrides=overrides)
 
     attempts: dict[str, Callable[[], object]] = {
         "family": lambda: built(TINY_CONFIGS["gemma2"]()),
@@ -246,7 +246,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "lacks": lambda: built(deeper).load(folder),
         "shape": lambda: built(wider).load(folder),
         "empty": lambda: built().load(empty),
-        "layout": lambda: start(Layout(tensor=2)),
+        "layout": lambda: start(MegatronLayout(tensor=2)),
     }
     messages = {}
     for name, attempt in attempts.items():
@@ -259,7 +259,7 @@ def refusals(folder: Path) -> dict[str, str]:
 def redirected() -> dict[str, object]:
     """Results of Megatron with and without the redirections, and their effect on other code."""
     groups.initialize_model_parallel()
-    config = transformer_config(TINY_CONFIGS["llama"](), Layout(), torch.float32, {})
+    config = transformer_config(TINY_CONFIGS["llama"](), MegatronLayout(), torch.float32, {})
     results = []
     for _ in range(2):
         layer = ColumnParallelLinear(8, 12, config=config, init_method=torch.nn.init.ones_, bias=False)

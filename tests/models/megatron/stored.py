@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 
 from tether.models.language.fused_experts import Unfused
 from tether.models.language.load import load_config
-from tether.models.megatron import Layout, cpu, without_te
+from tether.models.megatron import MegatronLayout, cpu, without_te
 from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.families import has_value_bias, transformer_config
-from tether.models.megatron.files import GivenTensors
+from tether.models.megatron.files import LoadedTensors
 from tether.models.megatron.groups import start
-from tether.models.megatron.mapping import held_tensors
+from tether.models.megatron.mapping import tensor_mappings
 from tether.models.megatron.model import Role, build
 from tether.models.megatron.transfer import Placed, load_weights
 from tether.training.engines.ranks import from_all
@@ -44,9 +44,11 @@ OF_TRANSFORMER_ENGINE = {
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """A dense policy's weights by Megatron's names, its layers stacked."""
-    given, found = GivenTensors(Unfused(model.state_dict())), defaultdict[str, list[Tensor]](list)
-    for held in held_tensors(model.config, "policy", has_value_bias(model.config)):
-        found[held.name if held.layer is None else f"decoder.layers.{held.name}"].append(given.read(held, 0, 1))
+    weights, found = LoadedTensors(Unfused(model.state_dict())), defaultdict[str, list[Tensor]](list)
+    for mapping in tensor_mappings(model.config, "policy", has_value_bias(model.config)):
+        found[mapping.name if mapping.layer is None else f"decoder.layers.{mapping.name}"].append(
+            weights.read(mapping, 0, 1)
+        )
     return {name: torch.stack(each) if name.startswith("decoder.layers.") else each[0] for name, each in found.items()}
 
 
@@ -57,7 +59,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def write_by_megatron(layout: Layout, cases: list[tuple[Path, Path, dict[str, Any]]]) -> None:
+def write_by_megatron(layout: MegatronLayout, cases: list[tuple[Path, Path, dict[str, Any]]]) -> None:
     """On each rank: have Megatron save models of Hugging Face directories; see `_save`."""
     start(layout)
     for model, folder, options in cases:
@@ -65,7 +67,7 @@ def write_by_megatron(layout: Layout, cases: list[tuple[Path, Path, dict[str, An
 
 
 def _save(
-    layout: Layout,
+    layout: MegatronLayout,
     path: Path,
     folder: Path,
     *,
@@ -123,14 +125,14 @@ def _save(
         dist_checkpointing.save(state, str(folder))
 
 
-def unlike(layout: Layout, cases: dict[str, tuple[Path, Path, Role]]) -> dict[str, set[str]]:
+def unlike(layout: MegatronLayout, cases: dict[str, tuple[Path, Path, Role]]) -> dict[str, set[str]]:
     """Of each case the tensors of any rank that differ, read out of a directory of transformers and of Megatron."""
     start(layout)
     found = from_all({name: _unlike(layout, *case) for name, case in cases.items()})
     return {name: set().union(*(of_rank[name] for of_rank in found)) for name in cases}
 
 
-def _unlike(layout: Layout, path: Path, folder: Path, role: Role) -> list[str]:
+def _unlike(layout: MegatronLayout, path: Path, folder: Path, role: Role) -> list[str]:
     hf_config, weights = load_config(path), []
     for source in (path, DistCheckpoint(folder, hf_config.vocab_size)):
         model = build(hf_config, layout, role=role, dtype=torch.float32)

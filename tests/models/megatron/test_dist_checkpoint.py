@@ -16,7 +16,7 @@ from tests.ranks import on_ranks
 from tests.tiny import TINY_CONFIGS, save_tiny, save_tiny_reward_model, tiny_model
 from tether.models.language.empty import empty_model
 from tether.models.language.fused_experts import Unfused
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 
 pytestmark = needs_megatron
 PADDING = 124  # rows, up to a multiple of 128
@@ -42,9 +42,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     models = {name: save_tiny(folder / name, name) for name in ("qwen2", "qwen2_moe", "deepseek_v3")}
     models["critic"] = save_tiny_reward_model(folder / "critic", "llama")
     found = {name: (models[model], folder / f"of_megatron/{name}") for name, (model, _) in CASES.items()}
-    on_ranks(folder / "one", 1, write_by_megatron, Layout(), [(*found[name], CASES[name][1]) for name in CASES])
+    on_ranks(folder / "one", 1, write_by_megatron, MegatronLayout(), [(*found[name], CASES[name][1]) for name in CASES])
     split = {name: (models[name], folder / f"of_two/{name}") for name in ("qwen2", "qwen2_moe")}
-    layout = Layout(tensor=2)  # norms of Megatron itself know no sequence parallelism
+    layout = MegatronLayout(tensor=2)  # norms of Megatron itself know no sequence parallelism
     on_ranks(folder / "two", 2, write_by_megatron, layout, [(*split[name], {}) for name in split])
     # A critic out of the checkpoint of a policy has a head of zeros, as out of its Hugging Face directory.
     return found | {f"{name}, by TP 2": split[name] for name in split} | {"critic of a policy": found["qwen2"]}
@@ -52,10 +52,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, Layout()), (2, Layout(tensor=2, sequence_parallel=True)), (2, Layout(expert=2)), (2, Layout(pipeline=2))],
+    [
+        (1, MegatronLayout()),
+        (2, MegatronLayout(tensor=2, sequence_parallel=True)),
+        (2, MegatronLayout(expert=2)),
+        (2, MegatronLayout(pipeline=2)),
+    ],
     ids=["TP 1", "TP 2", "EP 2", "PP 2"],
 )
-def test_weights(ranks: int, layout: Layout, folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_weights(ranks: int, layout: MegatronLayout, folders: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     cases = {name: (*paths, "critic" if "critic" in name else "policy") for name, paths in folders.items()}
     cases = {name: case for name, case in cases.items() if layout.expert == 1 or case[0].name == "qwen2_moe"}
     found = on_ranks(tmp_path, ranks, stored_by_megatron().unlike, layout, cases)
@@ -111,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused(stored: dict[str, Tensor], tmp
     assert "embedding.word_embeddings.weight [260, 32], and not [260, 64]" in refusal(folder, hidden_size=64)
     assert "embedding.word_embeddings.weight [260, 32], and not [262, 32]" in refusal(folder, vocab_size=262)
     assert "linear_fc1.weight [2, 96, 32], and not [2, 80, 32]" in refusal(folder, intermediate_size=40)
-    assert "it has besides output_layer.weight" in refusal(folder, tie_word_embeddings=True)
+    assert "it also has output_layer.weight" in refusal(folder, tie_word_embeddings=True)
     far = 260 + 128 * 64
     padded = stored | {"embedding.word_embeddings.weight": torch.zeros(far, 32)}
     assert f"embedding.word_embeddings.weight [{far}, 32], and not [260, 32]" in refusal(
@@ -130,9 +135,9 @@ def test_tensors_that_are_missing_or_too_many_are_named(stored: dict[str, Tensor
     assert "it lacks decoder.layers.1." in message
     assert "and 3 more" in message
     third = {name.replace("layers.1.", "layers.2."): x for name, x in apart.items() if "layers.1." in name}
-    assert "it has besides decoder.layers.2.input_layernorm.weight" in refusal(write(tmp_path / "third", apart | third))
+    assert "it also has decoder.layers.2.input_layernorm.weight" in refusal(write(tmp_path / "third", apart | third))
     of_qwen2 = stored | {"decoder.layers.self_attention.linear_qkv.bias": torch.zeros(2, 64)}
-    assert "has besides decoder.layers.self_attention.linear_qkv.bias" in refusal(write(tmp_path / "bias", of_qwen2))
+    assert "also has decoder.layers.self_attention.linear_qkv.bias" in refusal(write(tmp_path / "bias", of_qwen2))
 
 
 def test_a_folder_that_is_none_is_refused(stored: dict[str, Tensor], tmp_path: Path) -> None:
@@ -144,7 +149,7 @@ def test_a_folder_that_is_none_is_refused(stored: dict[str, Tensor], tmp_path: P
     assert "has no metadata.json" in refusal(tmp_path / "empty")
     zarr = shutil.copytree(folder, tmp_path / "zarr")
     (zarr / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
-    assert "is in the format zarr, and torch_dist is read here" in refusal(zarr)
+    assert "is in the format zarr, and only torch_dist is supported" in refusal(zarr)
     for name, what in (("metadata.json", "[]"), (".metadata", "nothing")):
         broken = shutil.copytree(folder, tmp_path / f"broken{name}")
         (broken / name).write_text(what)
@@ -152,7 +157,7 @@ def test_a_folder_that_is_none_is_refused(stored: dict[str, Tensor], tmp_path: P
     short = shutil.copytree(folder, tmp_path / "short")
     (file,) = short.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-9])
-    assert f"{file}: is cut short" in refusal(short)
+    assert f"{file}: is truncated" in refusal(short)
     file.unlink()
     assert f"{file}: is missing" in refusal(short)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tether.models.megatron import Layout
+from tether.models.megatron import MegatronLayout
 
 if TYPE_CHECKING:
     from tests.models.megatron.ranks import Case
@@ -47,19 +47,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 DENSE, SPARSE = ("llama", "qwen2", "qwen3", "mistral"), ("qwen2_moe", "qwen3_moe", "deepseek_v3", "moonlight")
-LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
-    "tensor": (2, Layout(tensor=2), (*DENSE, "llama3", "qwen2_yarn")),
-    "fewer key heads than ranks": (4, Layout(tensor=4), ("qwen2", "qwen3")),
-    "pipeline, data": (4, Layout(pipeline=2), (*DENSE, "moonlight")),
-    "tensor, pipeline": (4, Layout(tensor=2, pipeline=2), ("qwen2",)),
-    "tensor, pipeline, sequence": (4, Layout(tensor=2, pipeline=2, sequence_parallel=True), ("qwen3", *SPARSE)),
-    "uneven stages": (2, Layout(pipeline=2, first_stage_layers=3), ("qwen2", "moonlight")),
-    "virtual stages": (2, Layout(pipeline=2, virtual_pipeline=2), ("qwen2", "qwen2_moe")),
-    "experts": (2, Layout(expert=2), (*SPARSE, "qwen2_moe_without_biases")),
-    "pipeline, experts": (4, Layout(pipeline=2, expert=2), SPARSE),
-    "experts in parts": (4, Layout(tensor=2, expert=2, sequence_parallel=True), ("qwen2_moe", "moonlight")),
-    "context": (2, Layout(context=2), ("llama", "mistral", "qwen2_moe", "deepseek_v3")),
-    "context, tensor": (4, Layout(context=2, tensor=2, sequence_parallel=True), ("llama", "moonlight")),
+LAYOUTS: dict[str, tuple[int, MegatronLayout, tuple[str, ...]]] = {
+    "tensor": (2, MegatronLayout(tensor=2), (*DENSE, "llama3", "qwen2_yarn")),
+    "fewer key heads than ranks": (4, MegatronLayout(tensor=4), ("qwen2", "qwen3")),
+    "pipeline, data": (4, MegatronLayout(pipeline=2), (*DENSE, "moonlight")),
+    "tensor, pipeline": (4, MegatronLayout(tensor=2, pipeline=2), ("qwen2",)),
+    "tensor, pipeline, sequence": (4, MegatronLayout(tensor=2, pipeline=2, sequence_parallel=True), ("qwen3", *SPARSE)),
+    "uneven stages": (2, MegatronLayout(pipeline=2, first_stage_layers=3), ("qwen2", "moonlight")),
+    "virtual stages": (2, MegatronLayout(pipeline=2, virtual_pipeline=2), ("qwen2", "qwen2_moe")),
+    "experts": (2, MegatronLayout(expert=2), (*SPARSE, "qwen2_moe_without_biases")),
+    "pipeline, experts": (4, MegatronLayout(pipeline=2, expert=2), SPARSE),
+    "experts in parts": (4, MegatronLayout(tensor=2, expert=2, sequence_parallel=True), ("qwen2_moe", "moonlight")),
+    "context": (2, MegatronLayout(context=2), ("llama", "mistral", "qwen2_moe", "deepseek_v3")),
+    "context, tensor": (4, MegatronLayout(context=2, tensor=2, sequence_parallel=True), ("llama", "moonlight")),
 }
 
 
@@ -81,7 +81,7 @@ def work() -> ModuleType:
     return importlib.import_module("tests.models.megatron.ranks")
 
 
-def check_cases(work: ModuleType, folder: Path, ranks: int, layout: Layout, cases: list[Case]) -> None:
+def check_cases(work: ModuleType, folder: Path, ranks: int, layout: MegatronLayout, cases: list[Case]) -> None:
     for case, differences in on_ranks(folder, ranks, work.compare, layout, cases, answers=ranks - 1).items():
         tolerance = TOLERANCE[case.dtype]
         if case.folder.name in ("qwen2_yarn", "qwen3_moe", "deepseek_v3", "moonlight"):
@@ -95,7 +95,7 @@ def test_two_ranks(work: ModuleType, tmp_path: Path) -> None:
     cases = [work.Case(qwen2, dtype=torch.float32), work.Case(critic, "critic"), work.Case(save(tmp_path, "qwen2_moe"))]
     selected = {"qwen3": SELECTED, "deepseek_v3": SELECTED_OF_LATENT}
     cases += [work.Case(save(tmp_path, name), overrides=overrides) for name, overrides in selected.items()]
-    check_cases(work, tmp_path / "ranks", 2, Layout(tensor=2, sequence_parallel=True), cases)
+    check_cases(work, tmp_path / "ranks", 2, MegatronLayout(tensor=2, sequence_parallel=True), cases)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_what_runs_is_said(engine: bool, cuda: bool, context: int, said: str, mo
 
     monkeypatch.setattr(attention, "HAS_TRANSFORMER_ENGINE", engine)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    assert describe(Layout(context=context)).endswith(f": its own layers {said} and tether's norms")
+    assert describe(MegatronLayout(context=context)).endswith(f": its own layers {said} and tether's norms")
 
 
 def test_redirections_change_no_number(work: ModuleType, tmp_path: Path) -> None:

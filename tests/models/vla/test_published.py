@@ -141,9 +141,9 @@ def test_padding_does_not_exist(kind, folder):
         torch.testing.assert_close(one, two)
     assert torch.equal(short.act(seen[0], None), long.act(seen[1], None))
     prompt = short.model.prompt(seen[0])
-    broken = prompt.embedded.masked_fill(~prompt.kept[..., None], 1e9)
+    broken = prompt.embedded.masked_fill(~prompt.mask[..., None], 1e9)
     torch.testing.assert_close(
-        short.model(type(prompt)(broken, prompt.kept), chosen)[0], short.model(prompt, chosen)[0], rtol=0, atol=0
+        short.model(type(prompt)(broken, prompt.mask), chosen)[0], short.model(prompt, chosen)[0], rtol=0, atol=0
     )
 
 

@@ -25,11 +25,11 @@ class Script:
     heard: dict[int, list[list[int]]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
 
-    def listen(self, row, token_ids):
+    def submit_turn(self, row, token_ids):
         assert [token in ENDS for token in token_ids] == [False] * (len(token_ids) - 1) + [True]
         self.heard.setdefault(row, []).append(token_ids)
 
-    def answer(self, row, room):
+    def wait_reply(self, row, room):
         self.order.append(row)
         said = answers(row, len(self.heard[row]))
         return said if len(self.heard[row]) <= self.turns and len(said) <= room else None
@@ -52,7 +52,7 @@ def test_a_conversation_is_sampled_as_if_it_had_been_a_prompt(name, kept):
     script, model = Script(), tiny_model(name, dtype=torch.float64)
     route_one_by_one(model)
     batch = NativeEngine(model, eos_token_ids=ENDS, max_kept_tokens=kept).generate(
-        PROMPTS, SAMPLING, KEY, partner=script
+        PROMPTS, SAMPLING, KEY, responder=script
     )
     logits = packed_logits(model, batch)
     turns = 0
@@ -88,7 +88,7 @@ def test_what_is_kept_is_not_prefilled_again():
     def sampled(kept: int) -> tuple[int, RolloutBatch]:
         model = tiny_model("deepseek_v3")  # which transformers runs
         counted = Counted(model, eos_token_ids=ENDS, max_kept_tokens=kept)
-        return (counted.generate(PROMPTS, SAMPLING, KEY, partner=Script()), counted.prefilled)[::-1]
+        return (counted.generate(PROMPTS, SAMPLING, KEY, responder=Script()), counted.prefilled)[::-1]
 
     (whole, batch), (some, of_some), (pieces, of_all) = (sampled(kept) for kept in (0, 40, 65536))
     first = sum(map(len, PROMPTS))
@@ -108,27 +108,27 @@ def test_what_is_kept_is_not_prefilled_again():
 
 @pytest.mark.parametrize("slots", [1, 3, 14])
 def test_conversations_do_not_depend_on_the_rows_beside_them(slots):
-    together, others = (engine(n).generate(PROMPTS, SAMPLING, KEY, partner=Script()) for n in (256, slots))
+    together, others = (engine(n).generate(PROMPTS, SAMPLING, KEY, responder=Script()) for n in (256, slots))
     assert responses(together) == responses(others)
     assert torch.equal(together.response_mask, others.response_mask)
 
 
 def test_the_same_answers_give_the_same_bits():
-    first, second = (engine(3).generate(PROMPTS, SAMPLING, KEY, partner=Script()) for _ in range(2))
+    first, second = (engine(3).generate(PROMPTS, SAMPLING, KEY, responder=Script()) for _ in range(2))
     assert torch.equal(first.rollout_log_probs, second.rollout_log_probs)
 
 
 def test_conversations_interleave():
     """While some wait for an answer, others are sampled: nobody waits for the longest turn of a round."""
     script = Script()
-    engine(4).generate(PROMPTS, SAMPLING, KEY, partner=script)
+    engine(4).generate(PROMPTS, SAMPLING, KEY, responder=script)
     rounds = [script.order[: place + 1].count(row) for place, row in enumerate(script.order)]
     assert rounds != sorted(rounds)
 
 
 def test_a_partner_that_says_nothing_changes_nothing():
     alone = engine().generate(PROMPTS, SAMPLING, KEY)
-    silent = engine().generate(PROMPTS, SAMPLING, KEY, partner=Script(turns=0))
+    silent = engine().generate(PROMPTS, SAMPLING, KEY, responder=Script(turns=0))
     assert torch.equal(alone.response_ids, silent.response_ids)
     assert torch.equal(alone.rollout_log_probs, silent.rollout_log_probs)
     assert torch.equal(alone.truncated, silent.truncated)
@@ -142,7 +142,7 @@ def test_an_answer_without_room_ends_the_conversation(limit):
     def finish(response: FinishedResponse) -> None:
         finished[response.row] = response.token_ids
 
-    batch = engine().generate(PROMPTS, sampling, KEY, finish, partner=Script(turns=9))
+    batch = engine().generate(PROMPTS, sampling, KEY, finish, responder=Script(turns=9))
     length = batch.response_length + (batch.prompt_length if "max_length" in limit else 0)
     assert int(length.max()) == limit.popitem()[1]
     last = batch.response_length - 1
@@ -151,6 +151,6 @@ def test_an_answer_without_room_ends_the_conversation(limit):
 
 
 def test_truncated_sampling_records_what_was_kept_of_sampled_tokens():
-    batch = engine().generate(PROMPTS, replace(SAMPLING, top_k=5), KEY, partner=Script())
+    batch = engine().generate(PROMPTS, replace(SAMPLING, top_k=5), KEY, responder=Script())
     assert batch.kept is not None
     assert torch.equal(batch.kept.count > 0, batch.response_mask)

@@ -25,12 +25,12 @@ class Script:
     heard: dict[int, list[list[int]]] = field(default_factory=dict)
     count: int = 0
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
         assert [token in EOS for token in token_ids] == [False] * (len(token_ids) - 1) + [True]
         self.heard.setdefault(row, []).append(token_ids)
         self.count += 1
 
-    def answer(self, row: int, room: int) -> list[int] | None:
+    def wait_reply(self, row: int, room: int) -> list[int] | None:
         return TOLD if len(self.heard[row]) < 3 and room >= len(TOLD) else None
 
 
@@ -40,8 +40,8 @@ class Kills(Script):
 
     server: Any = None
 
-    def listen(self, row: int, token_ids: list[int]) -> None:
-        super().listen(row, token_ids)
+    def submit_turn(self, row: int, token_ids: list[int]) -> None:
+        super().submit_turn(row, token_ids)
         if self.count == 4:
             for process in processes_of(self.server):
                 os.kill(process.pid, signal.SIGKILL)
@@ -56,7 +56,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_turns_and_answers_are_one_row(bench: Bench) -> None:
     script = Script()
-    rollout = bench.engine.generate(PROMPTS, LONGER, KEY, partner=script)
+    rollout = bench.engine.generate(PROMPTS, LONGER, KEY, responder=script)
     several = 0
     for row, (ids, mask) in enumerate(zip(rows_of(rollout), rollout.response_mask.tolist(), strict=True)):
         ends = [at for at, own in enumerate(mask[: len(ids)]) if own and ids[at] in EOS]
@@ -80,7 +80,7 @@ def test_turns_and_answers_are_one_row(bench: Bench) -> None:
 
 def test_turns_have_seeds_of_their_own(bench: Bench) -> None:
     """The same request gives the same turn; a further turn is another draw."""
-    first, second = (bench.engine.generate(PROMPTS, LONGER, KEY, partner=Script()) for _ in range(2))
+    first, second = (bench.engine.generate(PROMPTS, LONGER, KEY, responder=Script()) for _ in range(2))
     assert rows_of(first) == rows_of(second)
     alone = bench.engine.generate(PROMPTS, LONGER, KEY)
     for whole, one in zip(rows_of(first), rows_of(alone), strict=True):
@@ -88,7 +88,7 @@ def test_turns_have_seeds_of_their_own(bench: Bench) -> None:
 
 
 def test_what_was_kept_is_known_of_sampled_tokens(bench: Bench) -> None:
-    rollout = bench.engine.generate(PROMPTS, replace(LONGER, top_k=5), KEY, partner=Script())
+    rollout = bench.engine.generate(PROMPTS, replace(LONGER, top_k=5), KEY, responder=Script())
     assert rollout.kept is not None
     assert torch.equal(rollout.kept.count > 0, rollout.response_mask)
 
@@ -101,9 +101,9 @@ def test_conversations_go_on_where_a_server_died(tmp_path: Path) -> None:
         Bench(tmp_path / name, "vllm", environment(tmp_path / name) / "bin/python") for name in ("whole", "killed")
     )
     try:
-        expected = whole.engine.generate(PROMPTS, LONGER, KEY, partner=Script())
+        expected = whole.engine.generate(PROMPTS, LONGER, KEY, responder=Script())
         script = Kills(server=killed.server)
-        found = killed.engine.generate(PROMPTS, LONGER, KEY, partner=script)
+        found = killed.engine.generate(PROMPTS, LONGER, KEY, responder=script)
     finally:
         whole.close()
         killed.close()

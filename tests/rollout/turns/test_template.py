@@ -72,7 +72,7 @@ def test_tokens_of_the_template_that_are_not_special_are_text_in_an_answer():
     before = template.replies(PROMPT, plain)
     frame = ["<tool_response>", "</tool_response>"]
     tokenizer.add_tokens([*frame, "  ", "<other>"])
-    template, ids = TurnTemplate(tokenizer, template._ends), tokenizer.convert_tokens_to_ids(frame)
+    template, ids = TurnTemplate(tokenizer, template._stop_token_ids), tokenizer.convert_tokens_to_ids(frame)
     assert [id for id in template.replies(PROMPT, plain) if id in ids] == ids
     assert len(template.replies(PROMPT, plain)) < len(before), "tokens that the template does not write stay"
 
@@ -103,7 +103,7 @@ def test_white_space_at_the_ends_of_sampled_turns_stays(name, role, monkeypatch)
 @pytest.mark.parametrize(
     ("name", "role", "reason"),
     [
-        ("qwen3", "user", "<think>.* it writes as 'Let me see"),
+        ("qwen3", "user", "<think>.* as 'Let me see"),
         ("llama2", "user", "ends a turn with ' '"),
         ("gemma", "tool", "roles must alternate"),
         ("mistral", "critic", "Only user, tool and assistant"),

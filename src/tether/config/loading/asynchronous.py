@@ -32,10 +32,10 @@ AHEAD, SPAN = "num_warmup_batches", "trainer.v1.sampler.max_off_policy_threshold
 
 
 def translate_asynchronous(given: Given) -> tuple[list[Problem], list[str]]:
-    """Give tether's keys the values that verl's ask for, unless the user gave them, too.
+    """Set tether's keys as verl's ask for, but for those that the user set.
 
     Returns:
-        Values that cannot be read, and a note on the keys that were set.
+        Problems with values, and a note on the keys that were set.
     """
     fully = [key for key in given if key == FULLY_ASYNC or key in DEFAULTS]
     trainer = given.get(TRAINER)
@@ -47,7 +47,7 @@ def translate_asynchronous(given: Given) -> tuple[list[Problem], list[str]]:
         origin, derived = TRAINER, {} if problems else _of_trainer_mode(trainer, numbers)
         if trainer.value not in ("colocate_async", "separate_async"):
             fix = "use one of sync, colocate_async, separate_async"
-            return [Problem(TRAINER, f"{show(trainer.value)} is refused: verl has no such mode", fix)], []
+            return [Problem(TRAINER, f"{show(trainer.value)} is refused: verl has no such trainer", fix)], []
     else:
         return [], []
     source, new = given[origin], {key: value for key, value in derived.items() if _is_open(given, key)}
@@ -59,11 +59,12 @@ def translate_asynchronous(given: Given) -> tuple[list[Problem], list[str]]:
 
 def _numbers(given: Given, names: list[str]) -> tuple[dict[str, float], list[Problem]]:
     """Return the settings among these keys, and a problem for each that is no number."""
-    found = {name: given[name].value for name in names if name in given and given[name].value is not None}
-    numbers = {name: value for name, value in found.items() if isinstance(value, int | float) and value >= 0}
-    bad = [name for name in found if name not in numbers]
+    values = {name: given[name].value for name in names if name in given and given[name].value is not None}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and value >= 0}
     return numbers, [
-        Problem(name, f"{show(found[name])} is refused: it is no number, 0 or above", "give a number") for name in bad
+        Problem(name, f"{show(value)} is refused: it is not a number, 0 or above", "give a number")
+        for name, value in values.items()
+        if name not in numbers
     ]
 
 
@@ -87,5 +88,5 @@ def _of_trainer_mode(trainer: Setting, numbers: Mapping[str, float]) -> dict[str
 
 
 def _is_open(given: Given, key: str) -> bool:
-    """Whether the user left a key open; of prompts a step, verl's 0 does, too."""
+    """Whether the user did not set a key. verl's 0 prompts a step is not a setting either."""
     return key not in given or given[key].value is None or (key == BATCH and given[key].value == 0)

@@ -149,6 +149,7 @@ def _import_notes(imported: Imported, path: Path) -> list[str]:
     idle = sum(line.status == "no effect" for line in imported.lines)
     command = f"`tether config import-rlinf {path}`"
     notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
+    notes += imported.remarks()
     if imported.left_out:
         left_out = ", ".join(imported.left_out)
         notes.append(f"another simulator, task or policy than that of {path.name}: its {left_out} are left out")

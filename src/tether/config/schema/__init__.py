@@ -6,6 +6,7 @@ Marks in a field's annotation (`section`) say when a key acts, what it inherits 
 from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
+from tether.config.schema.data import DataConfig
 from tether.config.schema.engine import ShardConfig, TrainedFsdpConfig
 from tether.config.schema.env import FLOW_TYPES, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.model import ModelConfig
@@ -21,6 +22,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "CriticConfig",
+    "DataConfig",
     "EvalEnvConfig",
     "ModelConfig",
     "OptimConfig",

@@ -28,7 +28,7 @@ class OptimConfig(Section):
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegative = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay, in steps without a gradient too; at a lr below 3e-6 the default is lost in rounding."""
     betas: Betas = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     clip_grad: PositiveFloat = 1.0

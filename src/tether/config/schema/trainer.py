@@ -56,7 +56,7 @@ class TrainerConfig(Section):
     """Only the critic learns until it explains this share of the returns' variance once. (tether's own key.)"""
     seed: Annotated[Seed, EMBODIED_TOO] = 1
     """Seeds everything random: order of prompts, sampling, initialisation, shuffling. (tether's own key.)"""
-    project_name: Annotated[Name, EMBODIED_TOO] = "verl_examples"
+    project_name: Annotated[Name, EMBODIED_TOO] = "tether"
     """Group of runs, in logs and in the checkpoint path."""
     experiment_name: Annotated[Name, EMBODIED_TOO] = "gsm8k"
     """This run, in logs and in the checkpoint path."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
+from tether.runtime.install import pip_install
 
 LOCAL = "file:"
 """Prefix of the name of a local dataset."""
@@ -70,7 +71,7 @@ def hub_of(repository: str) -> tuple[Hub, str]:
     try:
         from tether.data.published.modelscope import ModelScope
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
+        raise ValueError(f"{name}: ModelScope needs {error.name}: {pip_install('modelscope')}") from error
     return ModelScope(), MODELSCOPE + name
 
 

@@ -30,6 +30,8 @@ from tether.types import JsonObject
 
 NOTE = "pulled.json"
 OTHER_FILES = "name an earlier --revision, or another file with --from"
+LONGEST_LINE = 128 << 20
+"""Maximum bytes of a line; a small compressed file can contain a line of any length."""
 ROWS_AT_ONCE = 200  # a row of LiveCodeBench can have 20 MB of tests
 
 Say = Callable[[str], None]
@@ -281,7 +283,9 @@ def _records(name: str, file: Path) -> Iterator[JsonObject]:
         return
     if name.endswith((".jsonl", ".jsonl.gz")):
         with _reading(name), (gzip.open if name.endswith(".gz") else open)(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"{name} line {number}: is longer than {LONGEST_LINE >> 20} MiB. {OTHER_FILES}")
                 if line.strip():
                     yield _row(f"{name} line {number}", _json(f"{name} line {number}", line))
         return

@@ -23,7 +23,7 @@ def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
     The GPU is used with ``sim_backend=gpu``, and with ``auto`` if one is available.
 
     Raises:
-        ValueError: there is no such id, or an option needs environments that are stepped one by one.
+        ValueError: there is no such id or no GPU, or an option needs environments that are stepped one by one.
     """
     backend = str(arguments.get("sim_backend", "auto"))
     on_gpu = backend.split(":")[0] in GPU or (backend == "auto" and torch.cuda.is_available())
@@ -59,6 +59,11 @@ def _made(options: EnvOptions, arguments: Arguments) -> Env:
     try:
         return gymnasium.make(_known(options), **arguments)
     except RuntimeError as error:
+        if 'device "cuda"' in str(error):
+            raise ValueError(
+                f"{options.role}.init_params.sim_backend: {arguments['sim_backend']} simulates on a GPU, and none is "
+                f"found. Set {options.role}.init_params.sim_backend=cpu."
+            ) from error
         if "rendering device" not in str(error):
             raise
         raise ValueError(

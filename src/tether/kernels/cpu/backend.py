@@ -25,7 +25,7 @@ from tether.kernels.cpu import (
 from tether.kernels.cpu.amx_instructions import has_amx
 from tether.kernels.cpu.avx512_instructions import has_avx512_bf16
 from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
-from tether.kernels.reference import Recording, Reference
+from tether.kernels.reference import RecordedKernels, Reference
 from tether.kernels.sampling import BLOCK, first_above
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, locate
 from tether.types import AutogradContext
@@ -260,7 +260,7 @@ class Cpu(Reference):
             vocabulary.log_probs_backward(logits=logits, statistics=statistics, column=column, factor=factor)
             yield span, weight, logits
 
-    def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, Recording | None]:
+    def record(self, function: Callable[[], Result], *, watched: bool = True) -> tuple[Result, RecordedKernels | None]:
         return recording.record(function, watched=watched)
 
 

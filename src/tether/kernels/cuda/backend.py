@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tether.kernels.attention_spec import AttentionSpec
 from tether.kernels.cuda import graph
-from tether.kernels.reference import Recording, Reference
+from tether.kernels.reference import RecordedKernels, Reference
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class Cuda(Reference):
     def _flash(self) -> ModuleType | None:
         return import_module("tether.kernels.cuda.flash_attention") if find_spec("flash_attn") else None
 
-    def capture(self, function: Callable[[], Result]) -> tuple[Result, Recording]:
+    def capture(self, function: Callable[[], Result]) -> tuple[Result, RecordedKernels]:
         return graph.capture(function)
 
     def rows_at_once(self, active: int, max_rows: int) -> int:

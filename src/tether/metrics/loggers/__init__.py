@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 from tether.metrics.loggers.headline import VALIDATION, evaluation_score, validation_means
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
 from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
+from tether.runtime.install import pip_install
 from tether.spelling import did_you_mean
 
 __all__ = [
@@ -99,8 +101,10 @@ class Loggers:
             _without_display.warning(message)
 
     def close(self) -> None:
-        for logger in self._loggers.values():
-            logger.close()
+        """Close all loggers, even if one fails."""
+        with ExitStack() as stack:
+            for logger in reversed(list(self._loggers.values())):
+                stack.callback(logger.close)
 
 
 def build_loggers(names: str | Sequence[str], run: RunInfo) -> Loggers:
@@ -131,6 +135,6 @@ def _load(name: str) -> Callable[[RunInfo], Logger]:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"trainer.logger: {name!r} needs the package {error.name!r}, which is not installed. "
-            f"Run: pip install 'tether[{name}]', or take {name!r} out of trainer.logger."
+            f"Run: {pip_install(name)}, or take {name!r} out of trainer.logger."
         ) from error
     return getattr(module, class_name)

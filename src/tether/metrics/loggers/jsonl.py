@@ -20,7 +20,7 @@ from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 
-from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
+from tether.metrics.loggers.protocol import RunInfo, Sample, log_failed
 from tether.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class _Lines:
                 self.last_step = lines[-1][1] if lines else None
             self._file = _open(path)
         except OSError as error:
-            raise _failed(path, error) from error
+            raise log_failed(path, error) from error
 
     def append(self, records: Sequence[JsonObject]) -> None:
         lines = "".join(json.dumps(record, default=str, ensure_ascii=False) + "\n" for record in records)
@@ -140,7 +140,7 @@ class _Lines:
                     self._file.truncate(start + over)
                 raise
         except OSError as error:
-            raise _failed(self._path, error) from error
+            raise log_failed(self._path, error) from error
 
     def close(self) -> None:
         if self._file.closed:
@@ -148,7 +148,7 @@ class _Lines:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise _failed(self._path, error) from error
+            raise log_failed(self._path, error) from error
         finally:
             self._file.close()
 
@@ -191,14 +191,6 @@ def _write_all(path: Path, data: bytes) -> None:
         _write(file, data)
         os.fsync(file.fileno())
     new.replace(path)
-
-
-def _failed(path: Path, error: OSError) -> LogFailed:
-    return LogFailed(
-        error.errno,
-        f"{path}: cannot be written ({error.strerror}). Free space on that disk or make it writable, and start the "
-        "same command again; or name another folder with trainer.default_local_dir",
-    )
 
 
 def _free_name(path: Path) -> Path:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 
 import mlflow
 from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
 
 ID_FILE = "mlflow_run_id.txt"
 MAX_BATCH = 100
@@ -50,8 +53,9 @@ class MlflowLogger:
             return
         now = int(time.time() * 1000)
         batch = [Metric(_mlflow_name(key), float(value), now, step) for key, value in metrics.items()]
-        for start in range(0, len(batch), MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=batch[start : start + MAX_METRICS])
+        with _storing():
+            for start in range(0, len(batch), MAX_METRICS):
+                self._client.log_batch(self._run_id, metrics=batch[start : start + MAX_METRICS])
         renamed = [key for key in metrics if _mlflow_name(key) != _in_mlflow_characters(key)]
         if renamed and not self._has_noted:
             self._has_noted = True
@@ -68,11 +72,13 @@ class MlflowLogger:
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Store the samples as the artifact `samples/step_<N>.json`."""
         rows = [asdict(sample) | {"ground_truth": str(sample.ground_truth)} for sample in samples]
-        self._client.log_dict(self._run_id, {"samples": rows}, f"samples/step_{step:06d}.json")
+        with _storing():
+            self._client.log_dict(self._run_id, {"samples": rows}, f"samples/step_{step:06d}.json")
 
     def close(self) -> None:
         """Mark the mlflow run as finished."""
-        self._client.set_terminated(self._run_id)
+        with _storing():
+            self._client.set_terminated(self._run_id)
 
     def _create_run(self, run: RunInfo, artifacts: str | None) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
@@ -93,10 +99,23 @@ class MlflowLogger:
         return max((metric.step for history in histories for metric in history), default=-1)
 
 
+@contextmanager
+def _storing() -> Iterator[None]:
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise LogFailed(
+            errno.EIO,
+            f"mlflow: takes no more ({why}). Free space where it stores, or bring its server back, and start the same "
+            "command again; or take mlflow out of trainer.logger",
+        ) from error
+
+
 def _mlflow_name(key: str) -> str:
     """Return a name that mlflow accepts: one that is also a relative path in its shortest form, and not too long."""
-    parts = _in_mlflow_characters(key).split("/")
-    name = "/".join(f"_{part}" if part in ("", ".", "..") else part for part in parts)
+    segments = _in_mlflow_characters(key).split("/")
+    name = "/".join(f"_{segment}" if segment in ("", ".", "..") else segment for segment in segments)
     if len(name) <= MAX_NAME:
         return name
     digest = sha256(key.encode()).hexdigest()[:8]

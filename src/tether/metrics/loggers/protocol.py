@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from errno import EFBIG
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,16 @@ class Sample:
 
 class LogFailed(OSError):
     """A log could not be written; the message names the file and the fix."""
+
+
+def log_failed(path: Path, error: OSError) -> LogFailed:
+    """The error of a file of a log, with what to do."""
+    fix = "Raise the limit (ulimit -f)" if error.errno == EFBIG else "Free space on that disk or make it writable"
+    return LogFailed(
+        error.errno,
+        f"{path}: cannot be written ({error.strerror}). {fix}, and start the same command again; or name another "
+        "folder with trainer.default_local_dir",
+    )
 
 
 class Logger(Protocol):

@@ -1,12 +1,26 @@
-"""TensorBoard event files in `<run>/tensorboard`."""
+"""TensorBoard event files in `<run>/tensorboard`.
+
+They are written at once, by this thread: torch's own writer has a thread, whose errors come late, or as a traceback.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar, text
 
-from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.metrics.loggers.protocol import RunInfo, Sample, log_failed
+
+_numbers = count()
 
 
 class TensorboardLogger:
@@ -14,20 +28,57 @@ class TensorboardLogger:
 
     def __init__(self, run: RunInfo) -> None:
         first_step = 0 if run.resumed_step is None else run.resumed_step + 1
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=first_step)
+        folder = run.directory / "tensorboard"
+        now, host = int(time.time()), socket.gethostname()
+        self._path = folder / f"events.out.tfevents.{now:010d}.{host}.{os.getpid()}.{next(_numbers)}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("wb", buffering=0)
+        except OSError as error:
+            raise log_failed(self._path, error) from error
+        begin = SessionLog(status=SessionLog.START)
+        self._write([Event(file_version="brain.Event:2"), Event(step=first_step, session_log=begin)])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write each metric as a scalar."""
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        """Write each metric as a scalar.
+
+        Raises:
+            LogFailed: they cannot be written.
+        """
+        self._write(_event(step, scalar(key, value)) for key, value in metrics.items())
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples as one text."""
-        self._writer.add_text("samples", "\n\n".join(map(_markdown, samples)), step)
+        """Write the samples as one text.
+
+        Raises:
+            LogFailed: it cannot be written.
+        """
+        self._write([_event(step, text("samples", "\n\n".join(map(_markdown, samples))))])
 
     def close(self) -> None:
-        """Write pending events."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, events: Iterable[Event]) -> None:
+        """Append events; a full disk leaves the file as it was."""
+        records = io.BytesIO()
+        writer = RecordWriter(records)
+        for event in events:
+            event.wall_time = time.time()
+            writer.write(event.SerializeToString())
+        remaining, begin = records.getvalue(), self._file.tell()
+        try:
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            raise log_failed(self._path, error) from error
+
+
+def _event(step: int, summary: Summary) -> Event:
+    return Event(step=step, summary=summary)
 
 
 def _markdown(sample: Sample) -> str:

@@ -1,8 +1,8 @@
-"""Acting with a policy.
+"""Actors: fast inference of control policies.
 
-`Actor` computes in NumPy, up to rounding, what the networks compute. `NetworkActor` asks the networks, where their own
-arithmetic takes longer than a tensor's bookkeeping. Log-probabilities and values are not needed for acting, and
-come from the networks over a whole rollout at once.
+`Actor` computes in NumPy what the networks compute, up to rounding. `NetworkActor` calls the networks, where their
+arithmetic takes longer than the overhead of tensors. Log-probabilities and values are not needed for acting; the
+networks compute them later for a full rollout.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from tether.models.control.network_policy import NetworkPolicy
 
 Act = Callable[[Observation, FloatArray | None, FloatArray], tuple[Array, FloatArray]]
-"""(observations of N environments; noise [N, ...] of the head, or None for the likeliest actions; states [N, S] of
-the memory) -> actions of a chunk [N, K * D], next states."""
+"""(observations of N environments; noise [N, ...] of the head, or None for the most likely actions; recurrent states
+[N, S]) -> actions of a chunk [N, K * D], next states."""
 
 Forward = Callable[[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
 """(normalised rows [N, O], states [N, S]) -> outputs [N, outputs] of the head before masks, next states."""
 
 
 class Choice:
-    """From outputs to actions, with the weights of this moment."""
+    """Chooses actions from outputs, with the weights at the time of construction."""
 
     def __init__(self, head: Head) -> None:
         self._choices = head.choices if isinstance(head, CategoricalHead) else None
@@ -40,7 +40,7 @@ class Choice:
         self._means = head.width if isinstance(head, StateDependentHead) else None
 
     def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
-        """[N, outputs], and the head's noise for N observations -> [N, K * D]."""
+        """Return actions [N, K * D] for outputs [N, outputs] and the head's noise for N observations."""
         if self._means is not None:
             means, features = np.split(outputs, [self._means], axis=1)
             if noise is None:
@@ -54,15 +54,15 @@ class Choice:
         assert self._choices is not None
         if len(self._choices) == 1:
             return scores.argmax(axis=1, keepdims=True)
-        parts = np.split(scores, np.cumsum(self._choices)[:-1], axis=1)
-        return np.stack([part.argmax(axis=1) for part in parts], axis=1)
+        by_choice = np.split(scores, np.cumsum(self._choices)[:-1], axis=1)
+        return np.stack([choice.argmax(axis=1) for choice in by_choice], axis=1)
 
 
 class Actor:
-    """The `Act` of networks that read numbers, with the weights of this moment; make a new one after an update.
+    """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update.
 
     Args:
-        policy: on any device.
+        policy: a policy on any device.
     """
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
@@ -72,8 +72,7 @@ class Actor:
         self._has_mask = policy.spec.has_mask
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
-        """See `Act`."""
-        name = self._row.is_part
+        name = self._row.single_field
         row = self._row(as_tensors(obs)).numpy() if name is None else obs[name]
         if self._normalize is not None:
             row = self._normalize(row)
@@ -84,10 +83,10 @@ class Actor:
 
 
 class NetworkActor:
-    """The `Act` of networks that see pictures, or of the user's; make a new one after an update.
+    """The `Act` of networks that read images, or of user-defined ones; create a new one after an update.
 
     Args:
-        policy: on any device.
+        policy: a policy on any device.
     """
 
     def __init__(self, policy: NetworkPolicy) -> None:
@@ -95,12 +94,11 @@ class NetworkActor:
         self._choose = Choice(policy.head)
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
-        """See `Act`."""
         inputs = self._policy.inputs(as_tensors(obs, self._device))
         outputs, after = self._policy.act(inputs, torch.from_numpy(state).to(self._device))
         return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
 
 
 def as_tensors(obs: Observation, device: torch.device | None = None) -> dict[str, Tensor]:
-    """The same parts, on a device; on the CPU, which is the default, in the same memory."""
-    return {name: torch.from_numpy(part).to(device or "cpu") for name, part in obs.items()}
+    """Return the fields as tensors on a device; on the CPU, the default, they share the memory."""
+    return {name: torch.from_numpy(array).to(device or "cpu") for name, array in obs.items()}

@@ -1,4 +1,4 @@
-"""Convolutional networks over a picture of bytes."""
+"""Convolutional networks over images of bytes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ CNNS: Mapping[str, tuple[Convolution, ...]] = {
     "nature": (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)),
     "small": (Convolution(16, 3, 1, 1), Convolution(32, 3, 2, 1)),
 }
-"""Nature: of Mnih et al. 2015 (DQN). Small: for pictures of a few cells, each of which counts."""
+"""Networks by name: "nature" of Mnih et al. 2015 (DQN); "small" for images of a few cells, each of which matters."""
 SMALLEST = {"nature": 36, "small": 1}
-"""Height and width that a network needs."""
+"""Minimum height and width for each network."""
 
 
 class Cnn(nn.Module):
-    """From a picture to features.
+    """Computes features of an image.
 
     Args:
-        picture: its channels, height and width, at least `SMALLEST`.
-        kind: in `CNNS`.
-        activation: in ``ACTIVATIONS``, after each layer.
+        picture: channels, height and width of the image, at least `SMALLEST`.
+        kind: a name in `CNNS`.
+        activation: a name in ``ACTIVATIONS``, applied after each layer.
         pixel_scale: pixels are divided by this.
-        generator: of the orthogonal start.
+        generator: random generator of the orthogonal initialisation.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class Cnn(nn.Module):
         self._activation, self._scale = ACTIVATIONS[activation], pixel_scale
         channels, height, width = picture
         layers = []
-        for asked in CNNS[kind]:
-            layer = nn.Conv2d(channels, asked.channels, asked.kernel, asked.stride, asked.padding)
+        for spec in CNNS[kind]:
+            layer = nn.Conv2d(channels, spec.channels, spec.kernel, spec.stride, spec.padding)
             nn.init.orthogonal_(layer.weight, self._activation.gain, generator=generator)
             nn.init.zeros_(layer.get_parameter("bias"))
             layers.append(layer)
-            channels = asked.channels
-            height, width = ((n + 2 * asked.padding - asked.kernel) // asked.stride + 1 for n in (height, width))
+            channels = spec.channels
+            height, width = ((n + 2 * spec.padding - spec.kernel) // spec.stride + 1 for n in (height, width))
         assert height > 0, (picture, kind)
         assert width > 0, (picture, kind)
         self.layers = nn.ModuleList(layers)
         self.features = channels * height * width
 
     def forward(self, picture: Tensor) -> Tensor:
-        """Bytes [..., C, H, W] -> [..., features]."""
+        """Return features [..., features] of bytes [..., C, H, W]."""
         x = picture.flatten(0, -4).to(self.layers[0].get_parameter("weight").dtype) / self._scale
-        x = x.contiguous(memory_format=torch.channels_last)  # few channels: faster so, forward and backward
+        x = x.contiguous(memory_format=torch.channels_last)  # faster for few channels, forward and backward
         for layer in self.layers:
             x = self._activation.apply(layer(x))
         return x.reshape(*picture.shape[:-3], self.features)

@@ -1,7 +1,7 @@
 """A multi-layer perceptron whose backward pass is scheduled by hand.
 
-For networks this small autograd's bookkeeping takes several times as long as the arithmetic. `Mlp.backward` runs the
-same chain rule in a fixed order, straight into the gradient buffers; a test holds it to autograd in float64.
+For networks this small, autograd's overhead takes several times as long as the arithmetic. `Mlp.backward` runs the same
+chain rule in a fixed order, directly into the gradient buffers; a test compares it with autograd in float64.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Activation:
-    """A nonlinearity whose derivative follows from its own output."""
+    """A nonlinearity whose derivative is a function of its output."""
 
     apply: Callable[[Tensor], Tensor]
-    of_array: Callable[[FloatArray], FloatArray]
-    """The same in NumPy."""
+    apply_array: Callable[[FloatArray], FloatArray]
+    """The function in NumPy."""
     backward: Callable[[Tensor, Tensor], Tensor]
     """(gradient of the output, output) -> gradient of the input."""
     gain: float
-    """Scale of an orthogonal weight that keeps the variance of what passes through."""
+    """Scale of an orthogonal weight that preserves the variance."""
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """On a CPU by NumPy, where nothing is differentiated: it takes a seventh of PyTorch's time."""
+    """Compute tanh, with NumPy on a CPU without gradients, where it takes a seventh of PyTorch's time."""
     if x.requires_grad or x.device.type != "cpu":
         return torch.tanh(x)
     return torch.from_numpy(np.tanh(x.numpy()))
@@ -48,33 +48,33 @@ def _elu(x: FloatArray) -> FloatArray:
     return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
 
 
-def _of_tanh(grad: Tensor, out: Tensor) -> Tensor:
+def _tanh_backward(grad: Tensor, out: Tensor) -> Tensor:
     return torch.addcmul(grad, grad * out, out, value=-1)
 
 
-def _of_relu(grad: Tensor, out: Tensor) -> Tensor:
+def _relu_backward(grad: Tensor, out: Tensor) -> Tensor:
     return grad * (out > 0)
 
 
-def _of_elu(grad: Tensor, out: Tensor) -> Tensor:
+def _elu_backward(grad: Tensor, out: Tensor) -> Tensor:
     return torch.where(out > 0, grad, grad * (out + 1))
 
 
-ACTIVATIONS = {  # of named functions: a policy can be pickled
-    "tanh": Activation(_tanh, np.tanh, _of_tanh, math.sqrt(2)),
-    "relu": Activation(torch.relu, _relu, _of_relu, math.sqrt(2)),
-    "elu": Activation(nn.functional.elu, _elu, _of_elu, math.sqrt(2)),
+ACTIVATIONS = {  # named functions, so that a policy can be pickled
+    "tanh": Activation(_tanh, np.tanh, _tanh_backward, math.sqrt(2)),
+    "relu": Activation(torch.relu, _relu, _relu_backward, math.sqrt(2)),
+    "elu": Activation(nn.functional.elu, _elu, _elu_backward, math.sqrt(2)),
 }
 
 
 def as_array(tensor: Tensor) -> FloatArray:
-    """The numbers of a tensor, in the same memory where that is the CPU's."""
+    """Return the numbers of a tensor, sharing its memory on the CPU."""
     return tensor.detach().cpu().numpy()
 
 
-def orthogonal_linear(sees: int, gives: int, gain: float, generator: torch.Generator) -> nn.Linear:
-    """A linear layer with an orthogonal start (Saxe et al. 2014) scaled by `gain`, and a bias of 0."""
-    layer = nn.Linear(sees, gives)
+def orthogonal_linear(in_features: int, out_features: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    """Return a linear layer with orthogonal initialisation (Saxe et al. 2014) scaled by `gain`, and a bias of 0."""
+    layer = nn.Linear(in_features, out_features)
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer
@@ -83,14 +83,14 @@ def orthogonal_linear(sees: int, gives: int, gain: float, generator: torch.Gener
 def layers_in_numpy(
     layers: Iterable[tuple[Tensor, Tensor]], activation: Activation
 ) -> Callable[[FloatArray], FloatArray]:
-    """Linear layers, each with the nonlinearity after it, in NumPy, with the weights and biases of this moment."""
+    """Return linear layers with a nonlinearity after each, in NumPy with the current weights and biases."""
     arrays = [(as_array(weight).T, as_array(bias)) for weight, bias in layers]
 
     def forward(x: FloatArray) -> FloatArray:
         for weight, bias in arrays:
             x = x @ weight
             x += bias
-            x = activation.of_array(x)
+            x = activation.apply_array(x)
         return x
 
     return forward
@@ -102,8 +102,8 @@ class Mlp(nn.Module):
     Args:
         sizes: width of the input, of each hidden layer and of the output.
         activation: one of `ACTIVATIONS`.
-        output_gain: scale of the last layer's orthogonal start; small for a policy, so that it begins undecided.
-        generator: of the start.
+        output_gain: scale of the last layer's initialisation; small for a policy, so that it starts close to uniform.
+        generator: random generator of the initialisation.
     """
 
     def __init__(self, sizes: list[int], activation: str, output_gain: float, generator: torch.Generator) -> None:
@@ -112,17 +112,17 @@ class Mlp(nn.Module):
         gains = [self.activation.gain] * (len(sizes) - 2) + [output_gain]
         layers = [orthogonal_linear(*pair, gain, generator) for pair, gain in zip(pairwise(sizes), gains, strict=True)]
         self.layers = nn.ModuleList(layers)
-        # Looked up once: a module's attributes are slow to reach, and an update reaches them many times.
+        # Cached, because attribute access of a module is slow and an update needs them many times.
         self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, first size] -> [B, last size]."""
+        """Return [B, last size] for [B, first size]."""
         return self.activations(x)[-1]
 
     def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
-        """`forward` in NumPy, with the weights of this moment.
+        """Return `forward` in NumPy with the current weights.
 
-        A simulator steps a handful of rows at a time, for which a tensor's bookkeeping is most of a forward pass.
+        A simulator steps few rows at a time, for which the overhead of tensors dominates a forward pass.
         """
         *hidden, last = self.linear
         before = layers_in_numpy(hidden, self.activation)
@@ -130,7 +130,7 @@ class Mlp(nn.Module):
         return lambda x: before(x) @ weight + bias
 
     def activations(self, x: Tensor) -> list[Tensor]:
-        """The input, the output of each hidden layer after its nonlinearity, and the output."""
+        """Return the input, the output of each hidden layer after its nonlinearity, and the output."""
         passed = [x]
         last = len(self.linear) - 1
         for index, (weight, bias) in enumerate(self.linear):
@@ -146,10 +146,10 @@ class Mlp(nn.Module):
         """Write the gradient of every parameter into its existing ``grad``.
 
         Args:
-            passed: what `activations` gave.
+            passed: result of `activations`.
             grad: gradient of the output, [B, last size].
-            hidden_grad: further gradient of the last hidden layer, from what else reads it.
-            add: to what is there, instead of over it.
+            hidden_grad: further gradient of the last hidden layer, from other modules that read it.
+            add: add to the existing gradients instead of overwriting them.
         """
         for index, (weight, bias) in reversed(list(enumerate(self.linear))):
             if add:

@@ -1,7 +1,7 @@
-"""Control policies whose gradients autograd takes: with a CNN, masks, an LSTM, or noise that depends on the state.
+"""Control policies with gradients by autograd: with a CNN, masks, an LSTM, or state-dependent noise.
 
-Where `ControlPolicy` has two perceptrons, these have a torso each for actor and critic, or one for both, with a linear
-layer on top.
+Where `ControlPolicy` has two perceptrons, these have one torso each for actor and critic, or a shared one, with a
+linear layer on top.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from tether.models.control.spec import (
 from tether.observations import ACTION_MASK
 
 WITHOUT_GRADIENTS = 16
-"""Where none is taken, so many times the decisions of a micro-batch pass at once: nothing of them is kept."""
+"""Factor on the micro-batch size for passes without gradients, which store no activations."""
 
 
 class Torso(nn.Module):
-    """From observations to features: what the spec asks for of a CNN, or the user's own, hidden layers and an LSTM."""
+    """Computes features of observations with a CNN or a user-defined extractor, hidden layers and an LSTM, as in the
+    spec."""
 
     def __init__(self, spec: PolicySpec, generator: torch.Generator) -> None:
         super().__init__()
@@ -60,12 +61,12 @@ class Torso(nn.Module):
         self.width = spec.lstm_dim or spec.hidden_dim
 
     def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> Tensor:
-        """Features [..., width].
+        """Return features [..., width].
 
         Args:
-            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
-            starts: with an LSTM, [M, C]: decisions that begin an episode.
-            state: [M, S], S = 0 without an LSTM.
+            obs: normalised observations [B, ...]; with an LSTM [M, C, ...].
+            starts: with an LSTM, [M, C] decisions that begin an episode.
+            state: [M, S] recurrent state, S = 0 without an LSTM.
         """
         x = self._before_lstm(obs)
         if self.lstm is None:
@@ -74,9 +75,9 @@ class Torso(nn.Module):
         return run_sequences(self.lstm, x, starts, state)
 
     def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [..., width], and the states [M, C, S] after each decision (`state` without an LSTM).
+        """Return features [..., width], and the states [M, C, S] after each decision (`state` without an LSTM).
 
-        For the arguments see `forward`; without `starts` none begins an episode.
+        Arguments are those of `forward`; without `starts`, no decision begins an episode.
         """
         x = self._before_lstm(obs)
         if self.lstm is None:
@@ -85,7 +86,7 @@ class Torso(nn.Module):
         return states[..., : self.width], states
 
     def in_numpy(self) -> Forward:
-        """`step` of single decisions [N, ...] in NumPy, with the weights of this moment; there is no CNN."""
+        """Return `step` of single decisions [N, ...] in NumPy, with the current weights; not with a CNN."""
         layers = [(layer.get_parameter("weight"), layer.get_parameter("bias")) for layer in self.hidden]
         hidden = layers_in_numpy(layers, self._activation)
         if self.lstm is None:
@@ -108,11 +109,11 @@ class Torso(nn.Module):
 
 
 class NetworkPolicy(nn.Module):
-    """Actor and critic over pictures, or with a memory.
+    """Actor and critic over images, or with recurrent state.
 
     Args:
-        spec: the shape.
-        seed: of the first weights.
+        spec: shape of the policy.
+        seed: seed of the initial weights.
     """
 
     def __init__(self, spec: PolicySpec, seed: int) -> None:
@@ -126,80 +127,81 @@ class NetworkPolicy(nn.Module):
         self.critic_torso: Torso | None = None
         self.critic: nn.Linear | None = None
         if spec.value_width:
-            self.critic_torso = None if spec.share_critic else Torso(spec.of_critic, generator)
+            self.critic_torso = None if spec.share_critic else Torso(spec.critic_spec, generator)
             self.critic = orthogonal_linear((self.critic_torso or self.torso).width, spec.value_width, 1.0, generator)
         self.normalizer = spec.make_normalizer()
         self.micro_batch: int | None = None
-        """Decisions of a forward and backward pass, or one sequence where that is more; None: all at once."""
+        """Number of decisions in a forward and backward pass, at least one sequence; None: all at once."""
 
     @property
     def state_width(self) -> int:
-        """S: of the memory: that of the actor, and of a critic with a torso of its own."""
+        """S: width of the recurrent state of the actor, and of a critic with its own torso."""
         return 2 * (self.spec.lstm_dim or 0) * (1 if self.critic_torso is None else 2)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters of the actor, what it shares among them, and of the critic."""
+        """Return the parameters of the actor, including shared ones, and of the critic."""
         actor = [*self.torso.parameters(), *self.actor.parameters(), *self.head.parameters()]
         critic = [module for module in (self.critic_torso, self.critic) if module is not None]
         return actor, [parameter for module in critic for parameter in module.parameters()]
 
     def networks(self) -> list[nn.Module]:
-        """The trained parameters besides those of the head."""
-        return [part for part in (self.torso, self.actor, self.critic_torso, self.critic) if part is not None]
+        """Return the trained modules except the head."""
+        return [module for module in (self.torso, self.actor, self.critic_torso, self.critic) if module is not None]
 
     def inputs(self, obs: ObservationBatch) -> Observations:
-        """The inputs of the networks from observations [..., *shape]: numbers [..., O], normalised; picture; mask."""
+        """Return the inputs of the networks for observations [..., *shape]: normalised numbers [..., O], image,
+        mask."""
         row = self.row(obs)
         row = row if self.normalizer is None else self.normalizer(row)
-        more = {} if self.pictures is None else {PICTURE: self.pictures(obs)}
+        others = {} if self.pictures is None else {PICTURE: self.pictures(obs)}
         if self.spec.has_mask:
-            more[ALLOWED] = obs[ACTION_MASK].bool()
-        return TensorDict({NUMBERS: row, **more}, batch_size=row.shape[:-1]) if more else row
+            others[ALLOWED] = obs[ACTION_MASK].bool()
+        return TensorDict({NUMBERS: row, **others}, batch_size=row.shape[:-1]) if others else row
 
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """Take the numbers of observations [B, ...] into the statistics by which they are normalised."""
+        """Update the statistics for normalisation with the numbers of observations [B, ...]."""
         if self.normalizer is not None:
             self.normalizer.update(self.row(obs))
 
     def forward(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs [..., outputs] and values [..., V]; for the rest see `Torso.forward`."""
-        of_actor, of_critic = self._states(state)
-        features = self.torso(obs, starts, of_actor)
+        """Return outputs [..., outputs] and values [..., V]; arguments as for `Torso.forward`."""
+        actor_state, critic_state = self._states(state)
+        features = self.torso(obs, starts, actor_state)
         outputs = self._outputs(features, obs)
         if self.critic is None:
             return outputs, None
-        valued = features if self.critic_torso is None else self.critic_torso(obs, starts, of_critic)
+        valued = features if self.critic_torso is None else self.critic_torso(obs, starts, critic_state)
         return outputs, self.critic(valued)
 
     def step(self, obs: Observations, starts: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Outputs, values and states after each decision; see `Torso.step`."""
-        of_actor, of_critic = self._states(state)
-        features, states = self.torso.step(obs, starts, of_actor)
+        """Return outputs, values and states after each decision; arguments as for `Torso.step`."""
+        actor_state, critic_state = self._states(state)
+        features, states = self.torso.step(obs, starts, actor_state)
         outputs = self._outputs(features, obs)
         if self.critic is None:
             return outputs, None, states
         valued = features
         if self.critic_torso is not None:
-            valued, critic_states = self.critic_torso.step(obs, starts, of_critic)
+            valued, critic_states = self.critic_torso.step(obs, starts, critic_state)
             states = torch.cat([states, critic_states], dim=-1)
         return outputs, self.critic(valued), states
 
     def acting(self) -> Actor | NetworkActor:
-        """An actor with the current weights."""
+        """Return an actor with the current weights."""
         reads_numbers = self.pictures is None and self.spec.network is None and self.spec.features_extractor is None
         return Actor(self) if reads_numbers else NetworkActor(self)
 
     def in_numpy(self) -> Forward:
-        """The actor's outputs and the next states in NumPy, with the weights of this moment; not for pictures."""
+        """Return the actor's outputs and next states in NumPy, with the current weights; not for images."""
         torso = self.torso.in_numpy()
         other = self.critic_torso.in_numpy() if self.critic_torso is not None and self.spec.lstm_dim else None
         weight, bias = as_array(self.actor.weight).T, as_array(self.actor.bias)
-        of_actor = 2 * (self.spec.lstm_dim or 0)
+        actor_width = 2 * (self.spec.lstm_dim or 0)
 
         def forward(row: FloatArray, state: FloatArray) -> tuple[FloatArray, FloatArray]:
-            features, after = torso(row, state[:, :of_actor])
+            features, after = torso(row, state[:, :actor_width])
             if other is not None:
-                after = np.concatenate([after, other(row, state[:, of_actor:])[1]], axis=1)
+                after = np.concatenate([after, other(row, state[:, actor_width:])[1]], axis=1)
             outputs = features @ weight + bias
             return np.concatenate([outputs, features], axis=1) if self.spec.use_sde else outputs, after
 
@@ -207,39 +209,40 @@ class NetworkPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Observations, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [N, outputs] for what `inputs` gave of N observations, and the next state, from the state [N, S]."""
+        """Return outputs [N, outputs] for `inputs` of N observations, and the next state, from the state [N, S]."""
         if self.spec.lstm_dim is None:
             return self._outputs(self.torso(obs, None, state), obs), state
         outputs, _, states = self.step(obs.unsqueeze(1), None, state)
         return outputs[:, 0], states[:, 0]
 
     def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
-        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, without a memory."""
+        """Return differentiable log-probabilities [B, K * D] of actions [B, K * D], for policies without recurrent
+        state."""
         outputs, _ = self(obs, None, torch.zeros(len(actions), 0))
         return self.head.evaluate(outputs, actions).log_probs
 
     @torch.no_grad()
     def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> Tensor:
-        """Outputs [B, outputs], as `run`."""
-        return torch.cat([self.decide(*piece)[0] for piece in self._pieces(obs, memory)])
+        """Return outputs [B, outputs], as `run` does."""
+        return torch.cat([self.decide(*batch)[0] for batch in self._micro_batches(obs, memory)])
 
     def run(self, obs: Observations, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
-        """Say something of B decisions, for `backward`.
+        """Run a forward pass over B decisions, for `backward`.
 
         Args:
-            obs: normalised, [B, ...]; with an LSTM [M, C, ...].
-            memory: with an LSTM: the rest; the B decisions that it keeps are the result.
-            actions: those that were taken, for policies whose outputs depend on them.
+            obs: normalised observations [B, ...]; with an LSTM [M, C, ...].
+            memory: with an LSTM, its other inputs; the result has the B decisions that it selects.
+            actions: the recorded actions, for policies whose outputs depend on them.
         """
-        return forward_in_micro_batches(self.decide, self._pieces(obs, memory))
+        return forward_in_micro_batches(self.decide, self._micro_batches(obs, memory))
 
     def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
-        """Write the gradient of every parameter but the head's into its existing ``grad``.
+        """Write the gradient of every parameter except the head's into its existing ``grad``.
 
         Args:
-            passed: what `run` gave.
-            outputs_grad: of the loss by the outputs, [B, outputs]; None: there is none.
-            values_grad: by the values, [B, V].
+            passed: result of `run`.
+            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: there is none.
+            values_grad: gradient with respect to the values, [B, V].
         """
         for network in self.networks():
             network.zero_grad(set_to_none=False)
@@ -255,62 +258,63 @@ class NetworkPolicy(nn.Module):
         final_at: tuple[Tensor, Tensor],
         actions: Tensor | None = None,
     ) -> RolloutEvaluation:
-        """Pass over a rollout.
+        """Evaluate a rollout.
 
         Args:
-            obs: normalised, [M, C + 1, ...].
-            starts: [M, C + 1]: decisions that begin an episode.
-            state: [M, S]: before the first decision.
-            final_obs: normalised, [F, ...]: last observations of episodes.
-            final_at: [F], [F]: column and decision after which they were seen.
-            actions: [M, C, K * D]: see `run`.
+            obs: normalised observations [M, C + 1, ...].
+            starts: [M, C + 1] decisions that begin an episode.
+            state: [M, S] recurrent state before the first decision.
+            final_obs: normalised last observations of episodes, [F, ...].
+            final_at: [F], [F] column and decision after which they occurred.
+            actions: [M, C, K * D], as for `run`.
         """
         if self.spec.lstm_dim is None:
-            outputs, values = self._in_parts(obs.flatten(0, 1))
+            outputs, values = self._evaluate(obs.flatten(0, 1))
             outputs = outputs.unflatten(0, starts.shape)[:, :-1]
             if values is None:
                 return RolloutEvaluation(outputs, None, None)
-            return RolloutEvaluation(outputs, values.unflatten(0, starts.shape), self._in_parts(final_obs)[1])
+            return RolloutEvaluation(outputs, values.unflatten(0, starts.shape), self._evaluate(final_obs)[1])
         columns, decisions = starts.shape
         size = columns if self.micro_batch is None else max(1, WITHOUT_GRADIENTS * self.micro_batch // decisions)
-        pieces = [slice(first, first + size) for first in range(0, columns, size)]
-        parts = [self.step(obs[piece], starts[piece], state[piece]) for piece in pieces]
-        outputs = torch.cat([part[0] for part in parts])[:, :-1]
+        slices = [slice(first, first + size) for first in range(0, columns, size)]
+        results = [self.step(obs[rows], starts[rows], state[rows]) for rows in slices]
+        outputs = torch.cat([result[0] for result in results])[:, :-1]
         if self.critic is None:
             return RolloutEvaluation(outputs, None, None)
-        values = torch.cat([part[1] for part in parts if part[1] is not None])
-        after = torch.cat([part[2] for part in parts])[final_at]
+        values = torch.cat([result[1] for result in results if result[1] is not None])
+        after = torch.cat([result[2] for result in results])[final_at]
         _, final_values, _ = self.step(final_obs.unsqueeze(1), None, after)
         return RolloutEvaluation(outputs, values, None if final_values is None else final_values[:, 0])
 
     def _outputs(self, features: Tensor, obs: Observations) -> Tensor:
-        """Outputs of the head [..., outputs] on features [..., width]; for noise that depends on them, with them."""
+        """Return outputs of the head [..., outputs] for features [..., width], followed by the features if the noise
+        needs them."""
         outputs = masked(self.actor(features), obs)
         return torch.cat([outputs, features.detach()], dim=-1) if self.spec.use_sde else outputs
 
     def _states(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """States of the actor and of a critic with a torso of its own."""
+        """Split states into those of the actor and those of a critic with its own torso."""
         actors = 2 * (self.spec.lstm_dim or 0)
         return state[..., :actors], state[..., actors:]
 
-    def _pieces(self, obs: Observations, memory: Memory | None) -> Iterator[tuple[Observations, Memory | None]]:
-        """Micro-batches of `run`."""
-        rows, of_each = len(obs), 1 if memory is None else memory.kept.shape[1]
-        size = max(1, rows if self.micro_batch is None else self.micro_batch // of_each)
+    def _micro_batches(self, obs: Observations, memory: Memory | None) -> Iterator[tuple[Observations, Memory | None]]:
+        """Yield the micro-batches of `run`."""
+        rows, per_row = len(obs), 1 if memory is None else memory.selected.shape[1]
+        size = max(1, rows if self.micro_batch is None else self.micro_batch // per_row)
         for first in range(0, max(1, rows), size):
             yield obs[first : first + size], None if memory is None else memory.rows(slice(first, first + size))
 
-    def _in_parts(self, obs: Observations) -> tuple[Tensor, Tensor | None]:
-        """Outputs and values of observations [B, ...], without a memory."""
-        results = [self.decide(*piece) for piece in self._pieces(obs, None)]
-        values = [part for _, part in results if part is not None]
-        return torch.cat([part for part, _ in results]), torch.cat(values) if values else None
+    def _evaluate(self, obs: Observations) -> tuple[Tensor, Tensor | None]:
+        """Return outputs and values of observations [B, ...], without recurrent state."""
+        results = [self.decide(*batch) for batch in self._micro_batches(obs, None)]
+        values = [value for _, value in results if value is not None]
+        return torch.cat([output for output, _ in results]), torch.cat(values) if values else None
 
     def decide(
         self, obs: Observations, memory: Memory | None, actions: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, outputs] and values [B, V] of the B decisions of `run`, differentiable."""
+        """Return differentiable outputs [B, outputs] and values [B, V] of the B decisions of `run`."""
         if memory is None:
             return self(obs, None, torch.zeros(len(obs), 0))
         outputs, values = self(obs, memory.starts, memory.state)
-        return outputs[memory.kept], None if values is None else values[memory.kept]
+        return outputs[memory.selected], None if values is None else values[memory.selected]

@@ -15,15 +15,15 @@ EPSILON = 1e-8
 
 
 class RunningNormalizer(nn.Module):
-    """Brings observations to mean 0 and variance 1 by the statistics of all that came before.
+    """Normalises observations to mean 0 and variance 1 with the statistics of all earlier ones.
 
-    They change only in `update`, between rollouts, so that a policy does not drift while it samples. Before the first
-    update nothing is changed but cut.
+    Statistics change only in `update`, between rollouts, so that a policy does not drift while it samples. Before the
+    first update, observations are only clipped.
 
     Args:
-        size: entries of an observation.
-        clip: bound of the result, both ways.
-        kept: [size] entries that stay as they are; None: none does.
+        size: number of entries of an observation.
+        clip: bound of the absolute value of the result.
+        unchanged: [size] entries that are neither normalised nor clipped; None: none.
     """
 
     count: Tensor
@@ -33,30 +33,31 @@ class RunningNormalizer(nn.Module):
     scale: Tensor
     clip: Tensor
 
-    def __init__(self, size: int, clip: float, kept: Tensor | None = None) -> None:
+    def __init__(self, size: int, clip: float, unchanged: Tensor | None = None) -> None:
         super().__init__()
-        self._kept = torch.zeros(size, dtype=torch.bool) if kept is None else kept
+        self._unchanged = torch.zeros(size, dtype=torch.bool) if unchanged is None else unchanged
         self.fixed = False
-        """`update` changes nothing: a policy that can do something would do another thing where statistics move."""
+        """Whether `update` is disabled, because a pretrained policy would behave differently if its statistics
+        moved."""
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("var", torch.ones(size, dtype=torch.float64))
-        # What `forward` reads, in float32.
+        # Read by `forward`, in float32.
         self.register_buffer("shift", torch.zeros(size))
         self.register_buffer("scale", torch.ones(size))
-        self.register_buffer("clip", torch.full((size,), clip).masked_fill(self._kept, math.inf), persistent=False)
+        self.register_buffer("clip", torch.full((size,), clip).masked_fill(self._unchanged, math.inf), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
+        """Return normalised observations [..., size]."""
         return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
 
     def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
-        """`forward` in NumPy, with the statistics of this moment."""
+        """Return `forward` in NumPy with the current statistics."""
         shift, scale, clip = as_array(self.shift), as_array(self.scale), as_array(self.clip)
         return lambda obs: np.minimum(np.maximum((obs - shift) * scale, -clip), clip)
 
     def update(self, obs: Tensor) -> None:
-        """Take observations [B, size] in (Chan et al. 1979)."""
+        """Add observations [B, size] to the statistics (Chan et al. 1979)."""
         if self.fixed or not obs.shape[-1]:
             return
         new = obs.double()
@@ -66,5 +67,5 @@ class RunningNormalizer(nn.Module):
         self.var.copy_((squares + shift.square() * self.count * len(new) / total) / total)
         self.mean.add_(shift * len(new) / total)
         self.count.copy_(total)
-        self.shift.copy_(self.mean.masked_fill(self._kept, 0.0))
-        self.scale.copy_((self.var + EPSILON).rsqrt().masked_fill(self._kept, 1.0))
+        self.shift.copy_(self.mean.masked_fill(self._unchanged, 0.0))
+        self.scale.copy_((self.var + EPSILON).rsqrt().masked_fill(self._unchanged, 1.0))

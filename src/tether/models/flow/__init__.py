@@ -1,7 +1,7 @@
 """Flow-matching policies: actions by a few denoising steps from noise, which PPO trains as a Gaussian Markov chain.
 
-Read in this order: `spec` (the shape), `chain` (the mathematics), `backbone` (lerobot's pi0 and pi0.5), `policy` (what
-trains and acts).
+Reading order: `spec` (the shape), `chain` (the mathematics), `backbone` (lerobot's pi0 and pi0.5), `policy` (training
+and acting).
 """
 
 from tether.models.flow.spec import FlowSpec, Scale

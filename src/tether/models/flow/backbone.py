@@ -1,7 +1,7 @@
-"""pi0 and pi0.5 as lerobot has them: its own classes, imported where a policy is built.
+"""pi0 and pi0.5 with lerobot's own classes, which are imported when a policy is built.
 
-Their network is a PaliGemma (SigLIP and Gemma), whose layers a smaller Gemma, the action expert, shares attention with.
-Small ones are made of the same classes with configurations of other sizes.
+Their network is a PaliGemma (SigLIP and Gemma), whose layers share attention with a smaller Gemma, the action expert.
+Small networks use the same classes with configurations of other sizes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tether.models.flow.spec import FlowSpec
 
 TOKENS, TOKEN_MASK = "tokens", "token_mask"
 HEADS = 8
-"""Attention heads of both Gemmas; lerobot's code has the number in it."""
+"""Attention heads of both Gemmas; the number is fixed in lerobot's code."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the networks of a small policy."""
+    """Sizes of the networks of a small policy."""
 
     vlm_width: int
     vlm_mlp: int
     expert_width: int
     expert_mlp: int
     depth: int
-    """Layers of both Gemmas."""
+    """Number of layers of both Gemmas."""
     head_dim: int
     vision_width: int
     vision_mlp: int
@@ -47,18 +47,18 @@ class Sizes:
 
     @classmethod
     def of(cls, width: int, depth: int, image_size: int, vocab_size: int = VOCAB_SIZE) -> Sizes:
-        """All of one width, with four patches on each side of a picture."""
+        """Return sizes with one width for all networks and four patches on each side of an image."""
         patch = max(1, image_size // 4)
         return cls(width, 4 * width, width, 4 * width, depth, width // HEADS, width, 2 * width, 1, 2, patch, vocab_size)
 
     @classmethod
     def of_weights(cls, shapes: Mapping[str, Sequence[int]]) -> Sizes:
-        """Of a saved policy, by the shapes of its weights."""
+        """Return the sizes of a saved policy, from the shapes of its weights."""
         both = "model.paligemma_with_expert."
         vlm, expert = f"{both}paligemma.model.language_model.", f"{both}gemma_expert.model."
         vision = f"{both}paligemma.model.vision_tower."
         patches = next(shape for name, shape in shapes.items() if name.endswith("embeddings.patch_embedding.weight"))
-        # Files keep one of two weights that are shared.
+        # Files store only one of two shared weights.
         tokens = next(n for n in (f"{vlm}embed_tokens.weight", f"{both}paligemma.lm_head.weight") if n in shapes)
         (vocab, width), (expert_mlp, expert_width) = shapes[tokens], shapes[f"{expert}layers.0.mlp.gate_proj.weight"]
         return cls(
@@ -82,7 +82,8 @@ class Prefix:
     """B observations as the network encodes them, once for all denoising steps."""
 
     critic_input: Tensor
-    """[B, F]: no noise reaches it: pi0's token of the state; pi0.5's mean of all tokens of pictures and prompt."""
+    """[B, F]: critic inputs without noise: pi0's token of the state; pi0.5's mean of all tokens of images and
+    prompt."""
     saved: Any
 
 
@@ -95,29 +96,30 @@ class Backbone(Protocol):
     """E"""
 
     def prefix(self, obs: TensorDict) -> Prefix:
-        """Read B observations, as `FlowPolicy.inputs` gives them."""
+        """Encode B observations of `FlowPolicy.inputs`."""
         ...
 
     def velocity(self, prefix: Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Velocities [B, H, A], and the hidden states that they are read off [B, H, E].
+        """Return velocities [B, H, A], and the hidden states [B, H, E] from which they are computed.
 
         Args:
-            prefix: of the observations.
-            x: [B, H, A]: states of the chain.
-            t: [B]: their times.
+            prefix: the encoded observations.
+            x: [B, H, A] states of the chain.
+            t: [B] times of the states.
         """
         ...
 
     def matching_losses(self, obs: TensorDict, actions: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Squared errors [B, H, A] of the velocities at (1 - t) actions + t noise, which should be noise - actions."""
+        """Return squared errors [B, H, A] of the velocities at (1 - t) actions + t noise, whose targets are noise -
+        actions."""
         ...
 
 
 class LerobotBackbone(nn.Module):
-    """`lerobot`'s PI0Policy or PI05Policy, by the names of `Backbone`.
+    """Adapter of `lerobot`'s PI0Policy or PI05Policy to `Backbone`.
 
     Args:
-        spec: the shape.
+        spec: shape of the policy.
 
     Raises:
         ValueError: lerobot is not installed.
@@ -142,10 +144,10 @@ class LerobotBackbone(nn.Module):
             train_expert_only=spec.train_expert_only,
             device="cpu",
         )
-        with _of_sizes(module, spec.sizes):
+        with _network_sizes(module, spec.sizes):
             self.policy = getattr(module, f"{kind}Policy")(config)
         both = self.policy.model.paligemma_with_expert
-        # Output layers for text, which nothing reads.
+        # Output layers for text, which are unused.
         for head in (both.paligemma.lm_head, both.gemma_expert.lm_head):
             head.requires_grad_(False)
         both.paligemma.model.language_model.config._attn_implementation = "eager"
@@ -153,7 +155,6 @@ class LerobotBackbone(nn.Module):
         self.critic_width = self.expert_width if self._reads_state else both.paligemma.config.text_config.hidden_size
 
     def prefix(self, obs: TensorDict) -> Prefix:
-        """See `Backbone.prefix`."""
         model, helpers = self.policy.model, self._helpers
         embedded, pad, blocks = model.embed_prefix(*self._pictures_and_prompt(obs))
         (hidden, _), cache = model.paligemma_with_expert.forward(
@@ -168,20 +169,20 @@ class LerobotBackbone(nn.Module):
         return Prefix((hidden * weights).sum(dim=1) / weights.sum(dim=1), (None, pad, cache))
 
     def velocity(self, prefix: Prefix, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Backbone.velocity`."""
         model = self.policy.model
         state, pad, cache = prefix.saved
         read: list[Tensor] = []
-        hook = model.action_out_proj.register_forward_pre_hook(lambda module, given: read.append(given[0]))
+        hook = model.action_out_proj.register_forward_pre_hook(lambda module, args: read.append(args[0]))
         with_state = {"state": state} if self._reads_state else {}
         try:
-            found = model.denoise_step(prefix_pad_masks=pad, past_key_values=cache, x_t=x, timestep=t, **with_state)
+            velocities = model.denoise_step(
+                prefix_pad_masks=pad, past_key_values=cache, x_t=x, timestep=t, **with_state
+            )
         finally:
             hook.remove()
-        return found, read[0]
+        return velocities, read[0]
 
     def matching_losses(self, obs: TensorDict, actions: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """See `Backbone.matching_losses`."""
         state = (obs[NUMBERS],) if self._reads_state else ()
         losses: Tensor = self.policy.model.forward(*self._pictures_and_prompt(obs), *state, actions, noise, t)
         return losses
@@ -192,15 +193,16 @@ class LerobotBackbone(nn.Module):
         images = []
         if self._pictures:
             for picture in obs[PICTURE].chunk(self._pictures, dim=1):
-                shown = self._helpers.resize_with_pad_torch(picture.float() / 255, *size)
-                images.append(2 * shown - 1)
-        there = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+                resized = self._helpers.resize_with_pad_torch(picture.float() / 255, *size)
+                images.append(2 * resized - 1)
+        present = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         empty = tokens.new_full((len(tokens), 3, *size), -1, dtype=torch.float32)
         images += [empty] * self._empty
-        return images, [there] * self._pictures + [~there] * self._empty, tokens, mask
+        return images, [present] * self._pictures + [~present] * self._empty, tokens, mask
 
     def _state_token(self, state: Tensor, pad: Tensor, cache: object) -> Tensor:
-        """The last hidden state [B, E] of the token of the state, which sees pictures and prompt, and no actions."""
+        """Return the last hidden state [B, E] of the token of the state, which attends to images and prompt, not to
+        actions."""
         model, helpers = self.policy.model, self._helpers
         embedded = model.state_proj(state)[:, None]
         seen = torch.cat([pad, pad.new_ones(len(pad), 1)], dim=1)[:, None]
@@ -216,7 +218,7 @@ class LerobotBackbone(nn.Module):
 
 
 def make_backbone(spec: FlowSpec) -> Any:
-    """The `Backbone` of a shape, with first weights by torch's global generator.
+    """Return a `Backbone` of this shape, with initial weights from torch's global generator.
 
     Raises:
         ValueError: lerobot is not installed.
@@ -235,7 +237,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _fit_transformers() -> None:
-    """Let lerobot 0.6.1, which is for transformers below 5.6, run with newer ones: a mask takes one argument less."""
+    """Make lerobot 0.6.1, which requires transformers below 5.6, work with newer ones: a mask has one argument less."""
     gemma: Any = _import("lerobot.policies.pi_gemma")
     make_mask = gemma.create_causal_mask
     if "cache_position" in inspect.signature(make_mask).parameters:
@@ -248,22 +250,22 @@ def _fit_transformers() -> None:
 
 
 @contextmanager
-def _of_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[None]:
-    """Let lerobot's classes build networks of these sizes; None: of their own."""
+def _network_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[None]:
+    """Make lerobot's classes build networks of these sizes; None: of their own sizes."""
     if sizes is None:
         yield
         return
-    wanted = Sizes(**sizes)
-    known = module.PaliGemmaWithExpertModel, module.get_gemma_config
+    custom = Sizes(**sizes)
+    original = module.PaliGemmaWithExpertModel, module.get_gemma_config
 
-    class OfSizes(module.PaliGemmaWithExpertModel):
-        """The same class over networks of other sizes."""
+    class SizedModel(module.PaliGemmaWithExpertModel):
+        """The original class with networks of other sizes."""
 
         def __init__(self, vlm: Any, expert: Any, use_adarms: Sequence[bool], **options: Any) -> None:
             nn.Module.__init__(self)
             self.freeze_vision_encoder = options["freeze_vision_encoder"]
             self.train_expert_only = options["train_expert_only"]
-            configs = _configs(module, wanted, options["image_size"], use_adarms)
+            configs = _configs(module, custom, options["image_size"], use_adarms)
             self.paligemma = module.PaliGemmaForConditionalGenerationWithPiGemma(config=configs[0])
             self.gemma_expert = module.PiGemmaForCausalLM(config=configs[1])
             self.gemma_expert.model.embed_tokens = None
@@ -271,19 +273,19 @@ def _of_sizes(module: Any, sizes: Mapping[str, int] | None) -> Iterator[None]:
             self._set_requires_grad()
 
     def get_gemma_config(variant: str) -> Any:
-        width = wanted.expert_width if variant == "gemma_300m" else wanted.vlm_width
-        mlp = wanted.expert_mlp if variant == "gemma_300m" else wanted.vlm_mlp
-        return module.GemmaConfig(width, wanted.depth, mlp, HEADS, 1, wanted.head_dim)
+        width = custom.expert_width if variant == "gemma_300m" else custom.vlm_width
+        mlp = custom.expert_mlp if variant == "gemma_300m" else custom.vlm_mlp
+        return module.GemmaConfig(width, custom.depth, mlp, HEADS, 1, custom.head_dim)
 
-    module.PaliGemmaWithExpertModel, module.get_gemma_config = OfSizes, get_gemma_config
+    module.PaliGemmaWithExpertModel, module.get_gemma_config = SizedModel, get_gemma_config
     try:
         yield
     finally:
-        module.PaliGemmaWithExpertModel, module.get_gemma_config = known
+        module.PaliGemmaWithExpertModel, module.get_gemma_config = original
 
 
 def _configs(module: Any, sizes: Sizes, image_size: int, use_adarms: Sequence[bool]) -> tuple[Any, Any]:
-    """Configurations of transformers: of PaliGemma, and of the action expert."""
+    """Return configurations of transformers for PaliGemma and for the action expert."""
 
     def gemma(width: int, mlp: int) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
-"""The denoising steps of a flow as a Gaussian Markov chain, as pi_RL makes them one (Chen et al. 2025).
+"""The denoising steps of a flow as a Gaussian Markov chain, following pi_RL (Chen et al. 2025).
 
-Time t runs from 1 (noise) to 0 (actions) in N steps of d = 1/N. The network gives the velocity v(x, t) of a rectified
+Time t runs from 1 (noise) to 0 (actions) in N steps of d = 1/N. The network returns the velocity v(x, t) of a rectified
 flow, x_t = (1 - t) x_0 + t x_1 with x_1 ~ N(0, 1), so its estimates of both ends are
 
     x_0 = x - t v        x_1 = x + (1 - t) v,
@@ -17,8 +17,8 @@ and the Euler step of the ODE is their mix at the next time s = t - d: (1 - s) x
 - ``flow_noise`` (pi_RL's Flow-Noise, after ReinFlow, Zhang et al. 2025): the ODE's step as the mean, and a standard
   deviation that the policy learns. The marginals are others than the ODE's.
 
-The probability of a decision is that of its chain: N(x_1; 0, 1) times the density of each random step, so the former
-cancels in every ratio and is left out. As in RLinf, only the entries that the environment takes count.
+The probability of a decision is that of its chain: N(x_1; 0, 1) times the density of each random step. The former
+cancels in every ratio and is omitted. As in RLinf, only the entries that the environment uses are counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tether.models.flow.spec import FlowSpec, NoiseMethod
 
 
 def times(index: Tensor, num_steps: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Times before and after steps of these numbers, which count from 0 (noise) on."""
+    """Return the times before and after steps with these indices, from 0 (noise) on."""
     before = 1 - index.to(dtype) / num_steps
     return before, before - 1 / num_steps
 
@@ -48,16 +48,16 @@ def step(
     level: float = 0.0,
     learned_std: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation of the next state.
+    """Return the mean and standard deviation of the next state.
 
     Args:
-        x: [B, ...], the states before the step.
-        velocity: [B, ...], the network's.
-        index: [B], numbers of the steps, from 0 on.
+        x: [B, ...] states before the step.
+        velocity: [B, ...] velocities of the network.
+        index: [B] indices of the steps, from 0 on.
         num_steps: N.
-        method: the kind of the step; None: that of the ODE.
-        level: of the noise.
-        learned_std: [B, ...], of ``flow_noise``.
+        method: kind of the step; None: that of the ODE.
+        level: level of the noise.
+        learned_std: [B, ...] standard deviation of ``flow_noise``.
 
     Returns:
         [B, ...] each.
@@ -76,7 +76,7 @@ def step(
 
 
 def log_density(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of each entry under a Gaussian."""
+    """Return the log-density of each entry under a Gaussian."""
     return -0.5 * ((x - mean) / std).square() - std.log() - HALF_LOG_2PI
 
 
@@ -85,43 +85,43 @@ class Record:
     """The parts of the chains of B decisions that are kept."""
 
     actions: Tensor
-    """[B, K, D]: the end of the chain, as far as the environment takes it."""
+    """[B, K, D]: the end of the chain, limited to what the environment uses."""
     index: Tensor | None
-    """[B]: the random step; None: all are."""
+    """[B]: index of the random step; None: all steps are random."""
     states: Tensor
-    """[B, 1, H, A]: the state before the random step; or [B, N, H, A]: before each step."""
+    """[B, 1, H, A]: the state before the random step; or [B, N, H, A]: the states before each step."""
     after: Tensor | None
-    """[B, K, D]: of the state after the random step; None: those are among `states`."""
+    """[B, K, D]: the state after the random step; None: it is among `states`."""
 
     def columns(self, spec: FlowSpec) -> Tensor:
-        """As recorded actions [B, K * W]; see `tether.models.flow.spec`."""
+        """Return the record as actions [B, K * W], in the layout of `tether.models.flow.spec`."""
         rows, chunk = self.actions.shape[:2]
-        parts = [self.states.flatten(1)]
+        tensors = [self.states.flatten(1)]
         if self.index is not None and self.after is not None:
-            parts = [self.index[:, None].to(self.states.dtype), *parts, self.after.flatten(1)]
-        beside = torch.cat(parts, dim=1)
-        missing = chunk * (spec.action_width - spec.action_dim) - beside.shape[1]
-        beside = torch.nn.functional.pad(beside, (0, missing)).unflatten(1, (chunk, -1))
-        return torch.cat([self.actions, beside], dim=2).reshape(rows, -1)
+            tensors = [self.index[:, None].to(self.states.dtype), *tensors, self.after.flatten(1)]
+        extra = torch.cat(tensors, dim=1)
+        missing = chunk * (spec.action_width - spec.action_dim) - extra.shape[1]
+        extra = torch.nn.functional.pad(extra, (0, missing)).unflatten(1, (chunk, -1))
+        return torch.cat([self.actions, extra], dim=2).reshape(rows, -1)
 
     @classmethod
     def of_columns(cls, columns: Tensor, spec: FlowSpec) -> Record:
-        """The inverse of `columns`."""
+        """Return the record of actions in the layout of `columns`."""
         split = columns.unflatten(1, (spec.num_action_chunks, spec.action_width))
-        actions, beside = split[:, :, : spec.action_dim], split[:, :, spec.action_dim :].flatten(1)
+        actions, extra = split[:, :, : spec.action_dim], split[:, :, spec.action_dim :].flatten(1)
         shape = (-1, spec.horizon, spec.latent_dim)
         if spec.joint_logprob:
-            return cls(actions, None, beside[:, : spec.recorded].unflatten(1, shape), None)
-        states, after = beside[:, 1 : spec.recorded].tensor_split([spec.latents], dim=1)
-        index = beside[:, 0].round().long().clamp(0, spec.num_steps - 1)
+            return cls(actions, None, extra[:, : spec.recorded].unflatten(1, shape), None)
+        states, after = extra[:, 1 : spec.recorded].tensor_split([spec.latents], dim=1)
+        index = extra[:, 0].round().long().clamp(0, spec.num_steps - 1)
         return cls(actions, index, states.unflatten(1, shape), after.unflatten(1, actions.shape[1:]))
 
     def steps(self, spec: FlowSpec) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The random steps: their numbers [B], the states before [B, H, A], and after as far as it counts [B, K, D]."""
+        """Return the random steps: indices [B], states before [B, H, A], and states after [B, K, D]."""
         if self.index is not None and self.after is not None:
             return [(self.index, self.states[:, 0], self.after)]
-        taken = self.states[:, :, : spec.num_action_chunks, : spec.action_dim]
-        after = [*taken.unbind(1)[1:], self.actions]
-        numbers = torch.arange(spec.num_steps, device=self.states.device)
-        everything = zip(numbers, self.states.unbind(1), after, strict=True)
-        return [(number.expand(len(state)), state, end) for number, state, end in everything][: spec.random_steps]
+        states = self.states[:, :, : spec.num_action_chunks, : spec.action_dim]
+        after = [*states.unbind(1)[1:], self.actions]
+        indices = torch.arange(spec.num_steps, device=self.states.device)
+        steps = zip(indices, self.states.unbind(1), after, strict=True)
+        return [(index.expand(len(state)), state, end) for index, state, end in steps][: spec.random_steps]

@@ -1,7 +1,7 @@
-"""A flow-matching policy as what trains and what acts sees it: like `tether.models.control.network_policy`'s.
+"""A flow-matching policy with the interface of `tether.models.control.network_policy` for training and acting.
 
-Its actions are recorded with the chain that led to them (`tether.models.flow.chain`), and its outputs are the
-log-probabilities and entropies of its chains themselves.
+Its actions are recorded with the chain that produced them (`tether.models.flow.chain`), and its outputs are the
+log-probabilities and entropies of these chains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tether.models.control.spec import Observations, device_of
 from tether.models.flow import backbone as backbones
 from tether.models.flow.backbone import TOKEN_MASK, TOKENS, Prefix
 from tether.models.flow.chain import Record, log_density, step, times
-from tether.models.flow.prompts import Prompts, of_task, of_task_and_state
+from tether.models.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
 from tether.models.flow.spec import FlowSpec
 from tether.models.vla.model import ValueHead
 from tether.observations import decode_text
@@ -32,10 +32,10 @@ NOISE_SIZES = (128, 64)
 
 
 class ChainHead(nn.Module):
-    """The distribution of chains: outputs are its log-probabilities and entropies already, [B, K * D] each.
+    """The distribution of chains, whose outputs already are log-probabilities and entropies, [B, K * D] each.
 
     Args:
-        spec: the shape.
+        spec: shape of the policy.
     """
 
     def __init__(self, spec: FlowSpec) -> None:
@@ -45,30 +45,31 @@ class ChainHead(nn.Module):
         self.outputs = self.linear = 2 * self.width
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """[*shape, entries]: of the start and of each random step, and a number in [0, 1) that draws the step."""
+        """Return noise [*shape, entries] of the start and of each random step, and a number in [0, 1) that selects the
+        step."""
         spec = self._spec
         steps = spec.random_steps if spec.joint_logprob else 1
         normal = torch.randn(*shape, (1 + steps) * spec.latents, generator=generator)
         return torch.cat([torch.rand(*shape, 1, generator=generator), normal], dim=-1)
 
     def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
-        """[..., 2 * K * D], [..., K * W] -> log-probabilities and entropies, [..., K * D] each."""
+        """Return log-probabilities and entropies, [..., K * D] each, from outputs [..., 2 * K * D]."""
         log_probs, entropy = outputs.split(self.width, dim=-1)
         return Evaluated(log_probs, entropy, outputs)
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
-        """Gradient of the outputs, [B, 2 * K * D]; for the arguments see `CategoricalHead.backward`."""
+        """Return the gradient of the outputs, [B, 2 * K * D]; arguments as for `CategoricalHead.backward`."""
         shape = done.log_probs.shape
         return torch.cat([log_prob_grad.expand(shape), entropy_grad.expand(shape)], dim=1)
 
 
 class NoiseHead(nn.Module):
-    """Standard deviations of ``flow_noise`` between two bounds, from hidden states; RLinf's sizes.
+    """Computes standard deviations of ``flow_noise`` between two bounds from hidden states, with RLinf's sizes.
 
     Args:
         hidden_dim: E.
         latent_dim: A.
-        bounds: the least and the largest.
+        bounds: minimum and maximum.
     """
 
     def __init__(self, hidden_dim: int, latent_dim: int, bounds: tuple[float, float]) -> None:
@@ -79,17 +80,17 @@ class NoiseHead(nn.Module):
         self._low, self._high = map(math.log, bounds)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, H, E] -> [B, H, A]: exp of a number between the logarithms of the bounds."""
+        """Return [B, H, A] for hidden states [B, H, E]: exp of a number between the logarithms of the bounds."""
         share = (torch.tanh(self.layers(hidden)) + 1) / 2
         return torch.exp(self._low + (self._high - self._low) * share)
 
 
 class FlowPolicy(MemorylessPolicy):
-    """Network, value head, and for ``flow_noise`` a head of noise.
+    """Network, value head, and a noise head for ``flow_noise``.
 
     Args:
-        spec: the shape.
-        seed: of the first weights.
+        spec: shape of the policy.
+        seed: seed of the initial weights.
 
     Raises:
         ValueError: lerobot is not installed, or the tokenizer cannot be loaded.
@@ -102,7 +103,7 @@ class FlowPolicy(MemorylessPolicy):
         self.spec, self.head = spec, ChainHead(spec)
         self._row = FlatRow(spec.layout, without=[*spec.pictures, spec.text or ""])
         self._pictures = Pictures(spec.layout, spec.pictures) if spec.pictures else None
-        self._prompts = Prompts(spec.prompt_length, spec.tokenizer)
+        self._prompts = FlowPrompts(spec.prompt_length, spec.tokenizer)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model: Any = backbones.make_backbone(spec)
@@ -112,148 +113,152 @@ class FlowPolicy(MemorylessPolicy):
                 self.noise_head = NoiseHead(self.model.expert_width, spec.latent_dim, spec.noise_logvar_range)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The trained parameters: of the policy, and of the value head."""
+        """Return the trained parameters of the policy, and of the value head."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         actor = [*self.model.parameters(), *([] if self.noise_head is None else self.noise_head.parameters())]
         return [parameter for parameter in actor if parameter.requires_grad], critic
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """The inputs from observations [..., *shape]: numbers, scaled and padded; pictures of bytes; a prompt."""
+        """Return inputs for observations [..., *shape]: scaled and padded numbers, images of bytes, and the prompt."""
         row = self._row(obs)
         if self._row.width:
             offset, scale = (row.new_tensor(column) for column in self.spec.state_scale)
             row = (row - offset) / scale
         tokens, mask = self._tokens(obs, row)
         numbers = nn.functional.pad(row, (0, self.spec.state_dim - row.shape[-1]))
-        read = {NUMBERS: numbers, TOKENS: tokens.to(row.device), TOKEN_MASK: mask.to(row.device)}
+        fields = {NUMBERS: numbers, TOKENS: tokens.to(row.device), TOKEN_MASK: mask.to(row.device)}
         if self._pictures is not None:
-            read[PICTURE] = self._pictures(obs)
-        return TensorDict(read, batch_size=row.shape[:-1])
+            fields[PICTURE] = self._pictures(obs)
+        return TensorDict(fields, batch_size=row.shape[:-1])
 
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """The scale of numbers is part of the shape, so there are no statistics."""
+        """Do nothing: the scale of numbers is part of the shape, so there are no statistics."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, 2 * K * D] and values [B, V] for observations [B, ...] and the recorded actions [B, K * W]."""
+        """Return outputs [B, 2 * K * D] and values [B, V] for observations [B, ...] and recorded actions [B, K * W]."""
         assert isinstance(obs, TensorDict)
         prefix = self.model.prefix(obs)
         return self._outputs(prefix, actions), self._values(prefix)
 
     def imitation_losses(self, obs: Observations, actions: Tensor, generator: torch.Generator) -> Tensor:
-        """The conditional flow-matching loss (Lipman et al. 2023) of recorded actions, [B, H * D].
+        """Return the conditional flow-matching loss (Lipman et al. 2023) of recorded actions, [B, H * D].
 
         Args:
-            obs: [B, ...], as `inputs` gives them.
-            actions: [B, H * D], in the environment's scale.
-            generator: of noise and times.
+            obs: [B, ...] inputs of `inputs`.
+            actions: [B, H * D] in the environment's scale.
+            generator: random generator of noise and times.
         """
         spec = self.spec
         assert isinstance(obs, TensorDict)
-        wanted = actions.unflatten(1, (spec.horizon, spec.action_dim))
-        offset, scale = (wanted.new_tensor(column) for column in spec.action_scale)
-        wanted = nn.functional.pad((wanted - offset) / scale, (0, spec.latent_dim - spec.action_dim))
-        noise = torch.randn(wanted.shape, generator=generator).to(wanted)
-        # Of Beta(a, 1) the distribution function is u^a.
-        drawn = torch.rand(len(wanted), generator=generator) ** (1 / TIME_ALPHA)
-        t = (TIME_SCALE * drawn + TIME_OFFSET).to(wanted)
-        losses: Tensor = self.model.matching_losses(obs, wanted, noise, t)
+        target = actions.unflatten(1, (spec.horizon, spec.action_dim))
+        offset, scale = (target.new_tensor(column) for column in spec.action_scale)
+        target = nn.functional.pad((target - offset) / scale, (0, spec.latent_dim - spec.action_dim))
+        noise = torch.randn(target.shape, generator=generator).to(target)
+        # The cumulative distribution function of Beta(a, 1) is u^a.
+        uniform = torch.rand(len(target), generator=generator) ** (1 / TIME_ALPHA)
+        t = (TIME_SCALE * uniform + TIME_OFFSET).to(target)
+        losses: Tensor = self.model.matching_losses(obs, target, noise, t)
         return losses[:, :, : spec.action_dim].flatten(1)
 
     @torch.no_grad()
     def values(self, obs: Observations) -> Tensor:
-        """Values [B, V] of observations [B, ...]."""
+        """Return values [B, V] of observations [B, ...]."""
         assert self.critic is not None
         if not len(obs):
             return torch.zeros(0, self.spec.value_width, device=device_of(self))
-        return torch.cat([self.critic(self.model.prefix(piece).critic_input) for piece in obs.split(self._rows)])
+        return torch.cat([self.critic(self.model.prefix(batch).critic_input) for batch in obs.split(self._rows)])
 
     @torch.no_grad()
     def act(self, obs: Observations, noise: Tensor | None) -> Tensor:
-        """Recorded actions [N, K * W].
+        """Return recorded actions [N, K * W].
 
         Args:
-            obs: [N, ...].
-            noise: [N, ...] of the head; None follows the ODE from 0, where the density of the start is highest.
+            obs: [N, ...] observations.
+            noise: [N, ...] noise of the head; None follows the ODE from 0, where the density of the start is highest.
         """
         assert isinstance(obs, TensorDict)
         spec, prefix = self.spec, self.model.prefix(obs)
         x = obs[NUMBERS].new_zeros(len(obs), spec.horizon, spec.latent_dim)
-        drawn = None if noise is None else noise[:, 1:].to(x).unflatten(1, (-1, *x.shape[1:]))
+        step_noise = None if noise is None else noise[:, 1:].to(x).unflatten(1, (-1, *x.shape[1:]))
         chosen = torch.zeros(len(obs), dtype=torch.int64, device=x.device)
-        if drawn is not None and noise is not None:
-            x = drawn[:, 0]
+        if step_noise is not None and noise is not None:
+            x = step_noise[:, 0]
             if not spec.joint_logprob:
                 chosen = (noise[:, 0] * spec.random_steps).long().clamp(max=spec.random_steps - 1).to(x.device)
         states, before, after = [], x, x
         for number in range(spec.num_steps):
             index = torch.full_like(chosen, number)
             states.append(x)
-            velocity, std = self._look(prefix, x, index)
+            velocity, std = self._velocity(prefix, x, index)
             following, _ = step(x, velocity, index, spec.num_steps, None)
-            if drawn is not None and number < spec.random_steps:
+            if step_noise is not None and number < spec.random_steps:
                 mean, std = step(x, velocity, index, spec.num_steps, spec.noise_method, spec.noise_level, std)
-                mine = (chosen == number)[:, None, None] | spec.joint_logprob
-                following = torch.where(mine, mean + std * drawn[:, 1 + number * spec.joint_logprob], following)
-                before, after = torch.where(mine, x, before), torch.where(mine, following, after)
+                is_chosen = (chosen == number)[:, None, None] | spec.joint_logprob
+                following = torch.where(
+                    is_chosen, mean + std * step_noise[:, 1 + number * spec.joint_logprob], following
+                )
+                before, after = torch.where(is_chosen, x, before), torch.where(is_chosen, following, after)
             x = following
-        taken = slice(spec.num_action_chunks), slice(spec.action_dim)
-        actions = x[:, taken[0], taken[1]]
+        used = slice(spec.num_action_chunks), slice(spec.action_dim)
+        actions = x[:, used[0], used[1]]
         if spec.joint_logprob:
             return Record(actions, None, torch.stack(states, dim=1), None).columns(spec)
-        return Record(actions, chosen, before[:, None], after[:, taken[0], taken[1]]).columns(spec)
+        return Record(actions, chosen, before[:, None], after[:, used[0], used[1]]).columns(spec)
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
-        """Take over weights as `plain_state` gives them; a head of noise that is not among them stays as it is."""
-        own = self.state_dict()
+        """Load weights of `plain_state`; a noise head that is not among them stays unchanged."""
+        state = self.state_dict()
         for name, value in weights.items():
-            if name in own:
-                own[name].copy_(value)
+            if name in state:
+                state[name].copy_(value)
 
     def plain_state(self) -> dict[str, Tensor]:
-        """The weights."""
+        """Return the weights."""
         return self.state_dict()
 
     def _values(self, prefix: Prefix) -> Tensor | None:
         if self.critic is None:
             return None
-        read = prefix.critic_input
-        values: Tensor = self.critic(read.detach() if self.spec.detach_critic_input else read)
+        features = prefix.critic_input
+        values: Tensor = self.critic(features.detach() if self.spec.detach_critic_input else features)
         return values
 
-    def _look(self, prefix: Prefix, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Velocities, and the standard deviations that are learned, where they are, [B, H, A] each."""
+    def _velocity(self, prefix: Prefix, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return velocities, and learned standard deviations if there are any, [B, H, A] each."""
         velocity, hidden = self.model.velocity(prefix, x, times(index, self.spec.num_steps, x.dtype)[0])
         return velocity, None if self.noise_head is None else self.noise_head(hidden)
 
     def _outputs(self, prefix: Prefix, actions: Tensor) -> Tensor:
-        """Log-probabilities and mean entropies of the random steps of chains [B, K * W], [B, 2 * K * D]."""
+        """Return log-probabilities and mean entropies, [B, 2 * K * D], of the random steps of chains [B, K * W]."""
         spec = self.spec
         log_probs, entropies = [], []
         for index, before, after in Record.of_columns(actions, spec).steps(spec):
-            velocity, learned = self._look(prefix, before, index)
+            velocity, learned = self._velocity(prefix, before, index)
             mean, std = step(before, velocity, index, spec.num_steps, spec.noise_method, spec.noise_level, learned)
-            taken = (slice(None), slice(spec.num_action_chunks), slice(spec.action_dim))
-            log_probs.append(log_density(after, mean[taken], std[taken]))
-            entropies.append(std[taken].log() + (0.5 + HALF_LOG_2PI))
+            used = (slice(None), slice(spec.num_action_chunks), slice(spec.action_dim))
+            log_probs.append(log_density(after, mean[used], std[used]))
+            entropies.append(std[used].log() + (0.5 + HALF_LOG_2PI))
         total = torch.stack(log_probs).sum(dim=0)
-        if spec.joint_logprob and spec.step_logprobs == "mean":  # of all steps and the start
+        if spec.joint_logprob and spec.step_logprobs == "mean":  # over all steps and the start
             total = total / (spec.num_steps + 1)
         return torch.cat([total.flatten(1), torch.stack(entropies).mean(dim=0).flatten(1)], dim=1)
 
     def _tokens(self, obs: ObservationBatch, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and their mask, [..., L] each."""
+        """Return token ids and their mask, [..., L] each."""
         shape, spec = row.shape[:-1], self.spec
         count = math.prod(shape)
         if spec.text is None:
             tasks, which = [""], np.zeros(count, dtype=np.int64)
         else:
             codes = obs[spec.text].flatten(0, -2).cpu().numpy()
-            found, which = np.unique(codes, axis=0, return_inverse=True)
-            tasks, which = [decode_text(text) for text in found], which.reshape(-1)
+            unique, which = np.unique(codes, axis=0, return_inverse=True)
+            tasks, which = [decode_text(text) for text in unique], which.reshape(-1)
         if spec.model_type == "pi05":
             states = row.reshape(count, row.shape[-1]).float().cpu().numpy()
-            texts = [of_task_and_state(tasks[task], state) for task, state in zip(which, states, strict=True)]
+            texts = [task_and_state_prompt(tasks[task], state) for task, state in zip(which, states, strict=True)]
             ids, mask = self._prompts(texts)
         else:
-            ids, mask = (column[torch.from_numpy(which)] for column in self._prompts([of_task(task) for task in tasks]))
+            ids, mask = (
+                column[torch.from_numpy(which)] for column in self._prompts([task_prompt(task) for task in tasks])
+            )
         return ids.unflatten(0, shape), mask.unflatten(0, shape)

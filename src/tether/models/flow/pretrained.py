@@ -1,4 +1,4 @@
-"""Saved policies in lerobot's format: a folder with config.json, model.safetensors and what scales their numbers."""
+"""Saved policies in lerobot's format: a folder with config.json, model.safetensors and the scales of their numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ASSUMED = {
     "min_period": 4e-3, "max_period": 4.0, "time_sampling_beta_alpha": 1.5, "time_sampling_beta_beta": 1.0,
     "time_sampling_scale": 0.999, "time_sampling_offset": 0.001,
 }  # fmt: skip
-"""Of the configuration: what is the same in every policy so far."""
+"""Settings of the configuration that have the same value in all published policies."""
 PUBLISHED_WIDTH = 2048
-"""Of the PaliGemma of lerobot's own sizes."""
+"""Width of PaliGemma in lerobot's own sizes."""
 KEY = "actor_rollout_ref.model.path"
 
 
@@ -40,26 +40,26 @@ class Pretrained:
     image_size: int
     prompt_length: int
     cameras: int
-    """Pictures that it knows."""
+    """Number of images that it was trained with."""
     action_dim: int | None
-    """Columns of an action that it was trained on; None: the file does not say."""
+    """Columns of an action that it was trained with; None: unknown."""
     sizes: dict[str, int] | None
     action_scale: Scale | None
-    """None: the folder has no statistics."""
+    """Scale of actions; None: the folder has no statistics."""
     state_scale: Scale | None
 
 
 def is_pretrained(folder: Path) -> bool:
-    """There is a policy in lerobot's format in the folder."""
+    """Return whether the folder has a policy in lerobot's format."""
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def read_pretrained(folder: Path) -> Pretrained:
-    """Describe the policy in a folder.
+    """Return the description of the policy in a folder.
 
     Raises:
-        ValueError: it is another kind of policy, its actions are relative to the state, or its configuration is not
-            that of the published ones.
+        ValueError: the policy has another type, its actions are relative to the state, or its configuration differs
+            from that of published policies.
     """
     config = read_json(folder / CONFIG, dict, COPY_AGAIN)
     kind = config.get("type")
@@ -70,9 +70,9 @@ def read_pretrained(folder: Path) -> Pretrained:
             f"{KEY}={folder}: its actions are relative to the state (use_relative_actions), which is not supported. "
             "Give a policy of absolute actions."
         )
-    for name, assumed in ASSUMED.items():
-        if config.get(name, assumed) != assumed:
-            raise ValueError(f"{KEY}={folder}: {CONFIG} has {name}={config[name]}; only {assumed} is supported")
+    for name, supported in ASSUMED.items():
+        if config.get(name, supported) != supported:
+            raise ValueError(f"{KEY}={folder}: {CONFIG} has {name}={config[name]}; only {supported} is supported")
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         shapes = {_prefixed(name): file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     try:
@@ -98,15 +98,15 @@ def read_pretrained(folder: Path) -> Pretrained:
 
 
 def load_weights(policy: FlowPolicy, folder: Path) -> None:
-    """Put the weights of a folder into the network; the critic stays as it is.
+    """Load the weights of a folder into the network; the critic is unchanged.
 
     Raises:
-        ValueError: they are not those of this network; names some.
+        ValueError: the weights do not fit the network; the message names some of them.
     """
     network = policy.model.policy
-    known = network._fix_pytorch_state_dict_keys(load_file(folder / WEIGHTS), network.config)
-    weights = {_prefixed(name): value for name, value in known.items()}
-    # Safetensors keep one name of weights that two share; nothing reads these two.
+    state = network._fix_pytorch_state_dict_keys(load_file(folder / WEIGHTS), network.config)
+    weights = {_prefixed(name): value for name, value in state.items()}
+    # Safetensors store one name of shared weights; nothing reads these two.
     read = {name for name, value in network.named_parameters() if not name.endswith("lm_head.weight")}
     missing, wrong = network.load_state_dict(_fitting(weights, network, folder), strict=False)
     missing = [name for name in missing if name in read]
@@ -118,21 +118,21 @@ def _fitting(weights: dict[str, Tensor], network: Any, folder: Path) -> dict[str
     expected = network.state_dict()
     for name, value in weights.items():
         if name in expected and expected[name].shape != value.shape:
-            found, wanted = list(value.shape), list(expected[name].shape)
-            raise ValueError(f"{folder / WEIGHTS}: {name} has the shape {found}, the policy {wanted}")
+            shape, expected_shape = list(value.shape), list(expected[name].shape)
+            raise ValueError(f"{folder / WEIGHTS}: {name} has the shape {shape}, the policy {expected_shape}")
     return weights
 
 
 def _prefixed(name: str) -> str:
-    """openpi's files leave out the module that lerobot puts around."""
+    """Return the name with the module prefix of lerobot, which openpi's files lack."""
     return name if name.startswith("model.") else f"model.{name}"
 
 
 def _scales(folder: Path) -> dict[str, Scale]:
-    """Feature -> its scale, where a normalizer with statistics is beside the policy.
+    """Return feature -> scale, if the folder has a normalizer with statistics.
 
     Raises:
-        ValueError: numbers are normalised in a way that is not known.
+        ValueError: the normalisation mode is not supported.
     """
     if not (folder / PROCESSOR).is_file():
         return {}
@@ -143,31 +143,33 @@ def _scales(folder: Path) -> dict[str, Scale]:
             return {}
         modes = normalizer["config"]["norm_map"]
         statistics = load_file(folder / normalizer["state_file"])
-    found = {}
+    scales = {}
     for feature, kind in ((STATE, "STATE"), (ACTION, "ACTION")):
-        told = {name.rpartition(".")[2]: value for name, value in statistics.items() if name.startswith(f"{feature}.")}
-        if told:
-            found[feature] = scale_of(modes.get(kind, "IDENTITY"), told, f"{folder / PROCESSOR}: norm_map.{kind}")
-    return found
+        by_name = {
+            name.rpartition(".")[2]: value for name, value in statistics.items() if name.startswith(f"{feature}.")
+        }
+        if by_name:
+            scales[feature] = scale_of(modes.get(kind, "IDENTITY"), by_name, f"{folder / PROCESSOR}: norm_map.{kind}")
+    return scales
 
 
 ENDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
-"""Normalizations that bring a range to [-1, 1] -> the statistics that are its ends."""
+"""Modes that map a range to [-1, 1] -> the statistics that are its bounds."""
 
 
 def scale_of(mode: str, statistics: dict[str, Tensor], where: str) -> Scale:
-    """Offsets and scales by a mode of lerobot's normalization.
+    """Return offsets and scales for a mode of lerobot's normalization.
 
     Raises:
-        ValueError: the mode is not known, or its statistics are missing.
+        ValueError: the mode is unknown, or its statistics are missing.
     """
-    wanted = ("mean", "std") if mode == "MEAN_STD" else ENDS.get(mode, ())
-    if mode != "IDENTITY" and (not wanted or any(name not in statistics for name in wanted)):
+    names = ("mean", "std") if mode == "MEAN_STD" else ENDS.get(mode, ())
+    if mode != "IDENTITY" and (not names or any(name not in statistics for name in names)):
         raise ValueError(f"{where}={mode}: needs one of MEAN_STD, {', '.join(ENDS)} or IDENTITY, with its statistics")
     if mode == "IDENTITY":
         columns = next(iter(statistics.values())).numel()
         return (0.0,) * columns, (1.0,) * columns
-    first, second = (statistics[name].double().flatten() for name in wanted)
+    first, second = (statistics[name].double().flatten() for name in names)
     if mode == "MEAN_STD":
         return _columns(first, second + 1e-8)
     width = torch.where(first == second, 1e-8, second - first)

@@ -12,34 +12,34 @@ from torch import Tensor
 
 PAD, BEGIN, FIRST_BYTE, BYTES = 0, 2, 3, 256
 VOCAB_SIZE = FIRST_BYTE + BYTES + 1
-"""Of prompts whose tokens are bytes; the last id marks pictures, and stands in no prompt."""
+"""Vocabulary of prompts with bytes as tokens; the last id marks images, and occurs in no prompt."""
 STATE_BINS = 256
 
 
-def of_task(task: str) -> str:
-    """The prompt of pi0."""
+def task_prompt(task: str) -> str:
+    """Return the prompt of pi0."""
     return task if task.endswith("\n") else f"{task}\n"
 
 
-def of_task_and_state(task: str, state: NDArray[np.float32]) -> str:
-    """The prompt of pi0.5, which reads the state [S], scaled to [-1, 1], as numbers of 256 bins."""
+def task_and_state_prompt(task: str, state: NDArray[np.float32]) -> str:
+    """Return the prompt of pi0.5 with the state [S], scaled to [-1, 1], as numbers of 256 bins."""
     bins = np.digitize(state, np.linspace(-1, 1, STATE_BINS + 1)[:-1]) - 1
     return f"Task: {task.strip().replace('_', ' ')}, State: {' '.join(map(str, bins))};\nAction: "
 
 
-def longest(model_type: str, task_bytes: int, state_width: int) -> int:
-    """Tokens of the longest prompt whose tokens are bytes."""
+def max_prompt_length(model_type: str, task_bytes: int, state_width: int) -> int:
+    """Return the number of tokens of the longest prompt with bytes as tokens."""
     if model_type == "pi0":
         return 2 + task_bytes
-    return 1 + len(of_task_and_state("", np.zeros(0, np.float32)).encode()) + task_bytes + 4 * state_width
+    return 1 + len(task_and_state_prompt("", np.zeros(0, np.float32)).encode()) + task_bytes + 4 * state_width
 
 
-class Prompts:
+class FlowPrompts:
     """Encodes prompts of one length.
 
     Args:
-        length: L.
-        tokenizer: its folder; None: bytes are the tokens.
+        length: L, the number of tokens.
+        tokenizer: folder of the tokenizer; None: bytes are the tokens.
 
     Raises:
         ValueError: there is no tokenizer in the folder.
@@ -50,11 +50,11 @@ class Prompts:
 
     @property
     def vocab_size(self) -> int:
-        """Ids there are, and one that stands in no prompt."""
+        """Number of ids, including one that occurs in no prompt."""
         return VOCAB_SIZE if self._tokenizer is None else len(self._tokenizer) + 1
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Ids [B, L], zeros behind them, and where there are ids, [B, L]; what is too long is cut."""
+        """Return ids [B, L], padded with zeros, and their mask [B, L]; long prompts are truncated."""
         ids = torch.full((len(texts), self._length), PAD)
         mask = torch.zeros(ids.shape, dtype=torch.bool)
         for row, codes in enumerate(map(self._encode, texts)):
@@ -71,7 +71,7 @@ class Prompts:
 
 
 def _load(folder: str) -> Any:
-    from transformers import AutoTokenizer  # takes seconds to load
+    from transformers import AutoTokenizer  # importing takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

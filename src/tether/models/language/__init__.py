@@ -1,6 +1,7 @@
 """Causal language models and critics of transformers: loading, LoRA, gradient checkpointing, the packing check.
 
-`model_path` and `registry_download` find and fetch weights without loading torch: import the module that you need.
+`model_path` and `registry_download` find and download weights without importing torch, so import the module that you
+need.
 """
 
 __all__ = [
@@ -9,11 +10,11 @@ __all__ = [
     "expert_choice",
     "fused_experts",
     "gradient_checkpointing",
+    "lazy_weights",
     "load",
     "lora",
     "model_path",
     "packing_check",
     "registry_download",
     "save",
-    "unread",
 ]

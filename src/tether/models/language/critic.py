@@ -1,9 +1,9 @@
-"""The critic: a language model's backbone with a scalar head, saved as a class that transformers loads by itself.
+"""The critic: a language model's backbone with a scalar head, saved as a class that transformers can load.
 
-The head starts at zero, so the first values are exactly 0 and the first advantages are the discounted rewards. A random
-head would start with values as large as hidden states are long, and training would first have to undo them. A zero head
-does learn: its own gradient is the value error times the hidden state, which is not zero; only the backbone, whose
-gradient passes through the head, waits one step.
+The head is initialised to zero, so the first values are exactly 0 and the first advantages are the discounted rewards.
+A random head would start with values proportional to the norm of hidden states, which training would have to undo
+first. A zero head does learn: its own gradient is the value error times the hidden state, which is not zero; only the
+backbone, whose gradient passes through the head, starts one step later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tether.models.language.load import (
 )
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-_HEAD_NAMES = ("score", "classifier")  # what transformers calls the head, by model family
+_HEAD_NAMES = ("score", "classifier")  # names of the head in transformers, by model family
 
 
 def load_critic(
@@ -43,16 +43,16 @@ def load_critic(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     override_config: Mapping[str, object] | None = None,
-    unread: torch.device | None = None,
+    lazy_device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A critic, from a causal LM (head at zero) or from a saved critic or reward model with one label (its own head).
+    """Load a critic from a causal LM (zero head) or from a saved critic or reward model with one label (its own head).
 
-    Args and what the model is ready for: as `tether.models.language.load.load_causal_lm`. ``critic.save_pretrained``
-    writes a directory that ``AutoModelForTokenClassification`` loads (``AutoModelForSequenceClassification`` for
-    families that have no class for tokens).
+    Arguments and preparation of the model are those of `tether.models.language.load.load_causal_lm`.
+    ``critic.save_pretrained`` writes a directory that ``AutoModelForTokenClassification`` loads
+    (``AutoModelForSequenceClassification`` for families that have no class for tokens).
 
     Raises:
-        ValueError: as `load_causal_lm`; a saved head with more than one label; a family without either class.
+        ValueError: as for `load_causal_lm`; the saved head has more than one label; the family has neither class.
     """
     if not is_gguf(path):
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
@@ -62,29 +62,32 @@ def load_critic(
             for_tokens = architecture.endswith(CRITIC_CLASSES[0])
             auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
             return ready(
-                from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code, unread=unread)
+                from_checkpoint(
+                    auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
+                )
             )
     model = load_causal_lm(
-        path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, unread=unread
+        path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, lazy_device=lazy_device
     )
     return ready(critic_from(model))
 
 
 def load_reward_model(path: Path | str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A saved sequence classifier with one output, as `load_critic`; a causal LM, which has no such head, is refused.
+    """Load a sequence classifier with one output, as `load_critic` does; a causal LM, which has no such head, is
+    refused.
 
     Raises:
-        ValueError: as `load_critic`, or as `check_reward_model`.
+        ValueError: as for `load_critic` and `check_reward_model`.
     """
     check_reward_model(path, load_config(path, trust_remote_code=trust_remote_code))
     return load_critic(path, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel:
-    """A sequence classifier with one output to be trained: a saved one, or a causal LM with a head of zeros.
+    """Load a sequence classifier with one output for training: a saved one, or a causal LM with a zero head.
 
     Raises:
-        ValueError: as `load_critic`, or a saved classifier with another head.
+        ValueError: as for `load_critic`, or a saved classifier with another head.
     """
     if not is_gguf(path) and architecture_of(load_config(path)).endswith(CRITIC_CLASSES):
         return load_reward_model(path, dtype=dtype)
@@ -92,10 +95,10 @@ def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel
 
 
 def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
-    """Refuse a model that does not give one number to a sequence.
+    """Check that a model returns one number for a sequence.
 
     Raises:
-        ValueError: no classifier, one with several outputs, or one that is no decoder.
+        ValueError: the model is not a classifier, has several outputs, or is not a decoder.
     """
     architecture = architecture_of(config)
     if not architecture.endswith(CRITIC_CLASSES):
@@ -110,8 +113,8 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
         )
     if architecture.endswith(CRITIC_CLASSES[1]) and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         with torch.device("meta"):
-            reads_its_last_token = hasattr(_empty_critic(config, (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)), "score")
-        if not reads_its_last_token:  # encoders pool otherwise, and see each token from both sides
+            reads_last_token = hasattr(_empty_critic(config, (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)), "score")
+        if not reads_last_token:  # encoders pool differently and use bidirectional attention
             raise ValueError(
                 f"{path}: {architecture} does not read its score at the last token, as decoders do, and is not "
                 "supported as a reward model. Name a sequence classifier of a decoder family."
@@ -119,18 +122,18 @@ def check_reward_model(path: Path | str, config: PreTrainedConfig) -> None:
 
 
 def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFIG) -> PreTrainedModel:
-    """Move a causal LM's backbone under a scalar head of zeros; the causal LM must not be used any more.
+    """Move a causal LM's backbone under a scalar zero head; the causal LM must not be used afterwards.
 
     Args:
         model: the causal LM.
-        classes: transformers' mappings to the class of the result; the first that knows the family counts.
+        classes: transformers' mappings from config to class; the first one with the family is used.
 
     Raises:
         ValueError: transformers has no class for it.
     """
     config = model.config  # not a copy: transformers below 5.23 chooses attention for the layers by it
     config.num_labels = 1
-    with torch.device("meta"):  # only the shape of the head is wanted
+    with torch.device("meta"):  # only the shape of the head is needed
         critic = _empty_critic(config, classes)
     setattr(critic, critic.base_model_prefix, model.base_model)
     head = value_head_of(critic)
@@ -141,13 +144,13 @@ def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFI
 
 
 def value_head_of(critic: PreTrainedModel) -> nn.Module:
-    """The scalar head: hidden state [.., E] -> value [.., 1]."""
+    """Return the scalar head: hidden state [.., E] -> value [.., 1]."""
     head: nn.Module = next(getattr(critic, name) for name in _HEAD_NAMES if hasattr(critic, name))
     return head
 
 
 def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
-    """Values [N], in at least float32, of the states that hidden states [N, E] stand for.
+    """Return values [N], in at least float32, for hidden states [N, E].
 
     The value before a response token is the output at the position before it. The head runs in its own dtype also
     under autocast: bfloat16 would round a value near 1 to steps of 0.008.
@@ -159,7 +162,7 @@ def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def empty_critic(config: PreTrainedConfig) -> PreTrainedModel:
-    """A new critic of the class that `load_critic` gives for a model with this config.
+    """Return a new critic of the class that `load_critic` returns for a model with this config.
 
     Raises:
         ValueError: transformers has no class for it.

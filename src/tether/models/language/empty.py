@@ -1,4 +1,4 @@
-"""A model of transformers without its weights: class, config and names of what lies in parts elsewhere."""
+"""A model of transformers without its weights: class, config and weight names of a model that is sharded elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tether.models.layers import use_tether_attention
 
 
 def empty_model(path: Path | str, config: PreTrainedConfig, *, critic: bool = False) -> PreTrainedModel:
-    """The model of a directory as `load_causal_lm` or `load_critic` would load it, with weights on the meta device.
+    """Return the model of a directory as `load_causal_lm` or `load_critic` would load it, with weights on the meta
+    device.
 
     Raises:
         ValueError: a critic of a family that has no class with a scalar head.
@@ -28,7 +29,7 @@ def empty_model(path: Path | str, config: PreTrainedConfig, *, critic: bool = Fa
             made = type(module)(config).__dict__  # with rotary angles, which no file has
             module.__dict__.update({name: value for name, value in made.items() if name != "_parameters"})
     if model.can_generate():
-        with suppress(OSError):  # it has none, and keeps what follows from its config
+        with suppress(OSError):  # it has none, and the one derived from its config remains
             model.generation_config = GenerationConfig.from_pretrained(path)
     disable_dropout(model)
     use_tether_attention(model)

@@ -1,4 +1,4 @@
-"""Experts of a layer: in files a tensor each, in the memory of transformers' models one tensor of all.
+"""Experts of a layer: one tensor each in files, one tensor for all in the models of transformers.
 
 ``mlp.experts.3.gate_proj.weight`` [F, E], ``up_proj`` and ``down_proj`` [E, F] of X experts become
 ``mlp.experts.gate_up_proj`` [X, 2F, E] and ``mlp.experts.down_proj`` [X, E, F].
@@ -16,11 +16,12 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their names in files -> by those in memory, each as soon as all of its parts were seen.
+    """Convert tensors from their names in files to those in memory; each is yielded once all of its experts have
+    arrived.
 
     Args:
-        tensors: name and value.
-        experts: of a layer.
+        tensors: name and value in a file.
+        experts: number of experts of a layer.
     """
     waiting: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, value in tensors:
@@ -28,22 +29,22 @@ def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple
         if match is None:
             yield name, value
             continue
-        layer, number, kind = match[1], int(match[2]), match[3]
-        parts = waiting.setdefault(layer, {})
-        parts[number, kind] = value
-        if len(parts) == 3 * experts:
-            every = range(experts)
+        layer, index, kind = match[1], int(match[2]), match[3]
+        weights = waiting.setdefault(layer, {})
+        weights[index, kind] = value
+        if len(weights) == 3 * experts:
+            indices = range(experts)
             yield (
                 f"{layer}.gate_up_proj",
-                torch.stack([torch.cat([parts[x, "gate"], parts[x, "up"]]) for x in every]),
+                torch.stack([torch.cat([weights[x, "gate"], weights[x, "up"]]) for x in indices]),
             )
-            yield f"{layer}.down_proj", torch.stack([parts[x, "down"] for x in every])
+            yield f"{layer}.down_proj", torch.stack([weights[x, "down"] for x in indices])
             del waiting[layer]
-    assert not waiting, f"experts that lack: {sorted(waiting)}"
+    assert not waiting, f"incomplete experts: {sorted(waiting)}"
 
 
 class Unfused(Mapping[str, Tensor]):
-    """The other way: tensors by their names in memory, read by those in files, as views."""
+    """The inverse: tensors under their names in memory, read under those in files, as views."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

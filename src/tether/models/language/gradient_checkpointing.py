@@ -1,44 +1,47 @@
-"""Gradient checkpointing: layers keep their inputs alone, and run again in the backward pass."""
+"""Gradient checkpointing: layers store only their inputs, and run again in the backward pass."""
 
 from __future__ import annotations
 
 import mmap
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-FUNCTION = "_gradient_checkpointing_func"  # where transformers' layers look for it
-LARGE = 1 << 21  # bytes: a large page
+FUNCTION = "_gradient_checkpointing_func"  # attribute in which transformers' layers look for it
+LARGE = 1 << 21  # bytes of a large page
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each layer in the backward pass; takes effect in train mode, and changes no gradient."""
+    """Recompute each layer in the backward pass; effective in train mode, without changing gradients."""
     enable = (
         getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )  # by version
+    )  # depends on the version
     enable({"use_reentrant": False})
-    # transformers lets the embeddings ask for a gradient, by a local function that no pickle takes. Only reentrant
+    # transformers makes the embeddings require a gradient with a local function that cannot be pickled. Only reentrant
     # checkpointing needs that.
     model.disable_input_require_grads()
     for module in model.modules():
         if hasattr(module, FUNCTION):
-            setattr(module, FUNCTION, _run_again_on_the_way_back)
+            setattr(module, FUNCTION, _checkpointed)
 
 
-def in_pages_of_its_own(x: Tensor) -> Tensor:
-    """The same numbers, for as long as a layer needs them: a large tensor of Linux's memory is copied out of malloc's.
+def in_own_pages(x: Any) -> Any:
+    """Return the tensor in memory pages of its own, if it is large and in Linux's main memory.
 
-    What layers keep would lie between what they free, and leave holes that are too small for the next layer: the peak
-    of an update would be far above what is in use.
+    Stored tensors would otherwise be interleaved with freed ones in malloc's memory and leave holes that are too small
+    for the next layer, so that the peak of an update would be far above the memory in use.
     """
+    if not isinstance(x, Tensor):  # GPT-2 hands its layers None by position
+        return x
     is_moved = sys.platform == "linux" and x.device.type == "cpu" and x.nbytes >= LARGE
-    return _InPagesOfItsOwn.apply(x) if is_moved else x
+    return _InOwnPages.apply(x) if is_moved else x
 
 
-class _InPagesOfItsOwn(torch.autograd.Function):
+class _InOwnPages(torch.autograd.Function):
     @staticmethod
     def forward(_: object, x: Tensor) -> Tensor:
         pages = mmap.mmap(-1, x.nbytes)
@@ -50,5 +53,5 @@ class _InPagesOfItsOwn(torch.autograd.Function):
         return grad
 
 
-def _run_again_on_the_way_back(layer: object, *inputs: Tensor) -> object:
-    return checkpoint(layer, *map(in_pages_of_its_own, inputs), use_reentrant=False)
+def _checkpointed(layer: object, *inputs: object) -> object:
+    return checkpoint(layer, *map(in_own_pages, inputs), use_reentrant=False)

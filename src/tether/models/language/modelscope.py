@@ -1,4 +1,4 @@
-"""Models of ModelScope, through its own client (extra ``modelscope``), which resumes and checks hashes."""
+"""Models of ModelScope, through its own client (extra ``modelscope``), which resumes downloads and checks hashes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FIX = (
 def modelscope_directory(name: str, cache_dir: Path) -> Path:
     """Download a model, or what is missing of it; asked once in a process.
 
-    Where ModelScope cannot be reached, a complete earlier download is used, with a warning.
+    If ModelScope cannot be reached, a complete earlier download is used, with a warning.
 
     Args:
         name: ``owner/name``.
-        cache_dir: of tether; MODELSCOPE_CACHE wins.
+        cache_dir: tether's cache; MODELSCOPE_CACHE takes precedence.
 
     Raises:
         ValueError: ModelScope does not have it, or cannot be reached, or the disk is full.
@@ -40,11 +40,11 @@ def modelscope_directory(name: str, cache_dir: Path) -> Path:
         try:
             folder = Path(snapshot_download(name, cache_dir=str(cache_dir / "modelscope")))
         except (NetworkError, ServerError) as error:
-            whole = _downloaded(name, cache_dir)
-            if whole is None:
+            complete = _downloaded(name, cache_dir)
+            if complete is None:
                 raise
-            logger.warning("%s: ModelScope cannot be reached (%s); %s is used", name, error.message, whole)
-            return whole
+            logger.warning("%s: ModelScope cannot be reached (%s); %s is used", name, error.message, complete)
+            return complete
         _note_download(name, cache_dir, folder)
     return folder
 
@@ -54,7 +54,7 @@ def check_on_modelscope(name: str, cache_dir: Path) -> None:
     """Ask for the list of a model's files, unless it is in the cache; nothing is downloaded.
 
     Raises:
-        ValueError: as `modelscope_directory`, or the repository has no config.json.
+        ValueError: as for `modelscope_directory`, or the repository has no config.json.
     """
     if _downloaded(name, cache_dir):
         return
@@ -69,24 +69,24 @@ def _note(name: str, cache_dir: Path) -> Path:
 
 
 def _note_download(name: str, cache_dir: Path, folder: Path) -> None:
-    """Record the files of a complete download: the client does not tell one that was stopped from it."""
+    """Record the files of a complete download, which the client does not distinguish from an interrupted one."""
     note = _note(name, cache_dir)
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps({"folder": str(folder), "files": _files(folder)}))
 
 
 def _downloaded(name: str, cache_dir: Path) -> Path | None:
-    """The folder of a complete download, if its files are as they were then."""
+    """Return the folder of a complete download, if its files are unchanged."""
     try:
         noted = json.loads(_note(name, cache_dir).read_text())
         folder = Path(noted["folder"])
-        found = _files(folder)
-        return folder if found | noted["files"] == found else None
-    except (OSError, ValueError, LookupError, TypeError):  # there is none, or it was not written to its end
+        files = _files(folder)
+        return folder if files | noted["files"] == files else None
+    except (OSError, ValueError, LookupError, TypeError):  # there is no record, or it is incomplete
         return None
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
-    """Size and time of each file: one that was replaced by a download that stopped may have the same size."""
+    """Return size and time of each file; a file of an interrupted download may have the same size as a replaced one."""
     states = {str(file.relative_to(folder)): file.stat() for file in folder.rglob("*") if file.is_file()}
     return {name: [state.st_size, state.st_mtime_ns] for name, state in sorted(states.items())}

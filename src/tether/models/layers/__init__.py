@@ -1,14 +1,15 @@
 """Modules that replace those of transformers: packed attention, RMS norm, rotary embedding, gated MLP.
 
-They call `tether.kernels` and compute what the module that they replace computes.
+They call `tether.kernels` and compute the same as the modules that they replace.
 """
 
 from tether.models.layers.attention import Packed, Padded, use_tether_attention
 from tether.models.layers.fused_modules import RMSNorm
+from tether.models.layers.positions import context_length
 from tether.models.layers.rotary_attention import rotated, spec_of
 from tether.models.layers.ulysses import SequenceRanks, Shared, copies_of_keys
 
 __all__ = [
-    "Packed", "Padded", "RMSNorm", "SequenceRanks", "Shared", "copies_of_keys", "rotated", "spec_of",
-    "use_tether_attention",
+    "Packed", "Padded", "RMSNorm", "SequenceRanks", "Shared", "context_length", "copies_of_keys", "rotated",
+    "spec_of", "use_tether_attention",
 ]  # fmt: skip

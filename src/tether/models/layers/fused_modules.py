@@ -1,9 +1,9 @@
-"""RMS norms and gated MLPs in place of transformers' modules, before a model is used; parameters and names stay.
+"""RMS norms and gated MLPs that replace transformers' modules before a model is used; parameters and names stay.
 
-transformers writes an RMS norm as six tensor operations; autograd saves most of their results and goes back through all
-of them. Here one number per row is saved. It is also exact in float64, where transformers' norms compute in float32: a
-prompt that several responses share then has the very gradient that it has when it is repeated. A gated MLP,
-``down(silu(gate(x)) * up(x))``, saves less for the backward pass, too.
+transformers computes an RMS norm with six tensor operations; autograd saves most of their results and differentiates
+each of them. Here one number per row is saved. It is also exact in float64, where transformers' norms compute in
+float32: a prompt that several responses share then has exactly the same gradient as when it is repeated. A gated MLP,
+``down(silu(gate(x)) * up(x))``, also saves less for the backward pass.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ OFFSETS = {
     "Gemma2RMSNorm": 1.0,
     "Gemma3RMSNorm": 1.0,
 }
-"""transformers' module -> what it adds to its weight. Where that is 0 it rounds before the weight, else after."""
+"""transformers' module -> offset that it adds to its weight. With offset 0 it rounds before the weight, else after."""
 GATED_MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 """transformers' modules that are gated MLPs."""
 
 
-def replace_modules(model: nn.Module, classes: Container[str], ours: Callable[[Any], nn.Module]) -> None:
-    """Put `ours` of a module in its place wherever its class is named in `classes`; train or eval mode stays."""
+def replace_modules(model: nn.Module, classes: Container[str], replacement: Callable[[Any], nn.Module]) -> None:
+    """Replace modules whose class is named in `classes` by `replacement(module)`; train or eval mode is preserved."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child).__name__ in classes:
-                new = ours(child)
+                new = replacement(child)
                 new.training = child.training
                 setattr(parent, name, new)
 
 
 class RMSNorm(nn.Module):
-    """See `tether.kernels.reference.Reference.rms_norm`.
+    """RMS norm computed with `tether.kernels.reference.Reference.rms_norm`.
 
     Args:
-        weight: the parameter of the module that this one replaces.
-        eps: under the root.
-        offset: see `OFFSETS`.
+        weight: the parameter of the replaced module.
+        eps: constant added to the mean square.
+        offset: offset of the weight, as in `OFFSETS`.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
@@ -62,17 +62,17 @@ class RMSNorm(nn.Module):
 
 
 def replace_norms(model: PreTrainedModel) -> None:
-    """Put an `RMSNorm` in the place of every module named in `OFFSETS`; parameters and their names stay."""
-    replace_modules(model, OFFSETS, _ours)
+    """Replace every module named in `OFFSETS` by an `RMSNorm`; parameters and their names stay."""
+    replace_modules(model, OFFSETS, _rms_norm)
 
 
-def _ours(norm: Any) -> RMSNorm:
+def _rms_norm(norm: Any) -> RMSNorm:
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     return RMSNorm(norm.weight, eps, OFFSETS[type(norm).__name__])
 
 
 class GatedMLP(nn.Module):
-    """Takes the place of one of `GATED_MLPS`, with its layers under their names."""
+    """Replacement for one of `GATED_MLPS`, with its layers under their names."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states [.., E] -> [.., E]."""
+        """Return [.., E] for hidden states [.., E]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         return kernels_for(gate, up).gated_mlp(gate, up, self.down_proj)
 
 
 def replace_gated_mlps(model: PreTrainedModel) -> None:
-    """Put a `GatedMLP` in the place of every module named in `GATED_MLPS` whose activation is SiLU; parameters stay."""
+    """Replace every module named in `GATED_MLPS` with SiLU activation by a `GatedMLP`; parameters stay."""
     replace_modules(model, GATED_MLPS, lambda mlp: GatedMLP(mlp) if isinstance(mlp.act_fn, SiLUActivation) else mlp)

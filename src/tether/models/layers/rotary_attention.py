@@ -1,7 +1,7 @@
-"""Self-attention with rotary positions, whose rotation is one pass forward and one backward.
+"""Self-attention with rotary positions, whose rotation is a single operation forward and backward.
 
-transformers writes the rotation as half a dozen tensor operations for queries and as many for keys, and autograd saves
-what lies between them.
+transformers computes the rotation with half a dozen tensor operations each for queries and keys, whose intermediate
+results autograd saves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ REPLACED = (
     "Gemma2Attention",
     "Gemma3Attention",
 )
-"""transformers' modules of this form."""
+"""transformers' modules that are replaced."""
 
 
 def spec_of(attention: Any) -> AttentionSpec:
-    """The attention settings of one of `REPLACED`."""
+    """Return the attention settings of one of `REPLACED`."""
     has_own_window = hasattr(attention, "sliding_window")
     window = attention.sliding_window if has_own_window else getattr(attention.config, "sliding_window", None)
     softcap = getattr(attention, "attn_logit_softcapping", None)
@@ -34,7 +34,7 @@ def spec_of(attention: Any) -> AttentionSpec:
 
 
 class RotaryAttention(nn.Module):
-    """Takes the place of one of `REPLACED`, with all that it has under the same names."""
+    """Replacement for one of `REPLACED`, with all attributes under the same names."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -47,7 +47,6 @@ class RotaryAttention(nn.Module):
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.__dict__.update(attention.__dict__)
-        self._spec = spec_of(attention)
         self._without_layout = type(attention).forward
 
     def forward(
@@ -57,12 +56,13 @@ class RotaryAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         attention_layout: AttentionLayout | None = None,
-        **others: Any,  # position ids, the cache (named by the version of transformers), and so on
+        **kwargs: Any,  # position ids, the cache (named by the version of transformers), and so on
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [R, Q, E], cosine and sine [R, Q, D] -> [R, Q, E]; without a layout as transformers does it."""
+        """Return [R, Q, E] for hidden states [R, Q, E], cosine and sine [R, Q, D]; without a layout, as transformers
+        does."""
         if attention_layout is None:
             attended: tuple[Tensor, Tensor | None] = self._without_layout(
-                self, hidden_states, position_embeddings, attention_mask, **others
+                self, hidden_states, position_embeddings, attention_mask, **kwargs
             )
             return attended
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -71,15 +71,15 @@ class RotaryAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotated(query, *position_embeddings), rotated(key, *position_embeddings)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention_layout.attend(query, key, value, self._spec)
+        out = attention_layout.attend(query, key, value, spec_of(self))
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
 def rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """See `tether.kernels.reference.Reference.rotate`."""
+    """Return the heads rotated by `tether.kernels.reference.Reference.rotate`."""
     return kernels_for(heads, cosine, sine).rotate(heads, cosine, sine)
 
 
 def replace_attentions(model: PreTrainedModel) -> None:
-    """Put a `RotaryAttention` in the place of every module named in `REPLACED`; parameters and their names stay."""
+    """Replace every module named in `REPLACED` by a `RotaryAttention`; parameters and their names stay."""
     replace_modules(model, REPLACED, RotaryAttention)

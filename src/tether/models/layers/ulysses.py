@@ -1,7 +1,8 @@
-"""Sequence parallelism by Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks share each row of packed tokens.
+"""Sequence parallelism with Ulysses (Jacobs et al. 2023, arXiv:2309.14509): ranks share each row of packed tokens.
 
-Each rank has a slice of the tokens, with which all layers but attention work as they are. For attention the ranks
-exchange slices of all heads for all tokens of some heads, and back. Key heads that are fewer than ranks are repeated.
+Each rank has a slice of the tokens, on which all layers except attention work unchanged. For attention the ranks
+exchange slices of all heads for all tokens of some heads, and back. If there are fewer key heads than ranks, they are
+repeated.
 
 Legend: N tokens, S of them on a rank (N / ranks, rounded up), H query heads, K key heads, D head size.
 """
@@ -28,7 +29,7 @@ class SequenceRanks:
     """The ranks that share a row of tokens."""
 
     group: dist.ProcessGroup
-    """Their process group."""
+    """Process group of the ranks."""
 
     @property
     def size(self) -> int:
@@ -36,48 +37,47 @@ class SequenceRanks:
         return dist.get_world_size(self.group)
 
     def span(self, tokens: int) -> tuple[int, int]:
-        """First and last (exclusive) token of this rank; the last rank's may lie beyond the end, in padding."""
+        """Return start and end of this rank's tokens; those of the last rank may extend into padding."""
         each = -(-tokens // self.size)
         first = dist.get_rank(self.group) * each
         return first, first + each
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of what each rank has; differentiable where every rank computes the same from it."""
-        total: Tensor = _Sum.apply(part, self.group)
+    def sum(self, local: Tensor) -> Tensor:
+        """Return the sum over ranks; differentiable if every rank computes the same from it."""
+        total: Tensor = _Sum.apply(local, self.group)
         return total
 
-    def max(self, part: Tensor) -> Tensor:
-        """The largest of what each rank has; of integers, without gradients."""
-        largest = part.to(torch.int32)  # int16 has no exchange
+    def max(self, local: Tensor) -> Tensor:
+        """Return the maximum over ranks, for integers, without gradients."""
+        largest = local.to(torch.int32)  # int16 is not supported
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return largest.to(part.dtype)
+        return largest.to(local.dtype)
 
 
 @dataclass(frozen=True)
 class Shared:
     """A layout of tokens of which each rank has a slice."""
 
-    whole: AttentionLayout
+    layout: AttentionLayout
     tokens: int
-    """Without padding."""
+    """Number of tokens without padding."""
     ranks: SequenceRanks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """See `AttentionLayout.attend`; Q is S."""
         copies = copies_of_keys(query.shape[HEADS], key.shape[HEADS], self.ranks.size)
         key, value = (x.repeat_interleave(copies, HEADS) if copies > 1 else x for x in (key, value))
         query, key, value = (_exchanged(x, HEADS, TOKENS, self.ranks)[:, :, : self.tokens] for x in (query, key, value))
-        attended = self.whole.attend(query, key, value, spec)
+        attended = self.layout.attend(query, key, value, spec)
         first, last = self.ranks.span(self.tokens)
         padding = (last - first) * self.ranks.size - self.tokens
         return _exchanged(F.pad(attended, (0, 0, 0, padding)), TOKENS, HEADS, self.ranks)
 
 
 def copies_of_keys(heads: int, key_heads: int, ranks: int) -> int:
-    """Repeats of each key head, so that every rank gets those that its query heads look at.
+    """Return how often each key head is repeated, so that every rank gets those that its query heads need.
 
     Raises:
-        ValueError: the query heads cannot be split among the ranks.
+        ValueError: the query heads cannot be split over the ranks.
     """
     if heads % ranks:
         raise ValueError(f"{heads} attention heads cannot be split among {ranks} devices")
@@ -86,7 +86,7 @@ def copies_of_keys(heads: int, key_heads: int, ranks: int) -> int:
 
 
 def _exchanged(x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) -> Tensor:
-    """Give each rank its part of one dimension, and get from each its part of another; differentiable."""
+    """Scatter one dimension over the ranks and gather another one; differentiable."""
     exchanged: Tensor = _Exchange.apply(x, scattered, gathered, ranks)
     return exchanged
 
@@ -112,12 +112,12 @@ def _exchange(x: Tensor, scattered: int, gathered: int, ranks: SequenceRanks) ->
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, part: Tensor, group: Any) -> Tensor:
-        total = part.clone()
+    def forward(ctx: AutogradContext, local: Tensor, group: Any) -> Tensor:
+        total = local.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None  # every rank has the whole gradient of the sum, and its part of the sum alone
+        return grad, None  # every rank has the full gradient of the sum, of which it contributed one term

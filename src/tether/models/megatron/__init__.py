@@ -1,9 +1,21 @@
-"""Models that Megatron-core holds in tensor, pipeline, expert and context parallel parts, from and to transformers.
+"""Models that Megatron-core shards by tensor, pipeline, expert and context parallelism, loaded from and saved for
+transformers.
 
-Only `layout` and `version` load without Megatron (``pip install "tether[megatron]"``). A process calls `groups.start`
-once, then `model.build` for each model; `MegatronModel` says what a training engine does with it.
+Only `layout` and `version` can be imported without Megatron (``pip install "tether[megatron]"``). A process calls
+`groups.start` once, then `model.build` for each model; `MegatronModel` documents how a training engine uses it.
 """
 
-from tether.models.megatron.layout import Layout, check
+from tether.models.megatron.layout import MegatronLayout, check
 
-__all__ = ["Layout", "check", "cpu", "dist_checkpoint", "families", "groups", "head", "layout", "model", "version"]
+__all__ = [
+    "MegatronLayout",
+    "check",
+    "cpu",
+    "dist_checkpoint",
+    "families",
+    "groups",
+    "head",
+    "layout",
+    "model",
+    "version",
+]

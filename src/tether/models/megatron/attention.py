@@ -1,9 +1,8 @@
 """Attention of Megatron's layers over packed sequences, and the rotary angles of their tokens.
 
-Megatron packs sequences with the kernels of Transformer Engine only. Here its layers run as for one long sequence, and
-what tells the sequences apart travels beside the tokens (`PackedTokens`): each token's own position for the rotation,
-and a layout that knows which query sees which key, the same as for models of transformers
-(`tether.models.layers.Packed`).
+Megatron packs sequences only with the kernels of Transformer Engine. Here its layers run as for one long sequence, and
+`PackedTokens` accompanies the tokens to separate the sequences: with each token's own position for the rotation, and a
+layout that decides which query sees which key, the same as for models of transformers (`tether.models.layers.Packed`).
 
 Legend: N = tokens on this rank, H = query heads, K = key/value heads, D and E = head size of keys and of values.
 """
@@ -30,7 +29,7 @@ from tether.models.megatron.without_te import HAS_TRANSFORMER_ENGINE
 class PackedTokens(PackedSeqParams):
     """Passed by Megatron from layer to layer beside the hidden states of N tokens."""
 
-    layout: AttentionLayout = None  # type: ignore[assignment]  # after fields with defaults
+    layout: AttentionLayout = None  # type: ignore[assignment]  # it follows fields with defaults
     positions: Tensor = None  # type: ignore[assignment]  # [N], of each token in its own sequence
     padding: Tensor = None  # type: ignore[assignment]  # [1, tokens between the matrices], those that count nowhere
     choice: ExpertChoice | None = None  # of the tokens between the matrices
@@ -41,13 +40,13 @@ class AttentionOptions:
     """The entries of a model's config that Megatron's own have no place for."""
 
     sliding_windows: tuple[int | None, ...]
-    """Of each layer."""
+    """Sliding window of each layer."""
     rotary_scale: float = 1.0
     """Factor of cosine and sine: YaRN's attention factor."""
 
 
 class PackedAttention(MegatronModule):
-    """The core of self-attention, in the place of Megatron's: queries, keys and values in, attended values out."""
+    """The core of self-attention, which replaces Megatron's: attends with queries, keys and values."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedTokens | None = None,
         **_: object,  # the kind of mask, and biases that no model here has
     ) -> Tensor:
-        """Query [N, 1, H, D], key [N, 1, K, D], value [N, 1, K, E], or all without the 1 -> [N, 1, H * E]."""
-        assert packed_seq_params is not None, "attention needs to know which tokens belong together"
+        """Return [N, 1, H * E] for query [N, 1, H, D], key [N, 1, K, D], value [N, 1, K, E], or all without the 1."""
+        assert packed_seq_params is not None, "attention needs the layout of the tokens"
         query, key, value = (x.flatten(0, -3) for x in (query, key, value))
         layout = packed_seq_params.layout
         if self.fused is not None and self.spec.sliding_window is None and _is_plain(layout):
@@ -91,7 +90,7 @@ class PackedAttention(MegatronModule):
 
 
 class Rotary(nn.Module):
-    """The angles of tokens at given positions, from the frequencies that transformers makes of a config."""
+    """Computes the angles of tokens at given positions, from transformers' frequencies of a config."""
 
     inverse_frequencies: Tensor
 
@@ -101,14 +100,14 @@ class Rotary(nn.Module):
         self.latent, self.scale = latent, scale
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
-        """The positions [N], which Megatron passes on to `forward`."""
+        """Return the positions [N], which Megatron passes to `forward`."""
         packed: PackedTokens = args[4]
         return packed.positions
 
     def forward(self, positions: Tensor, **_: object) -> Tensor | tuple[Tensor, float]:
-        """[N, 1, 1, D] in radians, the halves of D alike; with a scale, where Megatron takes one.
+        """Return [N, 1, 1, D] in radians, repeated for the halves of D; with the scale, where Megatron expects one.
 
-        Latent attention rotates [N, H, D], and so gets [N, 1, D].
+        Latent attention rotates [N, H, D], so it gets [N, 1, D].
         """
         angles = positions[:, None].float() * self.inverse_frequencies.to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)[:, None]
@@ -131,18 +130,19 @@ class Norm(nn.Module):
 
 
 def has_fused_attention(context: int) -> bool:
-    """Whether Transformer Engine's attention runs: where it is installed beside a GPU and no sequence is shared."""
+    """Return whether Transformer Engine's attention is used: if it is installed, on a GPU, and sequences are not
+    shared."""
     return HAS_TRANSFORMER_ENGINE and torch.cuda.is_available() and context == 1
 
 
 def rotary_of(hf_config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies [D / 2] and what cosine and sine are multiplied by, as transformers computes them."""
+    """Return inverse frequencies [D / 2] and the factor of cosine and sine, as transformers computes them."""
     parameters = hf_config.rope_parameters
     if parameters["rope_type"] == "default":
         size = getattr(hf_config, "qk_rope_head_dim", None) or head_size(hf_config)
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-    # Imported here: most models need none of transformers' modelling code.
+    # Imported here, because most models need none of transformers' modelling code.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inverse_frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config, torch.device("cpu"))
@@ -150,7 +150,7 @@ def rotary_of(hf_config: Any) -> tuple[Tensor, float]:
 
 
 def head_size(hf_config: Any) -> int:
-    """Of queries and keys."""
+    """Return the head size of queries and keys."""
     size = getattr(hf_config, "head_dim", None)
     return int(size or hf_config.hidden_size // hf_config.num_attention_heads)
 
@@ -162,10 +162,10 @@ def _device() -> torch.device:
 def _fused(
     config: Any, layer: int, mask: Any, kind: str, scale: float, k_channels: int | None, v_channels: int | None
 ) -> nn.Module | None:
-    """Transformer Engine's attention, where it runs."""
+    """Return Transformer Engine's attention, or None if it is not used."""
     if not has_fused_attention(config.context_parallel_size):
         return None
-    # Imported here: the module exists in every Megatron and loads in an environment with Transformer Engine only.
+    # Imported here: the module exists in every Megatron and can be imported only with Transformer Engine.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     fused: nn.Module = TEDotProductAttention(
@@ -175,12 +175,12 @@ def _fused(
 
 
 def _is_plain(layout: AttentionLayout) -> bool:
-    """Whether sequences share nothing."""
+    """Return whether sequences share nothing."""
     return isinstance(layout, Packed) and (layout.prefixes is None or not any(p is not None for p in layout.prefixes))
 
 
 def _boundaries(layout: AttentionLayout, device: torch.device) -> PackedSeqParams:
     assert isinstance(layout, Packed)
-    ends = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
+    boundaries = torch.tensor([0, *itertools.accumulate(layout.lengths)], dtype=torch.int32, device=device)
     longest = max(layout.lengths)
-    return PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)

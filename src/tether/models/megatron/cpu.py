@@ -1,10 +1,10 @@
-"""Runs Megatron-core without CUDA: where its own modules ask for a CUDA device, they get the CPU.
+"""Runs Megatron-core without CUDA: where its modules request a CUDA device, they get the CPU.
 
-Megatron names CUDA in three ways: functions of ``torch.cuda``, the literal ``device="cuda"``, and methods of tensors
-(``.cuda()``, and ``.type()`` compared with ``"torch.cuda.FloatTensor"``). Its modules get a stand-in for the name
-``torch`` that answers the first two, and the two methods answer code of Megatron differently than anyone else's.
-Gloo, for its part, moves tensors of unlike length by way of equal ones. Nothing outside ``megatron`` sees a difference,
-and no arithmetic is replaced.
+Megatron refers to CUDA in three ways: functions of ``torch.cuda``, the literal ``device="cuda"``, and methods of
+tensors (``.cuda()``, and ``.type()`` compared with ``"torch.cuda.FloatTensor"``). In its modules, the name ``torch`` is
+replaced by a stand-in that handles the first two, and the methods behave differently when they are called from
+Megatron. Gloo exchanges tensors of unequal length via padded ones. Nothing outside ``megatron`` is affected, and no
+arithmetic is replaced.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like"
 
 
 def install() -> None:
-    """Redirect what is loaded of Megatron so far; once more for what was loaded since. Without effect beside CUDA."""
+    """Patch the modules of Megatron that are loaded so far; repeat the call for later ones. No effect with CUDA."""
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, "torch", None) is torch:
             module.torch = _stand_in()  # type: ignore[attr-defined]
-    _answer_megatron_differently()
+    _patch_tensor_methods()
 
 
 class _Cuda(ModuleType):
@@ -46,10 +46,10 @@ class _Cuda(ModuleType):
         return _CPU
 
     def synchronize(self, *_: object) -> None:
-        """Nothing runs beside the caller."""
+        """Do nothing: work on a CPU is synchronous."""
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Do nothing: a CPU has no cache to empty."""
 
     def get_rng_state(self, *_: object) -> Tensor:
         return torch.get_rng_state()
@@ -64,7 +64,7 @@ class _Cuda(ModuleType):
 
 
 class _Stream:
-    """A stream, and an event in one: work on a CPU is done when it was asked for."""
+    """A stream and an event: work on a CPU is complete when the call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -81,28 +81,29 @@ class _Stream:
 
 
 class _Distributed(ModuleType):
-    """``torch.distributed`` with the two operations on parts of unlike length that gloo lacks."""
+    """``torch.distributed`` with two operations on tensors of unequal length, which gloo lacks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def all_gather(self, parts: list[Tensor], part: Tensor, group: Any = None) -> None:
-        """Gather the parts, filled up to the longest."""
-        longest = max(map(len, parts))
-        filled = [part.new_empty(longest, *part.shape[1:]) for _ in parts]
-        dist.all_gather(filled, torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]), group=group)
-        for to, found in zip(parts, filled, strict=True):
-            to.copy_(found[: len(to)])
+    def all_gather(self, outputs: list[Tensor], local: Tensor, group: Any = None) -> None:
+        """Gather tensors, padded to the longest."""
+        length = max(map(len, outputs))
+        gathered = [local.new_empty(length, *local.shape[1:]) for _ in outputs]
+        padding = local.new_zeros(length - len(local), *local.shape[1:])
+        dist.all_gather(gathered, torch.cat([local, padding]), group=group)
+        for output, values in zip(outputs, gathered, strict=True):
+            output.copy_(values[: len(output)])
 
-    def reduce_scatter(self, part: Tensor, parts: list[Tensor], group: Any = None) -> None:
-        """Sum all parts everywhere, and keep this rank's."""
-        total = torch.cat(parts)
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], group: Any = None) -> None:
+        """Sum the tensors of all ranks, and store this rank's."""
+        total = torch.cat(inputs)
         dist.all_reduce(total, group=group)
-        part.copy_(total.split([len(one) for one in parts])[dist.get_rank(group)])
+        output.copy_(total.split([len(x) for x in inputs])[dist.get_rank(group)])
 
 
 class _Torch(ModuleType):
-    """The module ``torch``, with `_Cuda` and with factories that make on the CPU what is asked for on CUDA."""
+    """The module ``torch`` with `_Cuda`, and with factories that allocate on the CPU instead of on CUDA."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -124,23 +125,23 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, **kwargs: Any) -> Tensor:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)  # for faster copies to a device
+        kwargs.pop("pin_memory", None)  # it speeds up copies to a device
         return make(*args, **kwargs)
 
     return made
 
 
 @cache
-def _answer_megatron_differently() -> None:
-    """Methods of tensors, and two places of Megatron where the CPU needs an answer of its own."""
+def _patch_tensor_methods() -> None:
+    """Patch methods of tensors, and two places in Megatron that need different behaviour on a CPU."""
     kind, move, module_move = Tensor.type, Tensor.cuda, torch.nn.Module.cuda
 
     def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = kind(self, *args, **kwargs)
+        name = kind(self, *args, **kwargs)
         if args or kwargs or not _is_megatron(sys._getframe(1)):
-            return found
-        # Megatron's optimizer knows no float64: for it that is another full-precision number, to be left as it is.
-        return "torch.cuda." + found.removeprefix("torch.").replace("Double", "Float")
+            return name
+        # Megatron's optimizer does not support float64: report it as another full-precision type.
+        return "torch.cuda." + name.removeprefix("torch.").replace("Double", "Float")
 
     def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self if _is_megatron(sys._getframe(1)) else move(self, *args, **kwargs)
@@ -149,10 +150,10 @@ def _answer_megatron_differently() -> None:
         return self if _is_megatron(sys._getframe(1)) else module_move(self, *args, **kwargs)
 
     Tensor.type, Tensor.cuda, torch.nn.Module.cuda = type_, cuda, module_cuda  # type: ignore[assignment,method-assign]
-    # Recomputation keeps and restores the states of a device's generator.
+    # Recomputation saves and restores the states of a device's generator.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
-    # No random numbers are drawn: dropout is always off and weights are loaded.
+    # No random numbers are drawn, because dropout is always off and weights are loaded.
     megatron_random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None

@@ -1,4 +1,4 @@
-"""Which models of transformers Megatron can hold, and their configs in Megatron's terms."""
+"""The models of transformers that Megatron supports, and their configs in Megatron's terms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tether.models.megatron.attention import AttentionOptions, head_size, rotary_of
-from tether.models.megatron.layout import Layout, experts_of, shared_expert_width
+from tether.models.megatron.layout import MegatronLayout, experts_of, shared_expert_width
 from tether.spelling import did_you_mean
 
 SET_ELSEWHERE = (
@@ -22,13 +22,13 @@ SET_ELSEWHERE = (
     "num_query_groups", "ffn_hidden_size", "kv_channels", "num_moe_experts", "transformer_impl",
     "pipeline_model_parallel_layout", "moe_grouped_gemm", "hidden_dropout", "attention_dropout",
 )  # fmt: skip
-"""Entries of Megatron's config that the model, the layout or the way tether runs it decide."""
+"""Entries of Megatron's config that follow from the model, the layout or tether's use of it."""
 UNFIT = {
     "moe_input_jitter_eps": "adds noise that no seed of the run draws",
     "moe_expert_capacity_factor": "drops tokens, by what else is in their micro-batch",
     "moe_router_load_balancing_type": "sinkhorn chooses experts by what else is in the micro-batch",
 }
-"""Entries with which a gradient depends on chance or on micro-batches, the last for sinkhorn alone."""
+"""Entries that make a gradient depend on chance or on micro-batches; the last one only for sinkhorn."""
 _FLAG, _COUNT, _NUMBERS, _NAMES = "true or false", "a whole number above 0", "a number or a list of them", "a list"
 ADJUSTABLE: dict[str, str | tuple[str, ...]] = {
     "recompute_granularity": ("full", "selective"),
@@ -56,20 +56,20 @@ ADJUSTABLE: dict[str, str | tuple[str, ...]] = {
         _FLAG,
     ),
 }  # fmt: skip
-"""Entries that change memory, speed and rounding, or the losses of routers, and what they take: one of these, or a
-list of them. Any other one changes what the model computes, or was never tried."""
+"""Entries that change memory, speed and rounding, or the losses of routers, with their type or choices (one of them, or
+a list). Other entries change what the model computes, or were never tested."""
 
 
 def check_family(hf_config: Any) -> None:
-    """Refuse a model that has no mapping, or that uses what Megatron has no place for.
+    """Refuse a model without a mapping, or with features that Megatron does not support.
 
     Raises:
-        ValueError: names the class and those that have a mapping, or the entry of its config.
+        ValueError: the message names the class and the supported ones, or the entry of its config.
     """
     name = (getattr(hf_config, "architectures", None) or [type(hf_config).__name__])[0]
     if hf_config.model_type not in FAMILIES:
         raise ValueError(
-            f"{name}: has no mapping to Megatron. Those that have one: {', '.join(FAMILIES)} (config.json's "
+            f"{name}: has no mapping to Megatron. Supported: {', '.join(FAMILIES)} (config.json's "
             "model_type). Train it with strategy=fsdp."
         )
     rope = hf_config.rope_parameters["rope_type"]
@@ -78,36 +78,36 @@ def check_family(hf_config: Any) -> None:
         ("hidden_act", hf_config.hidden_act, hf_config.hidden_act != "silu"),
         ("rope_type", rope, rope in ("dynamic", "longrope")),  # their angles depend on the length of a sequence
         *((entry, bias, bias) for entry, bias in biases),
-        *(_refused_of_deepseek(hf_config) if hf_config.model_type == "deepseek_v3" else ()),
+        *(_deepseek_refusals(hf_config) if hf_config.model_type == "deepseek_v3" else ()),
     ):
         if refused:
-            raise ValueError(f"{name}: {entry}={value!r} has no place in Megatron. Train it with strategy=fsdp.")
+            raise ValueError(f"{name}: {entry}={value!r} is not supported by Megatron. Train it with strategy=fsdp.")
 
 
 def transformer_config(
-    hf_config: Any, layout: Layout, dtype: torch.dtype, overrides: Mapping[str, object]
+    hf_config: Any, layout: MegatronLayout, dtype: torch.dtype, overrides: Mapping[str, object]
 ) -> TransformerConfig:
-    """The config of a model in Megatron's terms.
+    """Return the config of a model in Megatron's terms.
 
     Args:
-        hf_config: of a family that `check_family` admits.
-        layout: that `tether.models.megatron.layout.check` admits.
-        dtype: of weights and of what travels between the stages.
-        overrides: entries of Megatron's config, as ``override_transformer_config`` has them.
+        hf_config: config of a family that `check_family` accepts.
+        layout: layout that `tether.models.megatron.layout.check` accepts.
+        dtype: dtype of weights and of activations between the stages.
+        overrides: entries of Megatron's config from ``override_transformer_config``.
 
     Raises:
-        ValueError: an entry to override that does not exist, that is set elsewhere, that changes what the model
-            computes, with a value that it does not take, or that the layout cannot have.
+        ValueError: an entry to override does not exist, is set elsewhere, changes what the model computes, has an
+            invalid value, or conflicts with the layout.
     """
     latent = bool(getattr(hf_config, "kv_lora_rank", None))
     kind = MLATransformerConfig if latent else TransformerConfig
-    of_model = {
+    model_entries = {
         **_common(hf_config, layout, dtype),
         **(_experts(hf_config, dtype) if experts_of(hf_config) else {}),
         **FAMILIES[hf_config.model_type](hf_config),
     }
-    _check_overrides(overrides, {field.name: of_model.get(field.name, field.default) for field in fields(kind)})
-    entries = of_model | dict(overrides)
+    _check_overrides(overrides, {field.name: model_entries.get(field.name, field.default) for field in fields(kind)})
+    entries = model_entries | dict(overrides)
     if overrides.get("moe_aux_loss_coeff") and "moe_router_load_balancing_type" not in overrides:
         entries["moe_router_load_balancing_type"] = "aux_loss"
     config = kind(**entries)
@@ -116,7 +116,7 @@ def transformer_config(
 
 
 def expert_layers(hf_config: Any) -> list[bool]:
-    """Of each layer whether its MLP is a mixture of experts."""
+    """Return for each layer whether its MLP is a mixture of experts."""
     layers = range(hf_config.num_hidden_layers)
     if not experts_of(hf_config):
         return [False for _ in layers]
@@ -126,23 +126,23 @@ def expert_layers(hf_config: Any) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
 
 
-def _refused_of_deepseek(hf_config: Any) -> Iterator[tuple[str, object, bool]]:
-    """Entries with their values, and whether Megatron's router and rotation differ from what they ask for."""
+def _deepseek_refusals(hf_config: Any) -> Iterator[tuple[str, object, bool]]:
+    """Yield entries with their values, and whether Megatron's router and rotation do not support them."""
     yield "rope_interleave", hf_config.rope_interleave, not hf_config.rope_interleave
     normed = bool(hf_config.norm_topk_prob)
     yield "norm_topk_prob", normed, not normed
-    chosen, groups = hf_config.num_experts_per_tok, hf_config.topk_group
-    yield "num_experts_per_tok", chosen, chosen < 2  # a single expert's weight is not normalised
-    # Megatron judges a group by as many experts as are chosen of it, transformers by two.
-    yield "topk_group", groups, hf_config.n_group > 1 and chosen // groups != 2
+    top_k, groups = hf_config.num_experts_per_tok, hf_config.topk_group
+    yield "num_experts_per_tok", top_k, top_k < 2  # the weight of a single expert is not normalised
+    # Megatron scores a group by as many experts as are chosen from it, transformers by two.
+    yield "topk_group", groups, hf_config.n_group > 1 and top_k // groups != 2
 
 
 def has_value_bias(hf_config: Any) -> bool:
-    """Whether the scalar head has a bias, as in transformers those of token classifiers have."""
+    """Return whether the scalar head has a bias, as transformers' token classifiers do."""
     return not (getattr(hf_config, "architectures", None) or [""])[0].endswith("ForSequenceClassification")
 
 
-def _common(hf_config: Any, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+def _common(hf_config: Any, layout: MegatronLayout, dtype: torch.dtype) -> dict[str, Any]:
     interleaved = layout.virtual_pipeline is not None
     return {
         "num_layers": hf_config.num_hidden_layers,
@@ -173,10 +173,10 @@ def _common(hf_config: Any, layout: Layout, dtype: torch.dtype) -> dict[str, Any
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "perform_initialization": False,  # weights are loaded
-        "moe_token_dispatcher_type": "alltoall",  # any other refuses variable lengths, also where nothing is dispatched
-        "variable_seq_lengths": True,  # micro-batches are packed, each to a length of its own
-        # In one exchange with a single neighbour, which is both the next and the previous stage, Megatron mixes up the
-        # two directions. Where pieces of the model take turns, each direction has an exchange of its own.
+        "moe_token_dispatcher_type": "alltoall",  # all others refuse variable lengths, even where nothing is dispatched
+        "variable_seq_lengths": True,  # micro-batches are packed to different lengths
+        # In one exchange with a single neighbour, which is both the next and the previous stage, Megatron confuses the
+        # two directions. With interleaved stages, each direction has its own exchange.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": torch.cuda.is_available() and not interleaved,
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
@@ -227,7 +227,7 @@ def _qwen3_moe(hf_config: Any) -> dict[str, Any]:
 
 
 def _softmax_router(hf_config: Any) -> dict[str, Any]:
-    """A softmax over the chosen experts is one over all of them, normalised again."""
+    """Return the router options: a softmax over the chosen experts equals a renormalised softmax over all."""
     return {"moe_router_pre_softmax": not hf_config.norm_topk_prob}
 
 
@@ -246,7 +246,7 @@ def _deepseek_v3(hf_config: Any) -> dict[str, Any]:
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # as with transformers, where it stays as it was pretrained
+        "moe_router_bias_update_rate": 0.0,  # constant, as in transformers
         "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
         "moe_router_num_groups": hf_config.n_group if grouped else None,
         "moe_router_group_topk": hf_config.topk_group if grouped else None,
@@ -262,7 +262,7 @@ FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
 }
-"""transformers' model_type -> what its family adds to Megatron's config."""
+"""transformers' model_type -> entries that its family adds to Megatron's config."""
 
 
 def _attention_options(hf_config: Any) -> AttentionOptions:
@@ -272,13 +272,13 @@ def _attention_options(hf_config: Any) -> AttentionOptions:
     return AttentionOptions(tuple(window if slide else None for slide in slides), rotary_of(hf_config)[1])
 
 
-def _check_overrides(overrides: Mapping[str, object], known: Mapping[str, object]) -> None:
-    """Refuse entries beside those of a config, of which the values without them are known."""
+def _check_overrides(overrides: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+    """Refuse invalid overrides of a config with these default values."""
     for key, value in overrides.items():
-        if key not in known:
+        if key not in defaults:
             raise ValueError(
                 f"override_transformer_config.{key}={value!r}: Megatron's config has no {key}."
-                f"{did_you_mean(key, known)}"
+                f"{did_you_mean(key, defaults)}"
             )
         if key in SET_ELSEWHERE:
             raise ValueError(
@@ -287,24 +287,27 @@ def _check_overrides(overrides: Mapping[str, object], known: Mapping[str, object
             )
         if key in UNFIT and value and (key != "moe_router_load_balancing_type" or "sinkhorn" in str(value)):
             raise ValueError(f"override_transformer_config.{key}={value!r}: {UNFIT[key]}. Leave it out.")
-        takes = ADJUSTABLE.get(key)
-        if takes is None and key not in UNFIT and value != known[key]:
+        allowed = ADJUSTABLE.get(key)
+        if allowed is None and key not in UNFIT and value != defaults[key]:
             raise ValueError(
-                f"override_transformer_config.{key}={value!r}: changes what the model computes, or was never tried; it "
-                f"is {known[key]!r} here. Leave it out. Those that can be changed: {', '.join(sorted(ADJUSTABLE))}."
+                f"override_transformer_config.{key}={value!r}: changes what the model computes, or was never tested; "
+                f"it is {defaults[key]!r} here. Leave it out. "
+                f"Those that can be changed: {', '.join(sorted(ADJUSTABLE))}."
             )
-        if takes is not None and not _is_one(value, takes):
-            said = takes if isinstance(takes, str) else f"one of {', '.join(takes)}"
-            raise ValueError(f"override_transformer_config.{key}={value!r}: is not {said}. Give that, or leave it out.")
+        if allowed is not None and not _is_allowed(value, allowed):
+            description = allowed if isinstance(allowed, str) else f"one of {', '.join(allowed)}"
+            raise ValueError(
+                f"override_transformer_config.{key}={value!r}: is not {description}. Correct it, or leave it out."
+            )
 
 
-def _is_one(value: object, takes: str | tuple[str, ...]) -> bool:
-    if value is None or isinstance(takes, tuple):
-        return value is None or all(one in takes for one in (value if isinstance(value, list) else [value]))
+def _is_allowed(value: object, allowed: str | tuple[str, ...]) -> bool:
+    if value is None or isinstance(allowed, tuple):
+        return value is None or all(item in allowed for item in (value if isinstance(value, list) else [value]))
     numbers = value if isinstance(value, list) else [value]
     return {
         _FLAG: isinstance(value, bool),
         _COUNT: type(value) is int and value > 0,
-        _NUMBERS: all(type(one) in (int, float) for one in numbers),
+        _NUMBERS: all(type(number) in (int, float) for number in numbers),
         _NAMES: isinstance(value, list),
-    }[takes]
+    }[allowed]

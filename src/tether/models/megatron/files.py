@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors of a model's directory, of which each rank reads the slices that it keeps."""
+"""Reads weights from the safetensors of a model's directory, of which each rank reads only its slices."""
 
 from __future__ import annotations
 
@@ -11,53 +11,51 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tether.models.megatron.mapping import Held
+from tether.models.megatron.mapping import TensorMapping
 from tether.models.megatron.splits import Slices
 from tether.runtime.disk import COPY_AGAIN, read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Source(Protocol):
-    """Tensors of a model, read as Megatron holds them."""
+class WeightSource(Protocol):
+    """Tensors of a model, read as Megatron's shards."""
 
     @property
     def folder(self) -> Path | str:
-        """Where they are, for errors."""
+        """The location, for errors."""
         ...
 
-    def has(self, held: Held) -> bool:
-        """Whether a tensor is there."""
+    def has(self, mapping: TensorMapping) -> bool:
+        """Return whether a tensor is present."""
         ...
 
-    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
-        """The part of a rank.
+    def read(self, mapping: TensorMapping, rank: int, ranks: int) -> Tensor:
+        """Return a rank's shard of a tensor.
 
         Raises:
-            ValueError: it is not there, or cannot be read.
+            ValueError: the tensor is missing, or cannot be read.
         """
         ...
 
 
-class GivenTensors:
-    """Whole tensors by the names of files."""
+class LoadedTensors:
+    """Full tensors in memory, by their names in files."""
 
-    folder = "the weights that were given"
+    folder = "the weights in memory"
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
-    def has(self, held: Held) -> bool:
-        """See `Source`."""
-        return held.hf_names[0] in self._tensors
+    def has(self, mapping: TensorMapping) -> bool:
+        return mapping.hf_names[0] in self._tensors
 
-    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
-        """See `Source`."""
-        return held.split.read([_Whole(self._tensors[name]) for name in held.hf_names], rank, ranks)
+    def read(self, mapping: TensorMapping, rank: int, ranks: int) -> Tensor:
+        return mapping.split.read([_FullTensor(self._tensors[name]) for name in mapping.hf_names], rank, ranks)
 
 
-class _Whole:
-    """See `Slices`."""
+class _FullTensor:
+    """A tensor in memory with the interface of `Slices`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -70,10 +68,10 @@ class _Whole:
 
 
 class WeightFiles:
-    """The tensors of a directory by name; open while it is entered."""
+    """The tensors of a directory by name; a context manager that keeps the files open."""
 
     def __init__(self, folder: Path) -> None:
-        """Look which file has which tensor.
+        """Find out which file has which tensor.
 
         Raises:
             ValueError: the directory has no safetensors, or they cannot be read.
@@ -93,21 +91,19 @@ class WeightFiles:
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"{folder}: its weights could not be read ({error}). Copy the files again.") from error
 
-    def has(self, held: Held) -> bool:
-        """See `Source`."""
-        return held.hf_names[0] in self._file_of
+    def has(self, mapping: TensorMapping) -> bool:
+        return mapping.hf_names[0] in self._file_of
 
-    def read(self, held: Held, rank: int, ranks: int) -> Tensor:
-        """See `Source`."""
-        return held.split.read([self._slices(name) for name in held.hf_names], rank, ranks)
+    def read(self, mapping: TensorMapping, rank: int, ranks: int) -> Tensor:
+        return mapping.split.read([self._slices(name) for name in mapping.hf_names], rank, ranks)
 
     def _slices(self, name: str) -> Slices:
         if name not in self._file_of:
             raise ValueError(
                 f"{self.folder}: its weights lack {name}. The checkpoint is of another model class or is incomplete."
             )
-        found: Slices = self._handle(self._file_of[name]).get_slice(name)
-        return found
+        slices: Slices = self._handle(self._file_of[name]).get_slice(name)
+        return slices
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:

@@ -1,4 +1,4 @@
-"""Megatron's process groups over the default group of ``torch.distributed``, made once in a process."""
+"""Megatron's process groups over the default group of ``torch.distributed``, created once per process."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from megatron.core import parallel_state as groups
 from megatron.core import tensor_parallel
 
 from tether.models.megatron import cpu
-from tether.models.megatron.layout import Layout
+from tether.models.megatron.layout import MegatronLayout
 
-_started: list[Layout] = []
+_started: list[MegatronLayout] = []
 
 
-def start(layout: Layout) -> None:
-    """Make the groups; a call with the same layout again does nothing.
+def start(layout: MegatronLayout) -> None:
+    """Create the groups; a second call with the same layout has no effect.
 
     Raises:
-        ValueError: groups of another layout exist: Megatron holds one set of them in a process.
+        ValueError: groups of another layout exist: Megatron supports one set per process.
     """
-    layout = replace(layout, sequence_parallel=False, first_stage_layers=None, last_stage_layers=None)  # of no group
+    # These do not affect the groups.
+    layout = replace(layout, sequence_parallel=False, first_stage_layers=None, last_stage_layers=None)
     if _started:
         if _started[0] != layout:
             raise ValueError(
-                f"a process has one Megatron layout, here {_started[0]}, and {layout} was asked for. Give models that "
-                "share processes the same sizes, or place them in processes of their own."
+                f"a process has one Megatron layout, here {_started[0]}, and {layout} is requested. Give models that "
+                "share processes the same sizes, or place them in separate processes."
             )
         return
     cpu.install()
@@ -38,5 +39,6 @@ def start(layout: Layout) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
     )
     if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # recomputation forks its states; nothing is drawn from them
+        # Recomputation forks its states, from which nothing is drawn.
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
     _started.append(layout)

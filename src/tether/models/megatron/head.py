@@ -1,7 +1,7 @@
-"""Outputs of the last stage from hidden states: log-probabilities over a split vocabulary, or values.
+"""Outputs of the last stage from hidden states: log-probabilities over a sharded vocabulary, or values.
 
-Megatron's output layer would make the logits of all tokens. `StatesHead` takes its place and hands the hidden states
-out, so that logits are made for the predicted tokens alone, in chunks, and each rank makes those of its part of the
+Megatron's output layer would compute the logits of all tokens. `StatesHead` replaces it and returns the hidden states,
+so that logits are computed only for the predicted tokens, in chunks, and each rank computes those of its shard of the
 vocabulary (`tether.models.output.token_log_probs`).
 """
 
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 
 class StatesHead(nn.Module):
-    """In the place of a policy's output layer: holds its weight, and returns the states that it would read."""
+    """Replacement for a policy's output layer: has its weight, and returns the hidden states."""
 
     def __init__(self, output_layer: nn.Module, sequence_parallel: bool) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = cast("Any", output_layer).weight  # None: it is the embedding's
+        self.weight: nn.Parameter | None = cast("Any", output_layer).weight  # None: the embedding's weight is used
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """[N, 1, E] of this rank -> of all tensor-parallel ranks, whose gradients are parts of one sum."""
+        """Return the states of all tensor-parallel ranks for [N, 1, E] of this rank; their gradients are summed."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden), None
         return copy_to_tensor_model_parallel_region(hidden), None
 
 
-class ValueHead(nn.Module):
-    """A scalar head in float32, the same on each tensor-parallel rank; its weights are zero until they are loaded."""
+class MegatronValueHead(nn.Module):
+    """A scalar head in float32, equal on all tensor-parallel ranks; its weights are zero until they are loaded."""
 
     def __init__(self, hidden_size: int, with_bias: bool, sequence_parallel: bool, like: Tensor) -> None:
         super().__init__()
@@ -43,21 +43,22 @@ class ValueHead(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
-        """[N, 1, E] of this rank -> of all tensor-parallel ranks, whose gradients are each the whole one."""
+        """Return the states of all tensor-parallel ranks for [N, 1, E] of this rank; each gradient is already the full
+        one."""
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False), None
         return hidden, None
 
     def values(self, states: Tensor) -> Tensor:
-        """[N, E] -> [N], in at least float32."""
+        """Return values [N], in at least float32, of states [N, E]."""
         return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
 def replace_output_layer(chunk: Any, role: str, with_bias: bool) -> None:
-    """Put the head of a role on the last stage."""
+    """Replace the output layer of the last stage by the head of a role."""
     layer, config = chunk.output_layer, chunk.config
     if role == "policy":
         chunk.output_layer = StatesHead(layer, config.sequence_parallel)
     else:
         like = chunk.decoder.final_layernorm.weight
-        chunk.output_layer = ValueHead(config.hidden_size, with_bias, config.sequence_parallel, like)
+        chunk.output_layer = MegatronValueHead(config.hidden_size, with_bias, config.sequence_parallel, like)

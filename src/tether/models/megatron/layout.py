@@ -1,4 +1,5 @@
-"""How a model is laid out over processes: the sizes of Megatron's kinds of parallelism, and what a model allows."""
+"""The parallel layout of a model over processes: the sizes of Megatron's kinds of parallelism, and their
+constraints."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes of the process groups; data parallelism is what is left of the ranks."""
+class MegatronLayout:
+    """Sizes of the process groups; data parallelism uses the remaining factor of the ranks."""
 
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int | None = None
-    """Pieces of the model on each pipeline rank, which take turns with those of the others."""
+    """Chunks of the model on each pipeline rank, which are interleaved with those of the other ranks."""
     context: int = 1
     """Ranks that share each sequence."""
     expert: int = 1
@@ -23,55 +24,61 @@ class Layout:
     expert_tensor: int | None = None
     """Ranks that share each expert; None: as `tensor`."""
     sequence_parallel: bool = False
-    """Between the tensor-parallel products each rank holds a part of the tokens only; acts with `tensor` > 1."""
+    """Whether each rank has only a slice of the tokens between the tensor-parallel products; effective with `tensor` >
+    1."""
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that share each expert."""
+        """Number of ranks that share each expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether tensor-parallel ranks hold parts of the tokens."""
+        """Whether tensor-parallel ranks have slices of the tokens."""
         return self.sequence_parallel and self.tensor > 1
 
     def data(self, ranks: int) -> int:
-        """Data-parallel replicas among `ranks` ranks."""
+        """Return the number of data-parallel replicas among `ranks` ranks."""
         return ranks // (self.tensor * self.pipeline * self.context)
 
     def layers_by_stage(self, layers: int) -> list[int]:
-        """Layers of each pipeline rank.
+        """Return the number of layers of each pipeline rank.
 
         Raises:
-            ValueError: they cannot be dealt out; says why, without the key.
+            ValueError: they cannot be distributed; the message says why, without the key.
         """
         first, last, middle = self.first_stage_layers, self.last_stage_layers, self.pipeline
-        rest = layers
+        remaining = layers
         for edge in (first, last):
             if edge is not None:
-                rest, middle = rest - edge, middle - 1
-        if middle < 0 or rest < 0 or (middle == 0) != (rest == 0) or (middle and (rest % middle or rest == 0)):
-            raise ValueError(f"{rest} layers over {middle} pipeline ranks")
-        each = [rest // middle] * middle if middle else []
-        stages = [*([first] if first is not None else []), *each, *([last] if last is not None else [])]
+                remaining, middle = remaining - edge, middle - 1
+        if (
+            middle < 0
+            or remaining < 0
+            or (middle == 0) != (remaining == 0)
+            or (middle and (remaining % middle or remaining == 0))
+        ):
+            raise ValueError(f"{remaining} layers over {middle} pipeline ranks")
+        per_stage = [remaining // middle] * middle if middle else []
+        stages = [*([first] if first is not None else []), *per_stage, *([last] if last is not None else [])]
         if any(count % (self.virtual_pipeline or 1) for count in stages):
             raise ValueError(f"{stages} layers a rank over {self.virtual_pipeline} virtual stages")
         return stages
 
 
-def check(layout: Layout, hf_config: Any, ranks: int, key_prefix: str) -> None:
+def check(layout: MegatronLayout, hf_config: Any, ranks: int, key_prefix: str) -> None:
     """Refuse a layout that does not fit the model or the number of ranks.
 
     Args:
-        layout: the sizes.
+        layout: the layout.
         hf_config: the model's config of transformers.
-        ranks: processes that hold the model.
-        key_prefix: before the names of verl's keys, such as ``actor_rollout_ref.actor.megatron.``.
+        ranks: number of processes of the model.
+        key_prefix: prefix of verl's keys, such as ``actor_rollout_ref.actor.megatron.``.
 
     Raises:
-        ValueError: names the key, what it cannot split, and the nearest size that works.
+        ValueError: the message names the key, what it cannot split, and the nearest size that works.
     """
     _check_sizes(layout, key_prefix)
     _check_ranks(layout, ranks, key_prefix)
@@ -92,7 +99,7 @@ def check(layout: Layout, hf_config: Any, ranks: int, key_prefix: str) -> None:
 
 
 def experts_of(hf_config: Any) -> int | None:
-    """Routed experts of a layer; None in a dense model."""
+    """Return the number of routed experts per layer; None for a dense model."""
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
         if getattr(hf_config, name, None):
             return int(getattr(hf_config, name))
@@ -100,14 +107,14 @@ def experts_of(hf_config: Any) -> int | None:
 
 
 def shared_expert_width(hf_config: Any) -> int | None:
-    """Columns of the expert that every token passes; None where there is none."""
+    """Return the width of the shared expert; None if there is none."""
     if getattr(hf_config, "n_shared_experts", None):
         return int(hf_config.n_shared_experts * hf_config.moe_intermediate_size)
     width = getattr(hf_config, "shared_expert_intermediate_size", None)
     return int(width) if width else None
 
 
-def _check_sizes(layout: Layout, prefix: str) -> None:
+def _check_sizes(layout: MegatronLayout, prefix: str) -> None:
     sizes = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -125,7 +132,7 @@ def _check_sizes(layout: Layout, prefix: str) -> None:
         )
 
 
-def _check_ranks(layout: Layout, ranks: int, prefix: str) -> None:
+def _check_ranks(layout: MegatronLayout, ranks: int, prefix: str) -> None:
     model = layout.tensor * layout.pipeline * layout.context
     if ranks % model:
         raise ValueError(
@@ -143,33 +150,33 @@ def _check_ranks(layout: Layout, ranks: int, prefix: str) -> None:
         )
 
 
-def _check_layers(layout: Layout, layers: int, prefix: str) -> None:
+def _check_layers(layout: MegatronLayout, layers: int, prefix: str) -> None:
     try:
         layout.layers_by_stage(layers)
     except ValueError as error:
-        pieces, stages = layout.virtual_pipeline, _stages(layout, layers)
-        if pieces and stages:
+        chunks, stages = layout.virtual_pipeline, _stages(layout, layers)
+        if chunks and stages:
             raise ValueError(
-                f"{prefix}virtual_pipeline_model_parallel_size={pieces}: cannot deal out {error}. It must divide the "
-                f"layers of each rank; the nearest that works is {_nearest(pieces, _divisors(gcd(*stages)))}."
+                f"{prefix}virtual_pipeline_model_parallel_size={chunks}: cannot distribute {error}. It must divide the "
+                f"layers of each rank; the nearest that works is {_nearest(chunks, _divisors(gcd(*stages)))}."
             ) from None
         raise ValueError(
-            f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot deal out {error} of a model with {layers} "
-            f"layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, _divisors(layers))} works; or "
-            "set override_transformer_config.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage "
-            "so that the rest is even."
+            f"{prefix}pipeline_model_parallel_size={layout.pipeline}: cannot distribute {error} of a model with "
+            f"{layers} layers. Evenly, pipeline_model_parallel_size={_nearest(layout.pipeline, _divisors(layers))} "
+            "works; or set override_transformer_config.num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage so that the remaining layers are even."
         ) from None
 
 
-def _stages(layout: Layout, layers: int) -> list[int]:
-    """Layers of each pipeline rank, whatever pieces they are to be cut into; none where they cannot be dealt out."""
+def _stages(layout: MegatronLayout, layers: int) -> list[int]:
+    """Return the layers of each pipeline rank, ignoring virtual stages; empty if they cannot be distributed."""
     try:
         return replace(layout, virtual_pipeline=None).layers_by_stage(layers)
     except ValueError:
         return []
 
 
-def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
+def _check_experts(layout: MegatronLayout, hf_config: Any, prefix: str) -> None:
     experts = experts_of(hf_config)
     if experts is None:
         if layout.expert > 1:
@@ -193,13 +200,13 @@ def _check_experts(layout: Layout, hf_config: Any, prefix: str) -> None:
 
 
 def _widths(hf_config: Any) -> list[tuple[int, str]]:
-    """Further sizes that tensor parallelism splits."""
-    found = [(int(hf_config.intermediate_size), "columns of the MLP")]
+    """Return further sizes that tensor parallelism splits, with their names."""
+    widths = [(int(hf_config.intermediate_size), "columns of the MLP")]
     if getattr(hf_config, "q_lora_rank", None):
-        found.append((int(hf_config.q_lora_rank), "columns of q_lora_rank"))
+        widths.append((int(hf_config.q_lora_rank), "columns of q_lora_rank"))
     if shared := shared_expert_width(hf_config):
-        found.append((shared, "columns of the shared expert"))
-    return found
+        widths.append((shared, "columns of the shared expert"))
+    return widths
 
 
 def _refusal(key: str, size: int, number: int, name: str, works: Sequence[int]) -> str:
@@ -207,7 +214,7 @@ def _refusal(key: str, size: int, number: int, name: str, works: Sequence[int]) 
 
 
 def _nearest(size: int, works: Sequence[int]) -> int:
-    return min(works, key=lambda other: (abs(other - size), other))
+    return min(works, key=lambda candidate: (abs(candidate - size), candidate))
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A model of transformers as Megatron-core holds it: built, loaded, run and exported by all ranks of a layout."""
+"""A transformers model in Megatron-core: building, loading, running and exporting it on all ranks of a layout."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tether.models.megatron.attention import (
 from tether.models.megatron.context import Filled, ZigZag
 from tether.models.megatron.dist_checkpoint import DistCheckpoint
 from tether.models.megatron.families import check_family, has_value_bias, transformer_config
-from tether.models.megatron.head import ValueHead, replace_output_layer
+from tether.models.megatron.head import MegatronValueHead, replace_output_layer
 from tether.models.megatron.latent import finish_attention
-from tether.models.megatron.layout import Layout
+from tether.models.megatron.layout import MegatronLayout
 from tether.models.megatron.router import Router, with_experts
 from tether.models.megatron.transfer import Placed, export_weights, load_weights
 from tether.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
@@ -43,19 +43,20 @@ Role = Literal["policy", "critic"]
 
 @dataclass
 class MegatronModel:
-    """The part of a model that is on this rank."""
+    """This rank's shard of a model."""
 
     hf_config: Any
-    layout: Layout
+    layout: MegatronLayout
     role: Role
     config: Any
     """Megatron's TransformerConfig, the same object in all chunks."""
     chunks: list[GPTModel]
-    """One for each virtual stage."""
+    """One per virtual stage."""
 
     @property
     def has_head(self) -> bool:
-        """Whether this rank ends the pipeline; its last chunk then returns states that `log_probs` or `values` take."""
+        """Whether this rank is the last pipeline stage, whose last chunk returns the states for `log_probs` or
+        `values`."""
         return bool(groups.is_pipeline_last_stage(ignore_virtual=True))
 
     def run(
@@ -68,50 +69,50 @@ class MegatronModel:
         counts: bool = True,
         choice: ExpertChoice | None = None,
     ) -> Tensor:
-        """One chunk's forward pass, as a schedule of Megatron wants it from ``forward_step_func``.
+        """Run the forward pass of one chunk, as Megatron's schedule expects it of ``forward_step_func``.
 
-        Megatron's schedule divides a loss by the number of micro-batches and multiplies it by that of context ranks;
-        its DistributedDataParallel takes the mean over data and context ranks. So a sum over all tokens, of which each
-        rank adds up its own, is to be multiplied by the micro-batches and the data-parallel replicas.
+        Megatron's schedule divides a loss by the number of micro-batches and multiplies it by the number of context
+        ranks; its DistributedDataParallel averages over data and context ranks. So a loss that is a sum over all tokens
+        has to be multiplied by the number of micro-batches and of data-parallel replicas.
 
         Args:
-            chunk: one of `chunks`, or what a wrapper (DistributedDataParallel) made of it.
+            chunk: one of `chunks`, or its wrapper (DistributedDataParallel).
             input_ids: [1, N] tokens, packed end to end.
-            position_ids: [1, N] each token's position in its own sequence.
-            layout: which of them sees which.
-            counts: False: no loss of a router, either, is to see these tokens.
-            choice: replays or records the experts of the tokens, in the layers of the chunk; what is not known on this
-                rank is -1.
+            position_ids: [1, N] position of each token in its sequence.
+            layout: which tokens attend to which.
+            counts: False leaves these tokens out of the router's losses.
+            choice: replays or records the experts of the tokens in the layers of the chunk; -1 where this rank does not
+                know them.
 
         Returns:
-            What the next stage gets; at the end of the pipeline the states [N, E] under the head.
+            The input of the next stage; on the last stage the hidden states [N, E] before the head.
         """
         tokens = input_ids.shape[1]
         input_ids, position_ids, layout = self._filled(input_ids, position_ids, layout)
         padding = torch.arange(input_ids.shape[1], device=input_ids.device)[None] >= (tokens if counts else 0)
-        part = slice(None)  # of the tokens, between the matrices
+        span = slice(None)  # of the tokens, where sequence parallelism splits them
         if self.layout.splits_tokens:
             each, rank = input_ids.shape[1] // self.layout.tensor, groups.get_tensor_model_parallel_rank()
-            part = slice(rank * each, (rank + 1) * each)
+            span = slice(rank * each, (rank + 1) * each)
         packed = PackedTokens(
             qkv_format="sbhd",
             layout=layout,
             positions=position_ids[0],
-            padding=padding[:, part],
-            choice=None if choice is None else _part_of(choice, input_ids.shape[1], part),
+            padding=padding[:, span],
+            choice=None if choice is None else _select_tokens(choice, input_ids.shape[1], span),
         )
         out: Tensor = chunk(input_ids, position_ids, None, packed_seq_params=packed)
         if choice is not None and packed.choice is not None:
             for layer, chosen in packed.choice.chosen.items():
-                whole = chosen.new_full((input_ids.shape[1], chosen.shape[1]), UNKNOWN)
-                whole[part] = chosen
-                choice.chosen[layer] = whole[:tokens]
-        return out[0, :tokens] if _ends(chunk) else out
+                experts = chosen.new_full((input_ids.shape[1], chosen.shape[1]), UNKNOWN)
+                experts[span] = chosen
+                choice.chosen[layer] = experts[:tokens]
+        return out[0, :tokens] if _is_last(chunk) else out
 
     def shared(self, packed: Packed) -> ZigZag | None:
-        """With context parallelism the layout of this rank's tokens, whose `places` among the packed ones it knows.
+        """Return the attention layout of this rank's tokens under context parallelism, or None without it.
 
-        `run` then takes the tokens and positions at these places, and returns their states.
+        `run` then takes the tokens and positions at the layout's `indices`, and returns their states.
         """
         if self.layout.context == 1:
             return None
@@ -124,13 +125,15 @@ class MegatronModel:
         targets: Tensor,
         *,
         temperature: float = 1.0,
-        kept: KeptSets | None = None,
+        candidates: KeptSets | None = None,
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
     ) -> LogProbs:
-        """Of targets [M], the same on each tensor-parallel rank, from the states [M, E] before them.
+        """Return the log-probs of targets [M] from the states [M, E] before them, the same on each tensor-parallel
+        rank.
 
-        No rank ever has the logits of the whole vocabulary. Arguments as in `tether.models.output.token_log_probs`.
+        No rank ever has the logits of the whole vocabulary. The arguments are those of
+        `tether.models.output.token_log_probs`.
         """
         chunk = self.chunks[-1]
         weight = chunk.output_layer.weight
@@ -142,30 +145,33 @@ class MegatronModel:
             LmHead(weight),
             targets,
             temperature=temperature,
-            kept=kept,
+            candidates=candidates,
             with_entropy=with_entropy,
             with_sum_pi_squared=with_sum_pi_squared,
             shard=VocabularyShard(first, group) if self.layout.tensor > 1 else None,
         )
 
     def values(self, states: Tensor) -> Tensor:
-        """[M, E] -> [M], in at least float32, the same on each tensor-parallel rank."""
-        head: ValueHead = self.chunks[-1].output_layer
+        """Return the values [M] of states [M, E], in at least float32, the same on each tensor-parallel rank."""
+        head: MegatronValueHead = self.chunks[-1].output_layer
         return head.values(states)
 
     def load(self, source: Path | str | DistCheckpoint | Mapping[str, Tensor], *, buffers: bool = True) -> None:
-        """Read this rank's slices of the safetensors of a directory that transformers saved, of a checkpoint of
-        Megatron, or of whole tensors, of which there may be some for the parameters alone.
+        """Load this rank's slices from a source of whole tensors.
+
+        Args:
+            source: a folder in transformers' layout with safetensors, a Megatron checkpoint, or tensors by name.
+            buffers: False loads parameters only.
 
         Raises:
-            ValueError: no safetensors, a tensor that they lack, or one of another shape.
+            ValueError: there are no safetensors, or a tensor is missing or has another shape.
         """
         load_weights(self._placed(), Path(source) if isinstance(source, str) else source, buffers=buffers)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor under the name and in the shape in which transformers saves it, on each rank.
+        """Yield each whole tensor under transformers' name and shape, on each rank.
 
-        All ranks take part and go through it to the end, in step.
+        It is collective: all ranks have to iterate to the end.
         """
         return export_weights(self._placed())
 
@@ -175,7 +181,7 @@ class MegatronModel:
     def _filled(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> tuple[Tensor, Tensor, AttentionLayout]:
-        """With zeros behind, where tensor-parallel ranks hold equal parts of the tokens, or where there are none."""
+        """Pad with zeros where the tokens do not split evenly over tensor-parallel ranks, or where there are none."""
         tokens, ranks = input_ids.shape[1], self.layout.tensor if self.layout.splits_tokens else 1
         missing = -tokens % ranks if tokens else ranks
         if not missing:
@@ -186,25 +192,26 @@ class MegatronModel:
 
 def build(
     hf_config: Any,
-    layout: Layout,
+    layout: MegatronLayout,
     *,
     role: Role = "policy",
     dtype: torch.dtype,
     overrides: Mapping[str, object] | None = None,
     trainable: bool = True,
 ) -> MegatronModel:
-    """This rank's part of a model, with weights yet to be loaded; `tether.models.megatron.groups.start` ran before.
+    """Build this rank's shard of a model without loading its weights; call `tether.models.megatron.groups.start`
+    before.
 
     Args:
-        hf_config: of transformers.
-        layout: the sizes, which `tether.models.megatron.layout.check` admits.
+        hf_config: transformers' configuration.
+        layout: sizes that passed `tether.models.megatron.layout.check`.
         role: a policy has the head of a language model, a critic one scalar in float32.
         dtype: of the weights.
         overrides: entries of Megatron's config (``override_transformer_config``).
-        trainable: False for a reference.
+        trainable: False for a reference model.
 
     Raises:
-        ValueError: a model without a mapping, or an entry to override that does not exist or is set elsewhere.
+        ValueError: the model has no mapping, or an override does not exist or is set elsewhere.
     """
     check_family(hf_config)
     config = transformer_config(hf_config, layout, dtype, overrides or {})
@@ -212,15 +219,15 @@ def build(
     cpu.install()
     stages = layout.virtual_pipeline or 1
     chunks = [_chunk(hf_config, config, role, stage if stages > 1 else None) for stage in range(stages)]
-    cpu.install()  # for what building loaded
+    cpu.install()  # again, for modules that were imported while building
     for chunk in chunks:
         chunk.requires_grad_(trainable)
         chunk.train(trainable)
     return MegatronModel(hf_config, layout, role, config, chunks)
 
 
-def describe(layout: Layout) -> str:
-    """Which layers and which attention run on this rank, for the user."""
+def describe(layout: MegatronLayout) -> str:
+    """Describe the layers and the attention that run on this rank, for the user."""
     where = "CUDA" if torch.cuda.is_available() else "the CPU"
     fused = has_fused_attention(layout.context)
     attention = "Transformer Engine's fused attention" if fused else "tether's packed attention"
@@ -256,18 +263,18 @@ def _chunk(hf_config: Any, config: Any, role: Role, stage: int | None) -> GPTMod
 
 
 def _mark_experts(mlp: Any) -> None:
-    """Let the ranks that hold the same part of an expert sum its gradients, also where no rank has fewer experts.
+    """Make the ranks with the same shard of an expert sum its gradients, also without expert parallelism.
 
-    Megatron marks them so with expert parallelism only, and takes them for replicated as all else is. But where as many
-    ranks share an expert as share other matrices, both groups are the same.
+    Megatron sets this only with expert parallelism, and otherwise treats experts as replicated like other weights. That
+    is the same only where the expert tensor-parallel size equals the tensor-parallel size.
     """
     for parameter in mlp.experts.parameters() if hasattr(mlp, "experts") else ():
         parameter.allreduce = False
 
 
-def _mask_padding(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Megatron hands the mask to the layers of the first pipeline stage only."""
-    packed: PackedTokens = given["packed_seq_params"]
+def _mask_padding(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Pass the padding mask to every layer: Megatron passes it only on the first pipeline stage."""
+    packed: PackedTokens = kwargs["packed_seq_params"]
     padding, choice, router = packed.padding, packed.choice, getattr(layer.mlp, "router", None)
     if router is not None:
         number = layer.layer_number - 1
@@ -276,21 +283,21 @@ def _mask_padding(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) -> t
             router.record = partial(choice.chosen.__setitem__, number)
         if choice is not None and choice.replayed is not None:
             padding = with_experts(padding, choice.replayed[:, number], router.config.num_moe_experts)
-    return args, given | {"padding_mask": padding}
+    return args, kwargs | {"padding_mask": padding}
 
 
-def _part_of(choice: ExpertChoice, tokens: int, part: slice) -> ExpertChoice:
-    """Of tokens that a rank has, some of which only fill them up."""
+def _select_tokens(choice: ExpertChoice, tokens: int, span: slice) -> ExpertChoice:
+    """Return the choice for a span of the tokens after padding them to `tokens`."""
     replayed = choice.replayed
     if replayed is not None:
         missing = tokens - len(replayed)
-        replayed = nn.functional.pad(replayed, (0, 0, 0, 0, 0, missing), value=UNKNOWN)[part]
+        replayed = nn.functional.pad(replayed, (0, 0, 0, 0, 0, missing), value=UNKNOWN)[span]
     return ExpertChoice(replayed, choice.records)
 
 
 @dataclass(frozen=True)
 class _NoGradient:
-    """Keeps the gradient from the embedding of one token, as ``padding_idx`` of `torch.nn.Embedding` does."""
+    """Stops the gradient of one token's embedding, as ``padding_idx`` of `torch.nn.Embedding` does."""
 
     token: int
 
@@ -302,27 +309,28 @@ class _NoGradient:
 
 
 def _layers(config: Any, stage: int | None) -> Any:
-    """Megatron's description of the layers of a stage, with our attention and norms."""
+    """Return Megatron's spec of the layers of a stage, with tether's attention, norms and router."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     block.layer_norm = Norm
     for layer in block.layer_specs:
-        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        submodules, attention = layer.submodules, layer.submodules.self_attention.submodules
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = Norm
         attention.core_attention = PackedAttention
-        if (experts := _described(parts.mlp)) is not None:
+        if (experts := _moe_submodules(submodules.mlp)) is not None:
             experts.router = Router
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
     return block
 
 
-def _described(mlp: Any) -> MoESubmodules | None:
-    """The parts of a mixture of experts: since Megatron 0.18 it is described by a partial call, before by a spec."""
-    parts = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
-    return parts if isinstance(parts, MoESubmodules) else None
+def _moe_submodules(mlp: Any) -> MoESubmodules | None:
+    """Return the submodules of a mixture of experts, which Megatron since 0.18 describes by a partial, before by a
+    spec."""
+    submodules = mlp.keywords.get("submodules") if isinstance(mlp, partial) else getattr(mlp, "submodules", None)
+    return submodules if isinstance(submodules, MoESubmodules) else None
 
 
-def _ends(chunk: Any) -> bool:
+def _is_last(chunk: Any) -> bool:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return bool(chunk.post_process)

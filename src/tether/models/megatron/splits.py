@@ -1,6 +1,6 @@
-"""How Megatron's tensor-parallel ranks hold the tensors of transformers: read a rank's part, join the parts again.
+"""How Megatron's tensor-parallel ranks split the tensors of transformers: reading a shard, joining shards.
 
-A part is read as slices of the file, so that no rank ever holds more than it keeps.
+A shard is read as slices of the file, so that no rank ever loads more than it keeps.
 """
 
 from __future__ import annotations
@@ -14,105 +14,95 @@ from torch import Tensor
 
 
 class Slices(Protocol):
-    """A tensor in a file, of which parts can be read (safetensors' ``get_slice``)."""
+    """A tensor in a file that can be read in slices (safetensors' ``get_slice``)."""
 
     def __getitem__(self, index: tuple[slice, ...] | slice) -> Tensor:
-        """Read a part."""
+        """Read a slice."""
         ...
 
     def get_shape(self) -> list[int]:
-        """The shape of the whole."""
+        """Return the shape of the whole tensor."""
         ...
 
 
 class Split(Protocol):
-    """Between tensors of transformers and the one of Megatron that holds them."""
+    """A mapping of one or several tensors of transformers to the shards of one of Megatron."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """The part of a rank."""
+        """Return the shard of a rank."""
         ...
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of transformers, from the parts of all ranks in their order."""
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return transformers' tensors from the shards of all ranks in order."""
         ...
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The same on each rank."""
+class Replicated:
+    """The tensor is the same on each rank."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """See `Split`."""
         return tensors[0][:]
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """See `Split`."""
-        return [parts[0]]
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [shards[0]]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Outputs of a linear layer, or rows of the vocabulary, are split."""
+class RowSplit:
+    """Rows are split: outputs of a linear layer, or entries of the vocabulary."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """See `Split`."""
         return tensors[0][_span(tensors[0].get_shape()[0], rank, ranks)]
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """See `Split`."""
-        return [torch.cat(list(parts))]
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards))]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Inputs of a linear layer are split."""
+class ColumnSplit:
+    """Columns are split: inputs of a linear layer."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """See `Split`."""
         return tensors[0][:, _span(tensors[0].get_shape()[1], rank, ranks)]
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """See `Split`."""
-        return [torch.cat(list(parts), dim=1)]
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards), dim=1)]
 
 
 @dataclass(frozen=True)
 class GateUp:
-    """Each rank holds its rows of the gate, and below them its rows of the up projection."""
+    """Each rank has its rows of the gate above its rows of the up projection."""
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """See `Split`."""
         return torch.cat([tensor[_span(tensor.get_shape()[0], rank, ranks)] for tensor in tensors])
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """See `Split`."""
-        return [torch.cat(list(halves)) for halves in zip(*(part.chunk(2) for part in parts), strict=True)]
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(halves)) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
 
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """Each key head follows the query heads that share it, and its value head follows it; ranks hold equal parts.
+    """Query heads are followed by the key head that they share and by its value head; ranks get equal shares.
 
-    With fewer key heads than ranks several ranks share what belongs to one.
+    With fewer key heads than ranks, several ranks split what belongs to one key head.
     """
 
     heads: int
     key_heads: int
 
     def read(self, tensors: Sequence[Slices], rank: int, ranks: int) -> Tensor:
-        """See `Split`."""
         first, last = rank * self.key_heads // ranks, -(-(rank + 1) * self.key_heads // ranks)
         groups = []
         for tensor in tensors:
             rows = tensor.get_shape()[0] // self.key_heads
             groups.append(tensor[slice(first * rows, last * rows)].unflatten(0, (last - first, rows)))
         merged = torch.cat(groups, dim=1).flatten(0, 1)
-        within = ranks // self.key_heads if ranks > self.key_heads else 1
-        return merged.chunk(within)[rank % within]
+        ranks_per_head = ranks // self.key_heads if ranks > self.key_heads else 1
+        return merged.chunk(ranks_per_head)[rank % ranks_per_head]
 
-    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """See `Split`."""
-        merged = torch.cat(list(parts)).unflatten(0, (self.key_heads, -1))
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        merged = torch.cat(list(shards)).unflatten(0, (self.key_heads, -1))
         per_group = self.heads // self.key_heads
         size = merged.shape[1] // (per_group + 2)
         return [x.flatten(0, 1) for x in merged.split([per_group * size, size, size], dim=1)]

@@ -9,25 +9,26 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 TESTED = ("0.16.1", "0.19.2")
-"""The first is the last for Python 3.11."""
+"""The first one is the last version that runs on Python 3.11."""
 _log = logging.getLogger(__name__)
 
 
 def check_version() -> None:
-    """Refuse a version before those of `TESTED`, and log a warning of another one that is not among them.
+    """Refuse a version older than those of `TESTED`, and warn of another one that is not among them.
 
     Raises:
-        ValueError: a version that is too old, or one without a package that it loads.
+        ValueError: the version is too old, or a package that it imports is missing.
     """
-    found = Version(version("megatron-core"))
-    if found < Version(TESTED[0]):
+    installed = Version(version("megatron-core"))
+    if installed < Version(TESTED[0]):
         raise ValueError(
-            f"megatron-core {found}: tether needs {TESTED[0]} or later. Run: pip install 'megatron-core>={TESTED[0]}'."
+            f"megatron-core {installed}: tether needs {TESTED[0]} or later. "
+            f"Run: pip install 'megatron-core>={TESTED[0]}'."
         )
-    if found >= Version("0.18") and find_spec("triton") is None:
+    if installed >= Version("0.18") and find_spec("triton") is None:
         raise ValueError(
-            f"megatron-core {found}: loads the package triton and does not bring it. Run: pip install triton, or "
+            f"megatron-core {installed}: loads the package triton and does not bring it. Run: pip install triton, or "
             "pip install 'megatron-core<0.18'."
         )
-    if str(found) not in TESTED:
-        _log.warning("megatron-core %s was not tested with tether. Those that were: %s", found, ", ".join(TESTED))
+    if str(installed) not in TESTED:
+        _log.warning("megatron-core %s was not tested with tether. Those that were: %s", installed, ", ".join(TESTED))

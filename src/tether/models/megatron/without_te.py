@@ -1,4 +1,4 @@
-"""Three places where Megatron takes Transformer Engine for installed when it is not."""
+"""Three places where Megatron wrongly assumes that Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _corrected: list[type] = []
 
 
 def correct() -> None:
-    """Tell them that it is not there; without effect where it is."""
+    """Make Megatron see that Transformer Engine is not installed; does nothing if it is."""
     if HAS_TRANSFORMER_ENGINE:
         return
     if not hasattr(_ROUTER, "te_general_gemm"):
@@ -31,11 +31,12 @@ def correct() -> None:
 
 
 def _without_float8(init: Any) -> Any:
-    """It looks whether it is given False by comparing with None, and then asks Transformer Engine for its state."""
+    """Wrap an initialiser that compares a flag with None where it is False, and then asks Transformer Engine for its
+    state."""
 
     @wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.fp8 = False
 
-    return made
+    return wrapped

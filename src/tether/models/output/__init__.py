@@ -1,6 +1,6 @@
 """Log-probabilities, entropies and KL from hidden states, in chunks of the vocabulary.
 
-The logits of a whole batch never exist at once.
+The logits of a whole batch are never in memory at once.
 """
 
 from tether.models.output.full_kl import full_kl_of_hidden

@@ -30,18 +30,18 @@ def full_kl_of_hidden(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """KL(policy || reference) over the whole vocabulary [N], in at least float32.
+    """Return KL(policy || reference) over the whole vocabulary [N], in at least float32.
 
-    Differentiable in `hidden` and `head`; the reference is a constant. The dtypes are those of `token_log_probs`, and
-    so are the arguments: the result does not depend on `chunk_size` but for the order of floating-point sums.
+    It is differentiable in `hidden` and `head`; the reference is a constant. Dtypes are as in `token_log_probs`. The
+    result does not depend on `chunk_size` except for the order of floating-point sums.
 
     Args:
-        hidden: [N, E] of the policy.
-        head: the policy's.
-        ref_hidden: [N, E'] of the reference at the same positions.
-        ref_head: the reference's, of the same vocabulary.
-        temperature: divides the logits of both; over 0.
-        chunk_size: vocabulary entries a chunk.
+        hidden: [N, E] hidden states of the policy.
+        head: the policy's head.
+        ref_hidden: [N, E'] hidden states of the reference at the same positions.
+        ref_head: the reference's head, with the same vocabulary.
+        temperature: divides the logits of both; greater than 0.
+        chunk_size: vocabulary entries per chunk.
     """
     assert temperature > 0, "greedy has no log-probs"
     assert len(head.weight) == len(ref_head.weight), "policy and reference differ in vocabulary"
@@ -62,7 +62,7 @@ def full_kl_of_hidden(
 
 
 class _FullKL(torch.autograd.Function):
-    """See `full_kl_of_hidden`. Keeps [N] statistics and recomputes both models' logits backward."""
+    """Computes `full_kl_of_hidden`; it saves [N] statistics and recomputes both models' logits in backward."""
 
     @staticmethod
     def forward(
@@ -113,7 +113,7 @@ class _FullKL(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if needs_bias else None
         upstream = from_kl[:, None] * (transform.scale / transform.temperature)
         for (span, weight_rows, z, grad), (_, _, r, _) in zip(chunks, ref_chunks, strict=True):
-            softcap_slope = transform.slope_beside(z)
+            softcap_slope = transform.softcap_slope(z)
             log_p, log_q = torch.sub(z, normalizer, out=grad), r.sub_(ref_normalizer)
             p = torch.exp(log_p, out=z)
             grad = log_p.sub_(log_q).sub_(kl).mul_(p).mul_(upstream)

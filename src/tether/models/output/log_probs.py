@@ -9,7 +9,8 @@ the target::
 
 Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all of this.
 
-Where ranks hold parts of the vocabulary (`VocabularyShard`), each makes the logits of its part; they share the sums.
+Where the vocabulary is split over ranks (`VocabularyShard`), each computes the logits of its shard and the sums are
+reduced.
 """
 
 from __future__ import annotations
@@ -47,41 +48,41 @@ class LmHead:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The head has a part of the vocabulary, and the ranks of a group have the others."""
+    """The head has one shard of the vocabulary, and the other ranks of a group have the others."""
 
     first: int
-    """Token of its first row."""
+    """The token of the shard's first row."""
     group: Any
-    """Of torch.distributed; None is the default group."""
+    """A group of torch.distributed; None is the default group."""
 
-    def whole(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """`tether.kernels.vocabulary_chunks.log_sums` of the whole vocabulary, from those of its parts."""
+    def reduce(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return `tether.kernels.vocabulary_chunks.log_sums` of the whole vocabulary from those of the shards."""
         target_z, top, mass, moment, square = sums
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         shift = top - highest
         decay = shift.exp()
-        parts = torch.stack([target_z, mass * decay, (moment + shift * mass) * decay, square * decay.square()])
-        dist.all_reduce(parts, group=self.group)
-        return parts[0], highest, *parts[1:]
+        scaled = torch.stack([target_z, mass * decay, (moment + shift * mass) * decay, square * decay.square()])
+        dist.all_reduce(scaled, group=self.group)
+        return scaled[0], highest, *scaled[1:]
 
-    def cut(self, kept: KeptSets) -> _ShardOfKept:
-        """Of the tokens of this part."""
-        return _ShardOfKept(kept, self.first)
+    def restrict(self, candidates: KeptSets) -> _ShardOfKept:
+        """Return the candidates that are in this shard."""
+        return _ShardOfKept(candidates, self.first)
 
 
 @dataclass(frozen=True)
 class _ShardOfKept:
-    kept: KeptSets
+    candidates: KeptSets
     first: int
 
     def cut(self, span: slice) -> Tensor:
-        return self.kept.cut(slice(span.start + self.first, span.stop + self.first))
+        return self.candidates.cut(slice(span.start + self.first, span.stop + self.first))
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of each token, in at least float32."""
+    """Log-probs and statistics of each token, in at least float32."""
 
     log_probs: Tensor  # [N]
     entropy: Tensor | None = None  # [N], of the same distribution, in nats
@@ -89,10 +90,10 @@ class LogProbs:
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The output head of a causal LM; its weight is the very parameter, so gradients reach it.
+    """Return the output head of a causal LM; its weight is the parameter itself, so gradients reach it.
 
     Raises:
-        ValueError: the head is no plain linear layer (LoRA on it, quantized, or none at all).
+        ValueError: the head is not a plain linear layer (it has LoRA, is quantized, or there is none).
     """
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
@@ -107,7 +108,7 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
 
 
 def logits_of(hidden: Tensor, head: LmHead) -> Tensor:
-    """The logits [..., V] themselves, for the few positions where all of them are needed."""
+    """Return all logits [..., V], for the few positions where they are needed."""
     logits = nn.functional.linear(hidden, head.weight, head.bias) * head.scale
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
@@ -118,29 +119,29 @@ def token_log_probs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    kept: KeptSets | None = None,
+    candidates: KeptSets | None = None,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     chunk_size: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> LogProbs:
-    """Log-probability of each target under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
+    """Return each target's log-prob under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
 
     The matmuls run in the dtype of `hidden`, or of autocast where it is on; all else in at least float32. The result
-    does not depend on `chunk_size` but for the order of floating-point sums.
+    does not depend on `chunk_size` except for the order of floating-point sums.
 
     Args:
         hidden: [N, E] output of the backbone at the position before each target.
-        head: see `lm_head_of`.
+        head: the output head, from `lm_head_of`.
         targets: [N] token ids.
-        temperature: divides the logits of everything that is returned; over 0.
-        kept: the tokens that each of the N could be sampled from; everything that is returned is of the distribution
-            over these alone. None: all of them.
+        temperature: divides the logits of everything that is returned; greater than 0.
+        candidates: the tokens that each of the N could be sampled from; all results are of the distribution over these
+            alone. None means all tokens.
         with_entropy: also return the entropy, with gradient.
         with_sum_pi_squared: also return sum_v p_v^2, without gradient.
-        chunk_size: vocabulary entries a chunk; by default as many as keep a chunk in the CPU's cache.
-        shard: where the head's part of the vocabulary lies, if it has a part; `targets` and `kept` are of the whole.
-            The gradient of `hidden` then is this part's, of which the ranks take the sum.
+        chunk_size: vocabulary entries per chunk; by default as many as fit a chunk in the CPU's cache.
+        shard: where the head's rows are in the vocabulary, if it has only some; `targets` and `candidates` are of the
+            whole. The gradient of `hidden` then is the shard's, and has to be summed over the ranks.
     """
     assert temperature > 0, "greedy has no log-probs"
     dtype = matmul_dtype(hidden)
@@ -149,9 +150,9 @@ def token_log_probs(
             hidden.to(dtype),
             head.weight,
             head.bias,
-            targets if shard is None else targets - shard.first,  # outside its rows: no target of this part
+            targets if shard is None else targets - shard.first,  # a target outside the rows is in another shard
             LogitTransform(head.scale, head.softcap, temperature),
-            kept if shard is None or kept is None else shard.cut(kept),
+            candidates if shard is None or candidates is None else shard.restrict(candidates),
             chunk_size or default_chunk_size(hidden),
             with_entropy,
             with_sum_pi_squared,
@@ -161,7 +162,7 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """See `token_log_probs`. Keeps [N] statistics and recomputes the logits backward."""
+    """Computes `token_log_probs`; it saves [N] statistics and recomputes the logits in backward."""
 
     @staticmethod
     def forward(
@@ -171,7 +172,7 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         transform: LogitTransform,
-        kept: KeptTokenSets | None,
+        candidates: KeptTokenSets | None,
         chunk_size: int,
         with_entropy: bool,
         with_sum_pi_squared: bool,
@@ -179,14 +180,14 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
         kernels = kernels_for(hidden)
-        sums = kernels.log_sums(chunks, targets, kept, with_entropy, with_sum_pi_squared)
-        target_z, top, mass, moment, square = sums if shard is None else shard.whole(sums)
+        sums = kernels.log_sums(chunks, targets, candidates, with_entropy, with_sum_pi_squared)
+        target_z, top, mass, moment, square = sums if shard is None else shard.reduce(sums)
         log_normalizer = top + mass.log()
         entropy = mass.log() - moment / mass
         sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
-        ctx.transform, ctx.kept, ctx.chunk_size = transform, kept, chunk_size
+        ctx.transform, ctx.candidates, ctx.chunk_size = transform, candidates, chunk_size
         if sum_pi_squared is not None:
             ctx.mark_non_differentiable(sum_pi_squared)
         return (target_z - log_normalizer)[:, 0], entropy[:, 0] if with_entropy else None, sum_pi_squared
@@ -209,7 +210,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if to_log_prob is None:
             to_log_prob = torch.zeros_like(log_normalizer)
         statistics = (log_normalizer, entropy, to_log_prob, to_entropy)
-        for span, weight_rows, grad in kernels_for(hidden).grad_logits(chunks, targets, ctx.kept, *statistics):
+        for span, weight_rows, grad in kernels_for(hidden).grad_logits(chunks, targets, ctx.candidates, *statistics):
             if grad_bias is not None:
                 grad_bias[span] = grad.sum(0)
             grad_logits = chunks.for_matmul(grad)

@@ -1,11 +1,12 @@
-"""Which tokens truncated sampling kept, recorded so that training normalises over exactly the same ones.
+"""The tokens that truncated sampling kept, recorded so that training normalises over exactly the same ones.
 
-Top-k and top-p cut the vocabulary by the sampler's logits. The trainer's differ in the last bits, so a cut of its own
-would fall elsewhere; the sampler's is replayed instead (the "keep sampling mask" of DeepSeek-V3.2, arXiv 2512.02556).
+Top-k and top-p truncate the vocabulary by the sampler's logits. The trainer's logits differ in the last bits, so
+truncating again could keep other tokens; the sampler's choice is replayed instead (the "keep sampling mask" of
+DeepSeek-V3.2, arXiv 2512.02556).
 
-`tether.batch.KeptTokens` says how it is stored.
+`tether.batch.KeptTokens` describes the storage format.
 
-Legend: B = rows, T = response width, V = vocabulary, N = positions that are read, C = tokens in a chunk of V.
+Legend: B = rows, T = response width, V = vocabulary, N = positions that are looked up, C = tokens in a chunk of V.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ _BITS = 32
 
 
 class KeptRecorder:
-    """Takes down the kept tokens of B rows while they are sampled."""
+    """Records the kept tokens of B rows while they are sampled."""
 
     def __init__(self, rows: int, max_width: int, vocabulary: int, device: torch.device) -> None:
-        """No row will have more than `max_width` positions."""
+        """Allocate a record for rows of at most `max_width` positions."""
         self._count = torch.zeros(rows, max_width, dtype=torch.int32, device=device)
         self._limit = _mask_words(vocabulary)
-        self._pieces: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, positions, and their words end to end
+        self._pieces: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, positions, and their words, concatenated
 
-    def add(self, row: Tensor, position: Tensor, kept: Tensor) -> None:
-        """At `position` [R] of `row` [R] the tokens `kept` [R, V] (bool) could be drawn."""
-        count = kept.sum(dim=-1, dtype=torch.int32)
+    def add(self, row: Tensor, position: Tensor, candidates: Tensor) -> None:
+        """Record that `candidates` [R, V] (bool) could be sampled at `position` [R] of `row` [R]."""
+        count = candidates.sum(dim=-1, dtype=torch.int32)
         self._count[row, position] = count
         listed = count <= self._limit
-        self._pieces.append((row[listed], position[listed], kept[listed].nonzero()[:, 1].to(torch.int32)))
+        self._pieces.append((row[listed], position[listed], candidates[listed].nonzero()[:, 1].to(torch.int32)))
         if not listed.all():
-            self._pieces.append((row[~listed], position[~listed], _pack(kept[~listed]).flatten()))
+            self._pieces.append((row[~listed], position[~listed], _pack(candidates[~listed]).flatten()))
 
     def result(self, width: int) -> KeptTokens:
-        """All rows, of which the longest has `width` positions, in the memory of the host."""
+        """Return the record of all rows, of which the longest has `width` positions, on the CPU."""
         count = self._count[:, :width].clone()
         first, length = _layout(count, self._limit)
         words = count.new_empty(int(length.sum()))
-        for row, position, piece in self._pieces:
-            words[_runs(first[row, position], length[row, position])] = piece
+        for row, position, recorded in self._pieces:
+            words[_runs(first[row, position], length[row, position])] = recorded
         rows = [row.clone() for row in words.cpu().split(length.sum(dim=-1).tolist())]
         return KeptTokens(count=count.cpu(), words=NonTensorStack(*rows), batch_size=[len(rows)])
 
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The kept tokens of N positions, laid out for a walk over the vocabulary."""
+    """The kept tokens of N positions, sorted so that a chunk of the vocabulary can be looked up."""
 
     num_positions: int
     token: Tensor  # [K] the listed tokens of all positions, ascending
@@ -61,12 +62,12 @@ class KeptSets:
     masks: Tensor  # [D, V / 32]
 
     @classmethod
-    def read(cls, kept: KeptTokens, slots: Tensor, vocabulary: int) -> KeptSets:
-        """Look up the positions `slots` [N], flat in B * T."""
-        limit, words = _mask_words(vocabulary), torch.cat(list(kept.words))
-        first, length = _layout(kept.count, limit)
+    def read(cls, record: KeptTokens, slots: Tensor, vocabulary: int) -> KeptSets:
+        """Look up the positions `slots` [N], which are flat indices into B * T."""
+        limit, words = _mask_words(vocabulary), torch.cat(list(record.words))
+        first, length = _layout(record.count, limit)
         assert len(words) == int(length.sum()), "the record was cut, or is of another vocabulary"
-        first, count = first.flatten()[slots], kept.count.flatten()[slots]
+        first, count = first.flatten()[slots], record.count.flatten()[slots]
         listed, masked = (chosen.nonzero().flatten() for chosen in (count <= limit, count > limit))
         token, order = words[_runs(first[listed], count[listed])].sort()
         position = listed.to(torch.int32).repeat_interleave(count[listed])[order]
@@ -74,7 +75,7 @@ class KeptSets:
         return cls(len(slots), token, position, masked, masks)
 
     def cut(self, span: slice) -> Tensor:
-        """[N, C] bool: the tokens of this range of the vocabulary that were not kept."""
+        """Return [N, C] bool: which tokens of this range of the vocabulary were not kept."""
         cut = torch.ones(self.num_positions, span.stop - span.start, dtype=torch.bool, device=self.token.device)
         start, stop = torch.searchsorted(self.token, self.token.new_tensor([span.start, span.stop])).tolist()
         cut[self.position[start:stop], self.token[start:stop] - span.start] = False
@@ -85,26 +86,26 @@ class KeptSets:
 
 
 def _mask_words(vocabulary: int) -> int:
-    """Words in a bit mask of the vocabulary: the most that a position takes."""
+    """Return the words of a bit mask of the vocabulary, which is the most that a position takes."""
     return -(-vocabulary // _BITS)
 
 
 def _layout(count: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """[B, T] where the words of each position start, with those of all rows end to end, and how many they are."""
+    """Return [B, T] where the words of each position start in the concatenation of all rows, and how many there are."""
     length = count.clamp(max=limit)
     return length.flatten().cumsum(dim=0).view_as(length) - length, length
 
 
-def _pack(kept: Tensor) -> Tensor:
-    """Bits of [D, V] bool as [D, V / 32] int32."""
-    rows, vocabulary = kept.shape
-    bits = kept.new_zeros(rows, _mask_words(vocabulary) * _BITS)
-    bits[:, :vocabulary] = kept
-    place = torch.arange(_BITS, dtype=torch.int32, device=kept.device)
-    return (bits.view(rows, -1, _BITS).to(torch.int32) << place).sum(dim=-1, dtype=torch.int32)
+def _pack(candidates: Tensor) -> Tensor:
+    """Pack the bits of [D, V] bool into [D, V / 32] int32."""
+    rows, vocabulary = candidates.shape
+    bits = candidates.new_zeros(rows, _mask_words(vocabulary) * _BITS)
+    bits[:, :vocabulary] = candidates
+    shift = torch.arange(_BITS, dtype=torch.int32, device=candidates.device)
+    return (bits.view(rows, -1, _BITS).to(torch.int32) << shift).sum(dim=-1, dtype=torch.int32)
 
 
 def _runs(first: Tensor, length: Tensor) -> Tensor:
-    """The numbers ``first[i], first[i] + 1, ...``, ``length[i]`` of them, one run after the other."""
+    """Return the numbers ``first[i], first[i] + 1, ...``, ``length[i]`` of them for each i, concatenated."""
     before = length.cumsum(dim=0) - length
     return (first - before).repeat_interleave(length) + torch.arange(int(length.sum()), device=first.device)

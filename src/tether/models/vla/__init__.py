@@ -1,8 +1,8 @@
-"""Vision-language-action policies: a picture and a text in, action tokens out, by a causal transformer.
+"""Vision-language-action policies: a causal transformer that reads a picture and a text and predicts action tokens.
 
-Read in this order: `spec` (the shape and the vocabulary), `decoder` (how action tokens are scored and chosen), `model`
-(a small network) or `published` (OpenVLA's, of `vit` and Llama, which `pretrained` loads), `policy` (what trains and
-acts).
+Read in this order: `spec` (the shape and the vocabulary), `decoder` (scoring and sampling of action tokens), `model` (a
+small network) or `published` (OpenVLA's, of `vit` and Llama, which `pretrained` loads), `policy` (for training and
+acting).
 """
 
 from tether.models.vla.spec import VlaSpec

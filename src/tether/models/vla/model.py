@@ -1,4 +1,4 @@
-"""The networks of a small vision-language-action policy, made and trained from nothing.
+"""The networks of a small vision-language-action policy, trained from scratch.
 
 Its transformer reads, before the action tokens (`tether.models.vla.decoder`)::
 
@@ -17,24 +17,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.models.control.observations import NUMBERS, PICTURE, TEXT, FlatRow, ObservationBatch, Pictures
 from tether.models.control.spec import Observations
-from tether.models.vla.decoder import ActionDecoder, Prompt
+from tether.models.vla.decoder import ActionDecoder, EncodedPrompt
 from tether.models.vla.spec import BEGIN, END, FIRST_BYTE, VlaSpec
 
 CHANNELS = (32, 64, 128)
-"""Of the encoder's first layers; later ones are as wide as the last."""
+"""Channels of the encoder's first layers; later ones are as wide as the last."""
 GRID = 4
-"""Picture tokens of each side, at most."""
+"""Maximal picture tokens per side."""
 VALUE_SIZES = (512, 128)
 
 
 class PictureEncoder(nn.Module):
-    """From a picture of bytes to tokens: convolutions that halve it until it is at most `GRID` wide and high.
+    """Encodes a picture of bytes as tokens: convolutions halve it until it is at most `GRID` wide and high.
 
-    They also read where a pixel is (Liu et al. 2018, "CoordConv"), which a policy that moves has to know.
+    They also read pixel coordinates (Liu et al. 2018, "CoordConv"), since a policy has to know where things are.
 
     Args:
         picture: its channels, height and width.
-        width: of a token.
+        width: width of a token.
     """
 
     def __init__(self, picture: tuple[int, int, int], width: int) -> None:
@@ -47,21 +47,21 @@ class PictureEncoder(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(math.prod(-(-side // 2**halvings) for side in sides), width))
 
     def forward(self, picture: Tensor) -> Tensor:
-        """Bytes [B, C, H, W] -> tokens [B, P, width]."""
+        """Encode bytes [B, C, H, W] as tokens [B, P, width]."""
         x = picture.to(self.positions.dtype) / 127.5 - 1
         rows, columns = (torch.linspace(-1, 1, side, dtype=x.dtype, device=x.device) for side in x.shape[2:])
-        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
-        x = torch.cat([x, places.expand(len(x), -1, -1, -1)], dim=1)
+        coordinates = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
+        x = torch.cat([x, coordinates.expand(len(x), -1, -1, -1)], dim=1)
         for layer in self.layers:
             x = nn.functional.gelu(layer(x))
         return self.to_tokens(x.flatten(2).transpose(1, 2)) + self.positions
 
 
 class ValueHead(nn.Module):
-    """Values of a state from the hidden state at the end of its prompt: RLinf's sizes and first weights.
+    """Computes values from the hidden state at the end of the prompt, with RLinf's sizes and initialisation.
 
     Args:
-        hidden_dim: width of what it reads.
+        hidden_dim: width of the hidden state.
         values: V.
     """
 
@@ -76,12 +76,12 @@ class ValueHead(nn.Module):
         self.layers = nn.Sequential(hidden[0], nn.GELU(), hidden[1], nn.GELU(), last)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, hidden_dim] -> [B, V]."""
+        """Return values [B, V] of hidden states [B, hidden_dim]."""
         return self.layers(hidden)
 
 
 class VlaModel(ActionDecoder):
-    """Encoder, transformer and the embeddings between them; the first weights come from torch's global generator.
+    """Encoder, transformer and the embeddings between them, initialised from torch's global generator.
 
     Args:
         spec: the shape.
@@ -107,30 +107,28 @@ class VlaModel(ActionDecoder):
         self.pictures = Pictures(spec.layout, spec.pictures) if spec.pictures else None
         self.encoder = None if self.pictures is None else PictureEncoder(self.pictures.shape, width)
         self.numbers = nn.Linear(self.row.width, width) if self.row.width else None
-        # Zero at the start, as in RLinf's OpenVLA-OFT, where they stay so.
+        # Initialised to zero, as in RLinf's OpenVLA-OFT, where they are not trained.
         oft = spec.model_type == "openvla_oft"
         self.placeholders = nn.Parameter(torch.zeros(spec.action_tokens - 1, width)) if oft else None
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """The inputs from observations [..., *shape]: numbers, and where there are any, pictures and a text."""
         numbers = self.row(obs)
-        read = {NUMBERS: numbers}
+        tensors = {NUMBERS: numbers}
         if self.pictures is not None:
-            read[PICTURE] = self.pictures(obs)
+            tensors[PICTURE] = self.pictures(obs)
         if self.spec.text is not None:
-            read[TEXT] = obs[self.spec.text]
-        return TensorDict(read, batch_size=numbers.shape[:-1])
+            tensors[TEXT] = obs[self.spec.text]
+        return TensorDict(tensors, batch_size=numbers.shape[:-1])
 
-    def prompt(self, obs: Observations) -> Prompt:
-        """The embedded prompts of B observations of `inputs`."""
+    def prompt(self, obs: Observations) -> EncodedPrompt:
         assert isinstance(obs, TensorDict)
         embed = self.language.get_input_embeddings()
         marks = embed(torch.tensor([[BEGIN, END]], device=obs[NUMBERS].device)).expand(len(obs), -1, -1)
-        parts = [marks[:, :1]]
+        embedded = [marks[:, :1]]
         if self.encoder is not None:
-            parts.append(self.encoder(obs[PICTURE]))
+            embedded.append(self.encoder(obs[PICTURE]))
         if self.numbers is not None:
-            parts.append(self.numbers(obs[NUMBERS])[:, None])
+            embedded.append(self.numbers(obs[NUMBERS])[:, None])
         if self.spec.text is not None:
-            parts.append(embed(obs[TEXT].long() + FIRST_BYTE))
-        return Prompt(torch.cat([*parts, marks[:, 1:]], dim=1))
+            embedded.append(embed(obs[TEXT].long() + FIRST_BYTE))
+        return EncodedPrompt(torch.cat([*embedded, marks[:, 1:]], dim=1))

@@ -1,7 +1,7 @@
-"""A vision-language-action policy as what trains and what acts sees it: like `tether.models.control.network_policy`'s.
+"""A vision-language-action policy with the interface of `tether.models.control.network_policy`.
 
-Its actions are numbers of bins, K * D a decision (`tether.envs.spaces.action_bins` makes environments take them), its
-outputs the scores of all bins of all of them.
+Its actions are indices of bins, K * D per decision (`tether.envs.spaces.action_bins` converts environments to them),
+its outputs the scores of all bins of all of them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from tether.models.control.spec import Observations, device_of
 from tether.models.vla.model import ValueHead, VlaModel
 from tether.models.vla.published import PublishedModel
 from tether.models.vla.spec import ACTION_BINS, VlaSpec
+from tether.runtime.install import pip_install
 
 
 class VlaPolicy(MemorylessPolicy):
-    """Network and value head.
+    """A vision-language-action network with a value head.
 
     Args:
         spec: the shape.
-        seed: of the first weights; those of a published network are none before they are loaded.
+        seed: seed of the initialisation; a published network is not initialised, only loaded.
 
     Raises:
         ValueError: the tokenizer of a published network cannot be loaded.
@@ -51,46 +52,42 @@ class VlaPolicy(MemorylessPolicy):
                 lora.add_lora(self.model.language, options)
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The trained parameters: of the policy, and of the value head."""
+        """Return the trained parameters of the policy and of the value head."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad], critic
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """The inputs of the networks from observations [..., *shape]."""
         return self.model.inputs(obs)
 
     def update_statistics(self, obs: ObservationBatch) -> None:
-        """Nothing is normalised, so there are no statistics."""
+        """Do nothing: there are no statistics, since nothing is normalised."""
 
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, A * bins] and values [B, V] for observations [B, ...] and the actions [B, A] that were taken."""
         scores, hidden = self.model(self.model.prompt(obs), actions)
         return scores.flatten(1), None if self.critic is None else self.critic(hidden)
 
     @torch.no_grad()
     def values(self, obs: Observations) -> Tensor:
-        """Values [B, V] of observations [B, ...]."""
         assert self.critic is not None
         if not len(obs):  # transformers cannot tell the shapes of nothing
             return torch.zeros(0, self.spec.value_width, device=device_of(self))
-        pieces = [self.critic(self.model.end_of_prompt(self.model.prompt(piece))) for piece in obs.split(self._rows)]
-        return torch.cat(pieces)
+        values = [self.critic(self.model.end_of_prompt(self.model.prompt(chunk))) for chunk in obs.split(self._rows)]
+        return torch.cat(values)
 
     @torch.no_grad()
     def act(self, obs: Observations, noise: Tensor | None) -> Tensor:
-        """Choose actions [N, A]; `noise` [N, A * bins] of the head, None takes the likeliest."""
         shaped = None if noise is None else noise.unflatten(1, (self.spec.action_tokens, -1))
         return self.model.choose(self.model.prompt(obs), shaped)
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
-        """Take over weights as `plain_state` gives them; LoRA adapters and what is not among them stay."""
-        own = self.state_dict()
+        """Load weights in the format of `plain_state`; LoRA adapters and weights that are not given stay unchanged."""
+        state = self.state_dict()
         for name, value in weights.items():
-            under = under_adapter(name)
-            own[under if under in own else name].copy_(value)
+            wrapped = under_adapter(name)
+            state[wrapped if wrapped in state else name].copy_(value)
 
     def plain_state(self) -> dict[str, Tensor]:
-        """The weights of a policy without LoRA that computes the same."""
+        """Return the weights of the equivalent policy without LoRA."""
         if not self.spec.lora_rank:
             return self.state_dict()
         prefix = "model.language."
@@ -99,7 +96,7 @@ class VlaPolicy(MemorylessPolicy):
 
 
 def under_adapter(name: str) -> str:
-    """The name of a plain weight where a LoRA adapter stands over its layer."""
+    """Return the name of a plain weight inside the layer that a LoRA adapter wraps."""
     stem, _, kind = name.rpartition(".")
     return f"{stem}.base_layer.{kind}"
 
@@ -109,6 +106,5 @@ def _lora() -> ModuleType:
         return importlib.import_module("tether.models.language.lora")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. "
-            "Run: pip install 'tether[lora]'"
+            f"actor_rollout_ref.model.lora_rank: adapters need the package {error.name}. Run: {pip_install('lora')}"
         ) from error

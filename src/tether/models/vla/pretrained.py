@@ -1,5 +1,5 @@
-"""Published OpenVLA policies: a folder with ``config.json``, weights as safetensors, and beside them the files of the
-picture's processor and of the tokenizer.
+"""Published OpenVLA policies: folders with ``config.json``, safetensors, and the files of picture processor and
+tokenizer.
 
 The names of the weights are those of its authors' classes: ``vision_backbone.featurizer``, ``.fused_featurizer``,
 ``projector`` and ``language_model``.
@@ -29,11 +29,11 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 PICTURES, STATISTICS = "preprocessor_config.json", "dataset_statistics.json"
 KEY = "actor_rollout_ref.model.path"
 LANGUAGE = "language."
-"""Of names in the policy; in files they begin with ``language_model.``."""
+"""Prefix of the language model's weights in the policy; files have ``language_model.`` instead."""
 OWN_STATISTICS = "tether"
-"""Name of the statistics of a policy that is written."""
+"""Dataset name of the action statistics in a policy that tether writes."""
 HEAD_FILES = ("action_head--*", "noisy_action_projector--*", "proprio_projector--*", "vision_backbone--*")
-"""Files of parts that OpenVLA-OFT's authors add to a policy."""
+"""Files of modules that OpenVLA-OFT's authors add to a policy."""
 DEFAULT_BINS, DEFAULT_FILLING = ACTION_BINS, 64
 Ranges = tuple[tuple[float, ...], tuple[float, ...]]
 Colour = tuple[float, float, float]
@@ -41,16 +41,16 @@ Colour = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Published:
-    """A policy's description."""
+    """The description of a published policy."""
 
     folder: Path
     network: Network
     statistics: JsonObject
-    """``norm_stats``: dataset -> what its actions are like."""
+    """``norm_stats``: dataset -> statistics of its actions."""
 
     @property
     def fields(self) -> dict[str, object]:
-        """Fields of the shape that it decides."""
+        """Return the fields of `VlaSpec` that the published policy determines."""
         config = llama_config(self.network.text_config)
         return {
             "network": self.network,
@@ -61,19 +61,19 @@ class Published:
 
 
 def is_published(folder: Path) -> bool:
-    """There is a model in transformers' layout in the folder, be it of OpenVLA or not."""
+    """Whether the folder has a model in transformers' layout, of OpenVLA or not."""
     return (folder / CONFIG).is_file()
 
 
 def read_published(folder: Path, prompt_length: int) -> Published:
-    """Describe the policy in a folder; weights are not read.
+    """Read the description of the policy in a folder, without its weights.
 
     Args:
-        folder: of the policy.
-        prompt_length: L of its prompts.
+        folder: folder of the policy.
+        prompt_length: length L of its prompts.
 
     Raises:
-        ValueError: it is another kind of model, a file or weights are missing, or a part is not supported; names it.
+        ValueError: it is another kind of model, a file or weights are missing, or something is not supported; names it.
     """
     config = _json(folder / CONFIG)
     kind = config.get("model_type")
@@ -84,8 +84,8 @@ def read_published(folder: Path, prompt_length: int) -> Published:
             raise ValueError(f"{KEY}={folder}: {name} is missing. Put it there, as it is in the published folder.")
     _refuse_unsupported(folder, config)
     shapes = _shapes(folder)
-    given = config.get("text_config") or {}
-    text_config = {name: value for name, value in given.items() if name not in ("torch_dtype", "dtype")}
+    all_fields = config.get("text_config") or {}
+    text_config = {name: value for name, value in all_fields.items() if name not in ("torch_dtype", "dtype")}
     network = Network(
         vits=_vits(folder, config, shapes),
         text_config=text_config,
@@ -97,65 +97,69 @@ def read_published(folder: Path, prompt_length: int) -> Published:
     statistics = config.get("norm_stats") or {}
     if (folder / STATISTICS).is_file():
         statistics = statistics | _json(folder / STATISTICS)
-    found = Published(folder, network, statistics)
-    _check_weights(found, shapes)
-    return found
+    published = Published(folder, network, statistics)
+    _check_weights(published, shapes)
+    return published
 
 
 def ranges(published: Published, unnorm_key: str | None) -> Ranges:
-    """The actions [D] that the first bin begins with, and that the last one ends with.
+    """Return the actions [D] at the lower end of the first bin and at the upper end of the last bin.
 
-    They are the quantiles of the dataset that the key names; where its mask says that a column is not normalised, -1
-    and 1. RLinf's files name datasets without the ``_no_noops`` that they end with, so both are looked up.
+    They are the quantiles of the dataset that the key names, or -1 and 1 for columns that its mask excludes from
+    normalisation. RLinf's files omit the suffix ``_no_noops`` of datasets, so both names are looked up.
 
     Raises:
-        ValueError: there is no such dataset, or several and no key; names those there are.
+        ValueError: there is no such dataset, or there are several and no key; names the available ones.
     """
-    known = published.statistics
+    datasets = published.statistics
     where = f"policy.unnorm_key={unnorm_key or 'null'}"
-    name = next(iter(known)) if unnorm_key is None and len(known) == 1 else str(unnorm_key)
-    name = f"{name}_no_noops" if name not in known and f"{name}_no_noops" in known else name
-    if name not in known:
-        there = (
-            f"Name one of {', '.join(sorted(known))}." if known else "Imitate episodes (tether bc): theirs are taken."
+    name = next(iter(datasets)) if unnorm_key is None and len(datasets) == 1 else str(unnorm_key)
+    name = f"{name}_no_noops" if name not in datasets and f"{name}_no_noops" in datasets else name
+    if name not in datasets:
+        advice = (
+            f"Name one of {', '.join(sorted(datasets))}."
+            if datasets
+            else "Imitate episodes (tether bc): theirs are taken."
         )
-        if unnorm_key is None and known:
+        if unnorm_key is None and datasets:
             raise ValueError(
-                f"policy.unnorm_key: missing, and {published.folder} has statistics of several datasets. {there}"
+                f"policy.unnorm_key: missing, and {published.folder} has statistics of several datasets. {advice}"
             )
-        raise ValueError(f"{where}: {published.folder} has no statistics of such actions. {there}")
-    actions = known[name].get("action") or {}
+        raise ValueError(f"{where}: {published.folder} has no statistics of such actions. {advice}")
+    actions = datasets[name].get("action") or {}
     if not {"q01", "q99"} <= actions.keys():
         raise ValueError(f"{where}: {published.folder} has no q01 and q99 of the actions of {name}")
-    kept = actions.get("mask") or [True] * len(actions["q01"])
-    columns = zip(actions["q01"], actions["q99"], kept, strict=True)
-    low, high = zip(*((float(one), float(two)) if own else (-1.0, 1.0) for one, two, own in columns), strict=True)
+    normalised = actions.get("mask") or [True] * len(actions["q01"])
+    columns = zip(actions["q01"], actions["q99"], normalised, strict=True)
+    low, high = zip(
+        *((float(first), float(last)) if scaled else (-1.0, 1.0) for first, last, scaled in columns), strict=True
+    )
     return low, high
 
 
 @torch.no_grad()
 def load_weights(policy: VlaPolicy, folder: Path) -> None:
-    """Put the weights of a folder, which `read_published` has checked, into the network; the critic stays as it is."""
-    own = policy.model.state_dict().keys()
+    """Load the weights of a folder that `read_published` has checked into the network; the critic stays as it is."""
+    names = policy.model.state_dict().keys()
     for shard in _shards(folder):
         weights = {_own(name): value for name, value in load_file(folder / shard).items()}
-        known = {name for name in weights if name in own or under_adapter(name) in own}
-        policy.load_plain({f"model.{name}": weights[name] for name in known})
+        loaded = {name for name in weights if name in names or under_adapter(name) in names}
+        policy.load_plain({f"model.{name}": weights[name] for name in loaded})
 
 
 def write_published(policy: VlaPolicy, source: Path, folder: Path) -> None:
     """Write a policy in the published layout; the statistics of its actions are those of `OWN_STATISTICS`.
 
     Args:
-        policy: with a published network; LoRA adapters are merged, the critic is left out.
-        source: the folder that the policy was loaded from, whose other files and weights that nothing reads are taken;
-            weights keep their types.
-        folder: is made.
+        policy: a policy with a published network; LoRA adapters are merged, the critic is omitted.
+        source: the folder that the policy was loaded from, whose other files and unused weights are copied; weights
+            keep their dtypes.
+        folder: the folder to create.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", ".*"))
     actions = {"q01": policy.spec.low, "q99": policy.spec.high, "mask": [True] * policy.spec.action_width}
-    known = _json(source / STATISTICS) if (source / STATISTICS).is_file() else {}
-    (folder / STATISTICS).write_text(json.dumps(known | {OWN_STATISTICS: {"action": actions}}, indent=2))
+    statistics = _json(source / STATISTICS) if (source / STATISTICS).is_file() else {}
+    (folder / STATISTICS).write_text(json.dumps(statistics | {OWN_STATISTICS: {"action": actions}}, indent=2))
     weights = {name.removeprefix("model."): value for name, value in policy.plain_state().items()}
     for shard in _shards(source):
         old = load_file(source / shard)
@@ -192,7 +196,7 @@ def _refuse_unsupported(folder: Path, config: JsonObject) -> None:
 
 
 def _shards(folder: Path) -> list[str]:
-    """Files of weights.
+    """Return the names of the weight files.
 
     Raises:
         ValueError: there are none, or some are missing.
@@ -205,7 +209,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Own names of weights -> their shapes."""
+    """Return the shapes of the weights by their names in the policy."""
     shapes: dict[str, list[int]] = {}
     for shard in _shards(folder):
         try:
@@ -262,23 +266,23 @@ def _vit(
 
 
 def _blocks(shapes: Mapping[str, list[int]], prefix: str) -> Iterator[int]:
-    """Numbers of a network's blocks."""
+    """Yield the block number of each weight of a network's blocks."""
     start = f"{prefix}.blocks."
     return (int(name.removeprefix(start).split(".")[0]) for name in shapes if name.startswith(start))
 
 
 def _check_weights(published: Published, shapes: Mapping[str, list[int]]) -> None:
-    """Compare the weights of a folder with those of its network.
+    """Check that the weights of a folder are those of its network.
 
     Raises:
         ValueError: some are missing, unknown, or of other shapes; names the first.
     """
     folder = published.folder
     with torch.device("meta"):
-        parts = make_networks(published.network)
+        modules = make_networks(published.network)
     names = (LANGUAGE, "vision_backbone.", "projector.")
     expected = {
-        n + name: value for n, part in zip(names, parts, strict=True) for name, value in part.state_dict().items()
+        n + name: value for n, module in zip(names, modules, strict=True) for name, value in module.state_dict().items()
     }
     if missing := sorted(expected.keys() - shapes.keys()):
         raise ValueError(f"{KEY}={folder}: {len(missing)} weights missing, the first is {missing[0]}")
@@ -287,10 +291,10 @@ def _check_weights(published: Published, shapes: Mapping[str, list[int]]) -> Non
             raise ValueError(
                 f"{KEY}={folder}: {name} has the shape {list(shapes[name])}, the network {list(value.shape)}"
             )
-    unread = tuple(
-        f"vision_backbone.{name}.{part}"
+    unused = tuple(
+        f"vision_backbone.{name}.{weight}"
         for name, vit in zip(FEATURIZERS, published.network.vits, strict=False)
-        for part in (f"blocks.{vit.depth}.", "norm.", "attn_pool.")
+        for weight in (f"blocks.{vit.depth}.", "norm.", "attn_pool.")
     )
-    if unknown := sorted(name for name in shapes.keys() - expected.keys() if not name.startswith(unread)):
+    if unknown := sorted(name for name in shapes.keys() - expected.keys() if not name.startswith(unused)):
         raise ValueError(f"{KEY}={folder}: {len(unknown)} weights that OpenVLA does not have, such as {unknown[0]}")

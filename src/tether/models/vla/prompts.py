@@ -1,4 +1,4 @@
-"""The instructions of published OpenVLA policies as ids of Llama's tokens."""
+"""The instructions of published OpenVLA policies as token ids of Llama."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 FILE = "tokenizer.json"
 EMPTY = "▁"
-"""The token of a space, which in OpenVLA's training stood at the end of each prompt (Llama's id 29871)."""
+"""The token of a space, which ended each prompt in OpenVLA's training (Llama's id 29871)."""
 PADDING = -1
-"""In the place of the ids of tokens that are not there."""
+"""The id in place of padding."""
 
 
 def of_task(task: str) -> str:
-    """The prompt that OpenVLA was trained with."""
+    """Return the prompt of a task in the form that OpenVLA was trained with."""
     return f"In: What action should the robot take to {task.lower()}?\nOut:"
 
 
 class Prompts:
-    """Encodes prompts of one length, padded before them.
+    """Encodes prompts as token ids of one length, padded on the left.
 
     Args:
-        folder: with the tokenizer.
-        length: L.
+        folder: folder with the tokenizer.
+        length: L, ids per prompt.
 
     Raises:
         ValueError: there is no tokenizer, or it is not Llama's.
@@ -52,7 +52,7 @@ class Prompts:
         self._empty: int = empty
 
     def __call__(self, tasks: Sequence[str]) -> Tensor:
-        """Ids [B, L] without the token of the beginning.
+        """Return ids [B, L] without the begin token.
 
         Raises:
             ValueError: a prompt is longer than L.

@@ -4,9 +4,9 @@ Its transformer reads, before the action tokens (`tether.models.vla.decoder`)::
 
     [begin] [patches of the picture] [tokens of the prompt]
 
-Two vision transformers read the picture, each in colours of its own; their tokens, side by side, go through a
-perceptron into the width of the transformer, which is Llama 2. Prompts are padded to one length, between the patches
-and their first token; nothing sees the padding, and positions do not count it.
+Two vision transformers read the picture, each with its own normalisation; their tokens are concatenated along the width
+and projected by a perceptron to the width of the transformer, which is Llama 2. Prompts are padded to one length
+between the patches and their first token; nothing attends to the padding, and positions do not count it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from transformers.initialization import no_init_weights
 
 from tether.models.control.observations import PICTURE, ObservationBatch, Pictures
 from tether.models.control.spec import Observations
-from tether.models.vla.decoder import ActionDecoder, Prompt
+from tether.models.vla.decoder import ActionDecoder, EncodedPrompt
 from tether.models.vla.prompts import PADDING, Prompts
 from tether.models.vla.spec import Network, Resize, VlaSpec
 from tether.models.vla.vit import Vit, VitSpec
 from tether.observations import decode_text
 
 CROPPED = 0.9
-"""Share of a picture that is left of it, of fine-tuned policies: they have learned from random crops of this size."""
+"""Fraction of a picture's area that is cropped from its centre for policies fine-tuned on random crops of this size."""
 BEGIN = 1
-"""Llama's id of the beginning, where a configuration names none."""
+"""Llama's id of the begin token, where a configuration gives none."""
 TOKENS = "tokens"
 FEATURIZERS = ("featurizer", "fused_featurizer")
 
 
 class PublishedModel(ActionDecoder):
-    """Vision transformers, projector and Llama; its weights are to be loaded.
+    """Vision transformers, projector and Llama, without initialised weights.
 
     Args:
         spec: the shape.
@@ -61,41 +61,40 @@ class PublishedModel(ActionDecoder):
         self.register_buffer("placeholders", zeros, persistent=False)
 
     def inputs(self, obs: ObservationBatch) -> TensorDict:
-        """Pictures of bytes [..., channels, height, width] and ids of the prompt [..., L]."""
+        """Return pictures of bytes [..., channels, height, width] and ids of the prompt [..., L]."""
         pictures = self._pictures(obs)
         assert self.spec.text is not None
         codes = obs[self.spec.text]
-        found, which = np.unique(codes.flatten(0, -2).cpu().numpy(), axis=0, return_inverse=True)
-        ids = self._prompts([decode_text(text) for text in found])[torch.from_numpy(which.reshape(-1))]
+        texts, which = np.unique(codes.flatten(0, -2).cpu().numpy(), axis=0, return_inverse=True)
+        ids = self._prompts([decode_text(text) for text in texts])[torch.from_numpy(which.reshape(-1))]
         tokens = ids.unflatten(0, codes.shape[:-1]).to(pictures.device)
         return TensorDict({PICTURE: pictures, TOKENS: tokens}, batch_size=codes.shape[:-1])
 
-    def prompt(self, obs: Observations) -> Prompt:
-        """The embedded prompts of B observations of `inputs`."""
+    def prompt(self, obs: Observations) -> EncodedPrompt:
         assert isinstance(obs, TensorDict)
         embed, tokens = self.language.get_input_embeddings(), obs[TOKENS]
         begin = torch.full_like(tokens[:, :1], self._begin)
         patches = [self._patches(picture) for picture in obs[PICTURE].split(3, dim=1)]
         embedded = torch.cat([embed(begin), *patches, embed(tokens.clamp(min=0))], dim=1)
-        kept = nn.functional.pad(tokens != PADDING, (embedded.shape[1] - tokens.shape[1], 0), value=True)
-        return Prompt(embedded, kept)
+        mask = nn.functional.pad(tokens != PADDING, (embedded.shape[1] - tokens.shape[1], 0), value=True)
+        return EncodedPrompt(embedded, mask)
 
     def _patches(self, picture: Tensor) -> Tensor:
-        """Bytes [B, 3, height, width] -> [B, P, E]."""
+        """Encode bytes [B, 3, height, width] as patches [B, P, E]."""
         picture = picture.to(self.language.dtype)
         if self.spec.center_crop:
             picture = center_crop(picture)
-        seen = [
+        features = [
             vit(normalized(picture, shape, self._network.resize))
             for vit, shape in zip(self.vision_backbone.values(), self._network.vits, strict=True)
         ]
-        projected: Tensor = self.projector(torch.cat(seen, dim=2))
+        projected: Tensor = self.projector(torch.cat(features, dim=2))
         return projected
 
 
 def make_networks(network: Network) -> tuple[LlamaForCausalLM, nn.ModuleDict, nn.Sequential]:
-    """Transformer, vision transformers and projector, whose weights are none yet."""
-    with no_init_weights():  # of 7 billion, they would take minutes
+    """Build transformer, vision transformers and projector, with uninitialised weights."""
+    with no_init_weights():  # initialising 7 billion weights takes minutes
         language = LlamaForCausalLM(llama_config(network.text_config))
         vits = {name: Vit(vit) for name, vit in zip(FEATURIZERS, network.vits, strict=False)}
         width = sum(vit.width for vit in network.vits)
@@ -103,14 +102,14 @@ def make_networks(network: Network) -> tuple[LlamaForCausalLM, nn.ModuleDict, nn
 
 
 def llama_config(text_config: Mapping[str, object]) -> LlamaConfig:
-    """The configuration of the transformer; what is not said is as in Llama 2's 7 billion."""
-    # Of a checkpoint, lists have become tuples, which the configuration refuses.
+    """Return the transformer's configuration; fields that are not given are those of Llama 2 7B."""
+    # A checkpoint stores lists as tuples, which the configuration rejects.
     config: LlamaConfig = LlamaConfig.from_dict(json.loads(json.dumps(dict(text_config))))
     return config
 
 
 def _projector(width: int, out: int, vits: int) -> nn.Sequential:
-    """OpenVLA's: of one vision transformer's tokens two layers, of two a wider one before them."""
+    """Build OpenVLA's projector: two layers for one vision transformer, and a wider third one before them for two."""
     widths = [width, out, out] if vits == 1 else [width, 4 * width, out, out]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number in range(1, len(widths)):
@@ -121,9 +120,11 @@ def _projector(width: int, out: int, vits: int) -> nn.Sequential:
 
 
 def center_crop(picture: Tensor) -> Tensor:
-    """The middle of pictures [B, 3, H, W] in their old size: a part of `CROPPED` of the area, whole bytes.
+    """Crop the centre of pictures [B, 3, H, W], `CROPPED` of their area, and resize it to the old size, rounded to
+    bytes.
 
-    Like TensorFlow's `crop_and_resize`, by which OpenVLA is tested: the corners of the part are those of the result.
+    Like TensorFlow's `crop_and_resize`, with which OpenVLA is evaluated, it maps the corners of the crop to the corners
+    of the result.
     """
     side = math.sqrt(CROPPED)
     box = torch.tensor([[side, 0.0, 0.0], [0.0, side, 0.0]], dtype=picture.dtype, device=picture.device)
@@ -132,7 +133,7 @@ def center_crop(picture: Tensor) -> Tensor:
 
 
 def normalized(picture: Tensor, vit: VitSpec, resize: Resize) -> Tensor:
-    """Colours [B, 3, size, size] as a vision transformer expects them, of bytes [B, 3, height, width]."""
+    """Convert bytes [B, 3, height, width] to the colours [B, 3, size, size] that a vision transformer expects."""
     mean, std = (picture.new_tensor(column)[:, None, None] for column in (vit.mean, vit.std))
     if resize == "letterbox":
         picture = letterbox(picture, (mean * 255).int().to(picture))
@@ -143,7 +144,7 @@ def normalized(picture: Tensor, vit: VitSpec, resize: Resize) -> Tensor:
 
 
 def letterbox(picture: Tensor, colour: Tensor) -> Tensor:
-    """Pictures [B, 3, H, W] with a border of the colour [3, 1, 1] that makes them square, but for one pixel."""
+    """Pad pictures [B, 3, H, W] to squares, up to one pixel, with a border of a colour [3, 1, 1]."""
     height, width = picture.shape[2:]
-    above, beside = ((max(height, width) - side) // 2 for side in (height, width))
-    return nn.functional.pad(picture - colour, (beside, beside, above, above)) + colour
+    vertical, horizontal = ((max(height, width) - side) // 2 for side in (height, width))
+    return nn.functional.pad(picture - colour, (horizontal, horizontal, vertical, vertical)) + colour

@@ -1,7 +1,7 @@
 """The shape of a vision-language-action policy, and its vocabulary.
 
-Tokens of a small one, from the first id on: begin, end of the prompt, the 256 bytes of a text, the action bins; those
-of a published one are Llama's. The bins are the last ids, backwards as in OpenVLA (Kim et al. 2024): bin b is the id
+The token ids of a small policy are, in order: begin, end of the prompt, the 256 bytes of a text, the action bins; those
+of a published one are Llama's. The bins are the last ids in reverse as in OpenVLA (Kim et al. 2024): bin b is the id
 ``vocab_size - 1 - b``.
 """
 
@@ -24,57 +24,59 @@ Resize = Literal["resize-naive", "letterbox"]
 
 @dataclass(frozen=True)
 class Network:
-    """A published network: OpenVLA's."""
+    """The shape of a published OpenVLA network."""
 
     vits: tuple[VitSpec, ...]
-    """The networks that read the picture; the tokens of the second stand beside those of the first."""
+    """The vision transformers that read the picture; the tokens of the second are concatenated to the first's by
+    width."""
     text_config: Mapping[str, object]
-    """Of transformers' `LlamaConfig`."""
+    """Fields of transformers' `LlamaConfig`."""
     vocab_size: int
-    """Ids without those that fill the embeddings up."""
+    """Number of ids, without those that pad the embeddings."""
     prompt_length: int
-    """L: tokens of an instruction, with padding before them."""
+    """L: tokens of an instruction, padded on the left."""
     tokenizer: str
     """Folder with its ``tokenizer.json``."""
     resize: Resize
-    """How a picture becomes a square: stretched, or with a border."""
+    """How a picture becomes a square: by stretching it, or with a border."""
 
 
 @dataclass(frozen=True)
 class VlaSpec:
-    """The shape of a policy: enough to build it again."""
+    """The shape of a policy, from which it can be rebuilt."""
 
     model_type: Literal["openvla", "openvla_oft"]
-    """Action tokens one after the other, each seeing those before it; or all in one pass, independent of each other."""
+    """Whether action tokens are decoded one after the other, or all in one pass, independently of each other."""
     layout: ObsLayout
-    """The parts of an observation."""
+    """The components of an observation."""
     action_width: int
     """D: columns of an action."""
     low: tuple[float, ...]
-    """[D]: the action that the first bin begins with, of the dataset or of the action space."""
+    """[D]: the lower end of the first bin, from the dataset or the action space."""
     high: tuple[float, ...]
-    """[D]: the action that the last bin ends with."""
+    """[D]: the upper end of the last bin."""
     num_action_chunks: int = 1
-    """K: actions that are decided on at once: K * D tokens."""
+    """K: actions per decision, which are K * D tokens."""
     value_width: int = 1
-    """V: values of an observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    """V: values per observation: 1, or K, one before each action of the chunk; 0 without a critic."""
     hidden_dim: int = 128
     num_layers: int = 4
     num_heads: int = 4
     temperature: float = 1.0
-    """Of the softmax over action tokens, when acting and when learning."""
+    """Temperature of the softmax over action tokens, when acting and when training."""
     lora_rank: int = 0
-    """Rank of LoRA adapters in the transformer, beside which only the critic is trained; 0: everything is."""
+    """Rank of LoRA adapters in the transformer, with which only they and the critic are trained; 0 trains
+    everything."""
     lora_alpha: int = 16
     target_modules: tuple[str, ...] = ("all-linear",)
     network: Network | None = None
-    """None: a small one."""
+    """The shape of a published network; None for a small one."""
     center_crop: bool = False
-    """Of pictures, a published network reads the middle nine tenths."""
+    """Whether a published network reads only the centre of pictures."""
 
     @classmethod
     def of_fields(cls, fields: JsonObject) -> VlaSpec:
-        """The shape by its fields, as `dataclasses.asdict` gives them."""
+        """Build the spec from its fields, as `dataclasses.asdict` returns them."""
         network = fields.get("network")
         if network is not None:
             network = Network(**network | {"vits": tuple(VitSpec(**vit) for vit in network["vits"])})
@@ -82,32 +84,31 @@ class VlaSpec:
 
     @property
     def parts(self) -> ObsLayout:
-        """The parts of an observation."""
         return self.layout
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        """Names of the pictures."""
-        return tuple(part.name for part in self.layout if part.kind == "image")
+        """Return the names of the pictures."""
+        return tuple(component.name for component in self.layout if component.kind == "image")
 
     @property
     def text(self) -> str | None:
-        """Name of the text; None: there is none."""
-        return next((part.name for part in self.layout if part.kind == "text"), None)
+        """Return the name of the text, or None without one."""
+        return next((component.name for component in self.layout if component.kind == "text"), None)
 
     @property
     def vocab_size(self) -> int:
-        """Ids there are; the last are action tokens."""
+        """Return the number of ids; the last ones are action tokens."""
         if self.network is not None:
             return self.network.vocab_size
         return FIRST_BYTE + BYTES + ACTION_BINS
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Alternatives of each column of an action."""
+        """Return the number of alternatives of each column of an action."""
         return (ACTION_BINS,) * self.action_width
 
     @property
     def action_tokens(self) -> int:
-        """A = K * D."""
+        """Return the number of action tokens, A = K * D."""
         return self.num_action_chunks * self.action_width

@@ -1,8 +1,8 @@
-"""The vision transformers of published OpenVLA policies, with the names of weights that their files have.
+"""The vision transformers of published OpenVLA policies, with the weight names of their files.
 
 They are timm's (`vit_large_patch14_reg4_dinov2`: Oquab et al. 2023, "DINOv2"; Darcet et al. 2023, "Vision Transformers
-Need Registers"; `vit_so400m_patch14_siglip`: Zhai et al. 2023, "SigLIP"). OpenVLA reads the patches behind the last
-block but one, so what follows is not built. LayerScale's weights are called `scale_factor`, as in these files.
+Need Registers"; `vit_so400m_patch14_siglip`: Zhai et al. 2023, "SigLIP"). OpenVLA reads the patches after the last
+block but one, so the layers after it are not built. LayerScale's weights are called `scale_factor`, as in these files.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ HEADS = {
     "vit_so400m_patch14_siglip_224": 16,
     "vit_so400m_patch14_siglip_384": 16,
 }
-"""timm's id of a network -> its attention heads. All else follows from the shapes of its weights."""
+"""Attention heads by timm's id of a network. Everything else follows from the shapes of the weights."""
 EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class VitSpec:
-    """The shape of one vision transformer, and what it expects of a picture."""
+    """The shape of a vision transformer, and the pictures that it expects."""
 
     timm_id: str
-    """In `HEADS`."""
+    """A key of `HEADS`."""
     image_size: int
     """Height and width of a picture."""
     patch: int
     """Height and width of a patch."""
     width: int
     depth: int
-    """Blocks that are read: all but the last."""
+    """Number of blocks that are built: all but the last."""
     mlp_width: int
     registers: int
-    """Tokens beside the class token."""
+    """Number of register tokens."""
     class_token: bool
     layer_scale: bool
     mean: tuple[float, float, float]
-    """Of the colours, which are in [0, 1]."""
+    """Mean of the colours, which are in [0, 1]."""
     std: tuple[float, float, float]
 
     @property
     def patches(self) -> int:
-        """P: patches of a picture."""
+        """Return the number of patches of a picture, P."""
         return (self.image_size // self.patch) ** 2
 
 
 class Scale(nn.Module):
-    """LayerScale: a factor for each column."""
+    """LayerScale: one factor per column."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale_factor = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width]."""
+        """Scale x [..., width]."""
         return x * self.scale_factor
 
 
 class Attention(nn.Module):
-    """Attention of all tokens to all; `qkv` is one layer."""
+    """Attention of all tokens to all tokens; `qkv` is one linear layer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -71,15 +71,15 @@ class Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, width]."""
+        """Return the attention output of x [B, S, width]."""
         query, key, value = self.qkv(x).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(query, key, value)
         mixed: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return mixed
 
 
-class Block(nn.Module):
-    """One block, with its norms before attention and perceptron."""
+class VitBlock(nn.Module):
+    """A transformer block with norms before attention and perceptron."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Block(nn.Module):
         self.ls1, self.ls2 = (Scale(width) if spec.layer_scale else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, width]."""
+        """Transform x [B, S, width]."""
         x = x + self.ls1(self.attn(self.norm1(x)))
         return x + self.ls2(self.mlp(self.norm2(x)))
 
@@ -111,10 +111,10 @@ class Vit(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, spec.patches, width))
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width)) if spec.class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, spec.registers, width)) if spec.registers else None
-        self.blocks = nn.Sequential(*(Block(spec) for _ in range(spec.depth)))
+        self.blocks = nn.Sequential(*(VitBlock(spec) for _ in range(spec.depth)))
 
     def forward(self, picture: Tensor) -> Tensor:
-        """Normalised colours [B, 3, size, size] -> patches [B, P, width]."""
+        """Encode normalised colours [B, 3, size, size] as patches [B, P, width]."""
         x = self.patch_embed(picture).flatten(2).transpose(1, 2) + self.pos_embed
         before = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         patches: Tensor = self.blocks(torch.cat([*before, x], dim=1))[:, -x.shape[1] :]

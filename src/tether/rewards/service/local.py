@@ -1,19 +1,25 @@
 """Scores responses in this process, by a function that is an object of it.
 
-A call that takes too long is stopped by a signal, which ends Python code, and no call into C. What hangs, exits or eats
-memory there takes the run along: a function of a file has processes of its own (`tether.rewards.service.pool`).
+A call that takes too long is stopped: Python code, and no call into C. What hangs, exits or eats memory there takes the
+run along: a function of a file has processes of its own (`tether.rewards.service.pool`).
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tether.rewards.outcome import RewardOutcome, RewardRequest, dump_answer, load_answer
+from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, load_answer
 from tether.rewards.router import RewardFunction
 from tether.rewards.service.worker import call
 from tether.runtime.deadline import deadline
+
+_USE_A_FILE = (
+    "signals do not work here, with trainer.async_mode: put the function into a file (custom_reward_function.path)"
+)
 
 
 class LocalRewards:
@@ -38,6 +44,9 @@ class LocalRewards:
                 outcome = call(self._function, request)
         finally:
             random.setstate(noise)
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(outcome, RewardError) and "signal" in outcome.message and not is_main:
+            outcome = replace(outcome, message=f"{_USE_A_FILE}; {outcome.message}")
         self._done[index] = load_answer(dump_answer(outcome, time.monotonic() - begun))
 
     def collect(self) -> list[RewardOutcome]:

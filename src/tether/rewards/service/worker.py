@@ -7,7 +7,6 @@ data; answers are JSON, since what a user's function returned must not run code 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import pickle
@@ -23,6 +22,7 @@ from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
 from tether.rewards.service.pool import LOADING
 from tether.runtime.channel import Channel
+from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
 from tether.runtime.printable import print_harmlessly
 from tether.runtime.user_files import place_of, words_of
@@ -47,6 +47,7 @@ def serve(channel: Channel) -> None:
     if first is None:
         return
     custom, programs, timeout = pickle.loads(first)
+    asyncio.set_event_loop(event_loop())  # for files that ask for it when they are imported
     adopt_orphans()
     print_harmlessly()  # many a reward prints the response that it scores
     try:
@@ -117,7 +118,7 @@ def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
             ground_truth=request.ground_truth,
             extra_info=request.extra_info,
         )
-        return outcome_of(asyncio.run(result) if inspect.iscoroutine(result) else result)
+        return outcome_of(finished(result))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too: each is an error outcome
         return _raised(error)
 
@@ -131,7 +132,7 @@ def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) ->
             ground_truths=[request.ground_truth for request in requests],
             extra_infos=[request.extra_info for request in requests],
         )
-        found = asyncio.run(result) if inspect.iscoroutine(result) else result
+        found = finished(result)
         unordered = isinstance(found, _NO_LISTS) or getattr(found, "ndim", 1) != 1
         items = [] if unordered else list(found)
         if len(items) != len(requests):

@@ -1,6 +1,6 @@
 """Collects experience from environments, evaluates policies, records demonstrations and videos.
 
-`EnvCollector` plays the steps of a rollout, `evaluate` whole episodes.
+`EnvCollector` plays the steps of a rollout, `evaluate` full episodes.
 """
 
 from tether.rollout.env.collector import EnvCollector

@@ -1,7 +1,7 @@
 """Experience from simulators: T steps of N environments, in buffers that are allocated once.
 
-A policy decides on the actions of K steps at once, an action chunk; T = C K. M = E N columns hold E rollouts of N
-environments, one after the other. Everything is [M, T] or [M, C]: a row of memory is the time of one environment.
+A policy decides on a chunk of K actions at once; T = C K. M = E N columns are E rollouts of N environments, one after
+the other. Everything is [M, T] or [M, C]: a row of memory is the time axis of one environment.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class _Rows:
     starts: Flags
     success: Flags
 
-    def part(self, columns: slice) -> _Rows:
-        """Some of the columns."""
+    def select_columns(self, columns: slice) -> _Rows:
+        """Return some of the columns."""
         others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
-        return _Rows(obs={name: part[columns] for name, part in self.obs.items()}, **others)
+        return _Rows(obs={name: field[columns] for name, field in self.obs.items()}, **others)
 
 
 class EnvCollector:
-    """Steps environments with a policy; the next rollout goes on where the last one ended.
+    """Steps environments with a policy; each rollout continues where the last one ended.
 
     Args:
         env: the environments.
         steps: T.
         chunk: K.
         epochs: E.
-        bootstrap_terminations: keep the last observation of every episode, not only of truncated ones.
-        state_width: S, of the policy's memory.
+        bootstrap_terminations: store the last observation of every episode, not only of truncated ones.
+        state_width: S, the width of the policy's recurrent state.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class EnvCollector:
         columns = epochs * env.num_envs
         shape = (columns, steps)
         decisions = (columns, steps // chunk, chunk * env.actions.width)
-        whole = isinstance(env.actions, DiscreteActions)
-        buffers = {part.name: torch.from_numpy(part.zeros(columns, steps + 1)) for part in env.layout}
+        is_discrete = isinstance(env.actions, DiscreteActions)
+        buffers = {field.name: torch.from_numpy(field.zeros(columns, steps + 1)) for field in env.layout}
         self._obs = TensorDict(buffers, batch_size=[columns, steps + 1])
         self._shown = self._obs[:, ::chunk]
-        self._actions = torch.zeros(decisions, dtype=torch.int64 if whole else torch.float32)
+        self._actions = torch.zeros(decisions, dtype=torch.int64 if is_discrete else torch.float32)
         self._rewards = torch.zeros(shape)
         self._terminated = torch.zeros(shape, dtype=torch.bool)
         self._truncated = torch.zeros(shape, dtype=torch.bool)
@@ -97,69 +97,70 @@ class EnvCollector:
             self._starts.numpy(),
             np.zeros(shape, dtype=np.bool_),
         )
-        self._tells_success = False
-        self._told: dict[str, Floats] = {}
-        """Columns [N, T] of `EnvStep.told` in the present epoch."""
-        self._now: Observation = {part.name: part.zeros(env.num_envs) for part in env.layout}
+        self._reports_success = False
+        self._reported: dict[str, Floats] = {}
+        """Columns [N, T] of `EnvStep.told` in the current epoch."""
+        self._now: Observation = {field.name: field.zeros(env.num_envs) for field in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
-        """The next decision that is carried out begins an episode."""
+        """Whether the next decision that is carried out begins an episode."""
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
-        """Time that the policy waited for environments, of all rollouts so far."""
+        """Time that the policy waited for environments, over all rollouts so far."""
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:
-        """E, C, N: of the noise that a rollout takes, before the dimensions of an action."""
+        """E, C, N: leading dimensions of the noise of a rollout, before those of an action."""
         return self.epochs, self.steps // self.chunk, self.env.num_envs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """Size of the buffers in bytes."""
         flags = self._terminated.nbytes + self._truncated.nbytes + self._valid.nbytes
         return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
 
     def restart(self, seed: int) -> None:
-        """Begin new episodes everywhere; what was unfinished is dropped, and what the policy remembers forgotten."""
+        """Start new episodes everywhere; unfinished episodes are dropped and the policy's state is reset."""
         self._now = copied(self.env.reset(seed))
         self._state.fill(0)
         self._fresh.fill(True)
         self._tracker = EpisodeTracker(self.env.num_envs)
 
     def state_dict(self) -> StateDict:
-        """The state from which the next rollout continues, besides that of the environments."""
+        """Return the state from which the next rollout continues, without that of the environments."""
         return {
-            "now": {name: torch.from_numpy(part.copy()) for name, part in self._now.items()},
+            "now": {name: torch.from_numpy(field.copy()) for name, field in self._now.items()},
             "memory": torch.from_numpy(self._state.copy()),
             "fresh": torch.from_numpy(self._fresh.copy()),
             "episodes": self._tracker.state_dict(),
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; the environments have theirs already."""
-        self._now = {name: part.numpy().copy() for name, part in state["now"].items()}
+        """Load what `state_dict` returned; the state of the environments is restored separately."""
+        self._now = {name: field.numpy().copy() for name, field in state["now"].items()}
         self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
         self._tracker.load_state_dict(state["episodes"])
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvBatch:
-        """Step every environment T times, E times over.
+        """Step every environment T times in each of E epochs.
 
         Args:
             act: the policy.
-            noise: [E, C, N, ...], what `act` samples with.
-            seeds: for each of the E times, begin new episodes with this seed; empty: go on.
+            noise: [E, C, N, ...] noise with which `act` samples.
+            seeds: one seed per epoch to start new episodes with; empty: continue.
 
         Raises:
-            ValueError: an observation or a reward is not finite, or a mask allows nothing; names environment and step.
+            ValueError: an observation or a reward is not finite, or a mask allows nothing; the message names
+                environment and step.
         """
         episodes: list[Episode] = []
         finals: Finals = []
         for epoch in range(self.epochs):
             if seeds:
                 self.restart(seeds[epoch])
-            found, ended = self._collect_epoch(act, noise[epoch], epoch)
-            finals += found
+            new_finals, ended = self._collect_epoch(act, noise[epoch], epoch)
+            finals += new_finals
             episodes += ended
         return EnvBatch(
             self._shown,
@@ -176,16 +177,17 @@ class EnvCollector:
         )
 
     def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
-        """Fill the columns of one time; returns what is bootstrapped, by column, and the episodes that ended."""
+        """Fill the columns of one epoch; returns the final observations to bootstrap, by column, and the episodes that
+        ended."""
         envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
-        rows = self._rows.part(columns)
-        for name, part in self._now.items():
-            rows.obs[name][:, 0] = part
+        rows = self._rows.select_columns(columns)
+        for name, field in self._now.items():
+            rows.obs[name][:, 0] = field
         self._states.numpy()[columns] = self._state
         rows.valid.fill(True)
         rows.success.fill(False)
-        self._tells_success, self._told = False, {}
+        self._reports_success, self._reported = False, {}
         try:
             finals = self._play(act, noise.numpy(), rows)
         except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
@@ -194,12 +196,13 @@ class EnvCollector:
         rows.starts[:, -1] = self._fresh
         self._refuse(_not_finite(rows, finals) + self._stuck(rows))
         self._done += self.steps
-        success = rows.success if self._tells_success else None
-        episodes = self._tracker.add(rows.rewards, rows.terminated | rows.truncated, rows.valid, success, self._told)
+        success = rows.success if self._reports_success else None
+        ended = rows.terminated | rows.truncated
+        episodes = self._tracker.add(rows.rewards, ended, rows.valid, success, self._reported)
         return [(columns.start + n, t, row) for n, t, row in finals], episodes
 
     def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
-        """Fill the columns of one time; returns what is bootstrapped."""
+        """Fill the columns of one epoch; returns the final observations to bootstrap."""
         width, state, fresh = self.env.actions.width, self._state, self._fresh
         finals: Finals = []
         obs = self._now
@@ -211,8 +214,8 @@ class EnvCollector:
                 rows.actions[:, decision], state[:] = act(obs, noise[decision], state)
             step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
             obs = step.obs
-            for name, part in obs.items():
-                rows.obs[name][:, t + 1] = part
+            for name, field in obs.items():
+                rows.obs[name][:, t + 1] = field
             rows.rewards[:, t] = step.reward
             rows.terminated[:, t], rows.truncated[:, t] = step.terminated, step.truncated
             if step.valid is not None:
@@ -221,9 +224,9 @@ class EnvCollector:
             if step.final_obs is not None:
                 finals += [(n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
             if step.success is not None:
-                self._tells_success, rows.success[:, t] = True, step.success
+                self._reports_success, rows.success[:, t] = True, step.success
             for name, column in (step.told or {}).items():
-                self._told.setdefault(name, np.zeros_like(rows.rewards))[:, t] = column
+                self._reported.setdefault(name, np.zeros_like(rows.rewards))[:, t] = column
         self._now = copied(obs)
         return finals
 
@@ -235,7 +238,7 @@ class EnvCollector:
         return step
 
     def _bootstrapped(self, step: EnvStep) -> list[int]:
-        """Environments whose episode ended in a state that has a value."""
+        """Return the environments whose episode ended in a state that is bootstrapped."""
         cut = step.truncated & ~step.terminated
         if self._bootstrap_terminations:
             cut = step.truncated | step.terminated
@@ -244,14 +247,14 @@ class EnvCollector:
         return np.flatnonzero(cut).tolist()
 
     def _final_obs(self, finals: Finals) -> TensorDict:
-        parts = {part.name: part.zeros(len(finals)) for part in self.env.layout}
-        for number, (_, _, obs) in enumerate(finals):
-            for name, part in obs.items():
-                parts[name][number] = part
-        return TensorDict({name: torch.from_numpy(part) for name, part in parts.items()}, batch_size=[len(finals)])
+        fields = {field.name: field.zeros(len(finals)) for field in self.env.layout}
+        for index, (_, _, obs) in enumerate(finals):
+            for name, field in obs.items():
+                fields[name][index] = field
+        return TensorDict({name: torch.from_numpy(field) for name, field in fields.items()}, batch_size=[len(finals)])
 
     def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
-        """Where a decision was asked for and nothing was allowed."""
+        """Return the decisions for which the mask allowed nothing."""
         if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
             return []
         nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
@@ -264,29 +267,30 @@ class EnvCollector:
 
 
 def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
-    """Step, environment and what is not finite; rows that were not reached hold an earlier rollout, or nothing."""
+    """Return step, environment and description of non-finite values; rows not reached have values of an earlier
+    rollout."""
     bad = [
-        (t, n, f"entry {i} of the observation ({name}) is {part[n, t, i]}")
-        for name, part in rows.obs.items()
-        if part.dtype.kind == "f"
-        for n, t, i in _bad(part)
+        (t, n, f"entry {i} of the observation ({name}) is {field[n, t, i]}")
+        for name, field in rows.obs.items()
+        if field.dtype.kind == "f"
+        for n, t, i in _bad(field)
     ]
     bad += [(t + 1, n, f"the reward is {rows.rewards[n, t]}") for n, t in _bad(rows.rewards)]
     bad += [
-        (t + 1, n, f"entry {i} of the last observation ({name}) is {part[i]}")
+        (t + 1, n, f"entry {i} of the last observation ({name}) is {field[i]}")
         for n, t, row in finals
-        for name, part in row.items()
-        if part.dtype.kind == "f"
-        for (i,) in _bad(part)
+        for name, field in row.items()
+        if field.dtype.kind == "f"
+        for (i,) in _bad(field)
     ]
     return bad
 
 
 def _row(obs: Observation, n: int) -> Observation:
-    """One observation."""
-    return {name: part[n].copy() for name, part in obs.items()}
+    """Return one observation."""
+    return {name: field[n].copy() for name, field in obs.items()}
 
 
 def _bad(values: Array) -> list[list[int]]:
-    """Where a number is not finite."""
+    """Return the indices of non-finite values."""
     return np.argwhere(~np.isfinite(values)).tolist()

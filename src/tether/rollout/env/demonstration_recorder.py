@@ -1,4 +1,4 @@
-"""Episodes of one environment, kept to be imitated."""
+"""Records episodes of one environment as demonstrations."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from tether.models.control import Act
 from tether.observations import Array, Observation, copied, recorded
 
 Demonstrator = Callable[[Env, Raw, Observation, bool], Array]
-"""(environment, observation as it gave it, its parts [1, ...], whether an episode begins) -> the next actions
-[K, D], as `tether.envs.spaces.actions.ActionCodec` encodes them."""
+"""(environment, its raw observation, the observation's fields [1, ...], whether an episode begins) -> the next actions
+[K, D], encoded as by `tether.envs.spaces.actions.ActionCodec`."""
 
 ATTEMPTS = 20
-"""Times as many episodes are played, at most, as successful ones are wanted."""
+"""Maximum number of episodes that are played per requested one."""
 
 
 def scripted(function: Callable[[Env, Raw], Raw], codec: ActionCodec) -> Demonstrator:
-    """Ask a function (environment, observation) -> action of its space; it may look into the environment."""
+    """Return a demonstrator that calls a function (environment, observation) -> action, which may inspect the
+    environment."""
 
-    def decide(env: Env, obs: Raw, parts: Observation, first: bool) -> Array:
+    def decide(env: Env, obs: Raw, fields: Observation, first: bool) -> Array:
         return codec.encode(function(env, obs))[None]
 
     return decide
 
 
 def of_policy(act: Act, chunk: int, state_width: int, decode: Callable[[Array], Array]) -> Demonstrator:
-    """Ask a policy for its likeliest actions.
+    """Return a demonstrator that takes a policy's most likely actions.
 
     Args:
         act: the policy.
-        chunk: K.
-        state_width: of its memory.
-        decode: makes actions [K, D] of its choices.
+        chunk: K, the number of actions per decision.
+        state_width: width of its recurrent state.
+        decode: converts its choices to actions [K, D].
     """
     state = np.zeros((1, state_width), dtype=np.float32)
 
-    def decide(env: Env, obs: Raw, parts: Observation, first: bool) -> Array:
+    def decide(env: Env, obs: Raw, fields: Observation, first: bool) -> Array:
         nonlocal state
-        chosen, state = act(parts, None, np.zeros_like(state) if first else state)
+        chosen, state = act(fields, None, np.zeros_like(state) if first else state)
         return decode(chosen.reshape(chunk, -1))
 
     return decide
@@ -59,30 +60,32 @@ def record(
     *,
     only_successful: bool = False,
 ) -> Iterator[Demonstration]:
-    """Play episodes, the k-th from the start state of `seed` + k, with the actions as they are carried out.
+    """Play episodes, the k-th from the start state of `seed` + k, and yield them with the executed actions.
 
     Args:
-        env: that is played.
-        env_id: for messages.
-        decide: on the actions.
-        episodes: how many are kept.
-        seed: of the start states.
-        only_successful: leave out episodes in which the task is never solved.
+        env: the environment.
+        env_id: name of the environment, for error messages.
+        decide: the demonstrator.
+        episodes: number of episodes to record.
+        seed: seed of the start states.
+        only_successful: skip episodes in which the task is never solved.
 
     Raises:
-        ValueError: an action does not fit the space; or too few episodes succeed, of `ATTEMPTS` x `episodes`.
+        ValueError: an action does not fit the space; or fewer than `episodes` of `ATTEMPTS` x `episodes` attempts
+            succeed.
     """
     codec = ActionCodec.of(env.action_space, env_id)
-    kept = 0
-    for number in range(ATTEMPTS * episodes):
-        episode = _play(env, env_id, codec, decide, seed + number)
+    recorded_count = 0
+    for index in range(ATTEMPTS * episodes):
+        episode = _play(env, env_id, codec, decide, seed + index)
         if only_successful and (episode.success is None or not episode.success.any()):
             continue
         yield episode
-        kept += 1
-        if kept == episodes:
+        recorded_count += 1
+        if recorded_count == episodes:
             return
-    raise ValueError(f"{env_id}: {kept} of {ATTEMPTS * episodes} episodes succeeded, but {episodes} are asked for")
+    attempts = ATTEMPTS * episodes
+    raise ValueError(f"{env_id}: {recorded_count} of {attempts} episodes succeeded, but {episodes} are requested")
 
 
 def _play(env: Env, env_id: str, codec: ActionCodec, decide: Demonstrator, seed: int) -> Demonstration:

@@ -1,4 +1,4 @@
-"""Episodes: their returns, lengths and successes, and what a number of them says about a policy."""
+"""Episodes: their returns, lengths and successes, and statistics over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tether.types import StateDict
 
 
 class EpisodeTracker:
-    """Cuts rows of steps into episodes, which may reach over several rollouts.
+    """Splits sequences of steps into episodes, which may span several rollouts.
 
     Args:
         num_envs: N.
@@ -28,11 +28,11 @@ class EpisodeTracker:
         self._success = np.zeros(num_envs, dtype=np.bool_)
 
     def state_dict(self) -> StateDict:
-        """The episodes that have not ended."""
+        """Return the state of the unfinished episodes."""
         return {name: torch.from_numpy(column) for name, column in vars(self).items()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         for name, column in state.items():
             setattr(self, name, column.numpy().copy())
 
@@ -42,13 +42,12 @@ class EpisodeTracker:
         ended: NDArray[np.bool_],
         valid: NDArray[np.bool_],
         success: NDArray[np.bool_] | None,
-        told: Mapping[str, NDArray[np.float32]] | None = None,
+        reported: Mapping[str, NDArray[np.float32]] | None = None,
     ) -> tuple[Episode, ...]:
-        """Take T steps of each environment in, [N, T] each; returns the episodes that ended in them.
+        """Add T steps of each environment, [N, T] each, and return the episodes that ended in them.
 
-        `told` has the columns of `EnvStep.told`.
-
-        An episode whose last step is not valid was lost, and is not among them.
+        `reported` has the columns of `EnvStep.told`. Episodes whose last step is not valid were lost and are not
+        returned.
         """
         reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=1, dtype=np.float64) + self._reward[:, None]
         length_so_far = np.cumsum(valid, axis=1) + self._length[:, None]
@@ -62,7 +61,7 @@ class EpisodeTracker:
                 at_end = bool(success[n, t])
             reward = float(reward_so_far[n, t] - reward_before[n])
             if valid[n, t]:
-                info = {name: float(column[n, t]) for name, column in (told or {}).items()}
+                info = {name: float(column[n, t]) for name, column in (reported or {}).items()}
                 episodes.append(Episode(reward, int(length_so_far[n, t] - length_before[n]), once, at_end, info))
             reward_before[n], length_before[n] = reward_so_far[n, t], length_so_far[n, t]
             first[n], self._success[n] = t + 1, False
@@ -73,12 +72,12 @@ class EpisodeTracker:
         return tuple(episodes)
 
 
-class raised_at:  # a class: a generator would cost as much as a step of a cheap environment
-    """A context that notes on an error in it which environments raised it, and at which step.
+class raised_at:  # a class, because a generator would cost as much as a step of a cheap environment
+    """A context that adds a note to exceptions: which environments raised it, and at which step.
 
     Args:
-        env_id: of the environments.
-        step: counted from 1 on.
+        env_id: name of the environments.
+        step: index of the step, from 1.
     """
 
     def __init__(self, env_id: str, step: int) -> None:
@@ -92,29 +91,29 @@ class raised_at:  # a class: a generator would cost as much as a step of a cheap
             error.add_note(f"raised by {self._where[0]} at step {self._where[1]} of its environments")
 
 
-def broken(env_id: str, what: str, number: int, step: int) -> str:
-    """The error for what nobody can learn from in environment `number`; step 0 is the first reset."""
+def broken(env_id: str, what: str, index: int, step: int) -> str:
+    """Return the error message for invalid data of environment `number`; step 0 is the first reset."""
     fix = "Fix the environment, or end its episodes before that."
-    return f"{env_id}: {what} in environment {number} at step {step}. {fix}"
+    return f"{env_id}: {what} in environment {index} at step {step}. {fix}"
 
 
 NOTHING_ALLOWED = f"{ACTION_MASK} allows none of the alternatives of a choice"
 
 
 def allows_nothing(mask: Array, choices: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether of one of the choices all alternatives are forbidden: [...] of a mask [..., sum(choices)]."""
+    """Return whether all alternatives of one of the choices are forbidden: [...] of a mask [..., sum(choices)]."""
     some = np.logical_or.reduceat(mask, np.cumsum((0, *choices[:-1])), axis=-1)
     return np.logical_not(some.all(axis=-1, keepdims=True))[..., 0]
 
 
 def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float | None = None) -> dict[str, float]:
-    """Means over episodes by RLinf's names; none where there is no episode.
+    """Return means over episodes under RLinf's names; empty without episodes.
 
     Args:
-        episodes: that ended.
+        episodes: finished episodes.
         prefix: ``env`` or ``eval``.
-        confidence: level of the intervals that are added: of means by their standard error, of shares by Wilson's
-            formula (1927). None: no intervals.
+        confidence: level of confidence intervals to add, which use the standard error for means and Wilson's formula
+            (1927) for success rates. None: no intervals.
     """
     if not episodes:
         return {}
@@ -124,9 +123,9 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str, confidence: float 
         "reward": [episode.reward / episode.length for episode in episodes],
     }
     for name in ("success_once", "success_at_end"):
-        told = [float(getattr(episode, name)) for episode in episodes if getattr(episode, name) is not None]
-        if told:
-            columns[name] = told
+        values = [float(getattr(episode, name)) for episode in episodes if getattr(episode, name) is not None]
+        if values:
+            columns[name] = values
     for name in episodes[0].info:
         columns[f"info/{name}"] = [episode.info[name] for episode in episodes if name in episode.info]
     metrics = {f"{prefix}/{name}": fmean(values) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""Episodes of a policy without noise."""
+"""Evaluation of a policy: episodes without noise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tether.observations import ACTION_MASK, Array, Observation
 from tether.rollout.env.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
 from tether.runtime.interrupt import give_up_if_interrupted
 
-PATIENT_STEPS = 20_000
-"""Steps of a test in which no episode ends, before that is said: four times the longest time limit of Gymnasium's."""
+WARN_AFTER_STEPS = 20_000
+"""Steps without the end of an episode after which a warning is shown: four times the longest time limit in
+Gymnasium."""
 
 
 def evaluate(
@@ -30,24 +31,25 @@ def evaluate(
     watch: Callable[[], None] | None = None,
     state_width: int = 0,
 ) -> list[Episode]:
-    """Play `num_episodes` episodes with the likeliest actions.
+    """Play `num_episodes` episodes with the most likely actions and return them.
 
-    Each environment contributes the same number of episodes, or one more: taking those that end first would prefer
-    the short ones.
+    Each environment contributes the same number of episodes, or one more: selecting those that end first would favour
+    short ones.
 
     Args:
         env: the environments, which are reset first.
         act: the policy.
-        num_episodes: how many.
-        seed: of the start states.
-        progress: called with (episodes done, episodes in all).
-        chunk: actions that the policy decides on at once.
+        num_episodes: number of episodes.
+        seed: seed of the start states.
+        progress: called with (finished episodes, total episodes).
+        chunk: number of actions per decision.
         watch: called at the start and after each step.
-        state_width: of the policy's memory, which each episode begins without.
+        state_width: width of the policy's recurrent state, which is zero at the start of an episode.
 
     Raises:
-        ValueError: a reward or an observation is not finite, or a mask allows nothing; names environment and step.
-        Interrupted: a signal asks the run to stop, and no episode ends.
+        ValueError: a reward or an observation is not finite, or a mask allows nothing; the message names environment
+            and step.
+        Interrupted: a signal asked the run to stop and no episode ends.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
@@ -59,15 +61,15 @@ def evaluate(
         watch()
     done, last_end, last_number, warned = 0, time.monotonic(), 0, False
     while wanted.any():
-        give_up_if_interrupted(last_end, "no episode of the test ended")
+        give_up_if_interrupted(last_end, "no episode of the evaluation ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
         stuck = _stuck(env, obs)
-        if done - last_number > PATIENT_STEPS and not warned:
+        if done - last_number > WARN_AFTER_STEPS and not warned:
             warned = True
             warnings.warn(
-                f"{env.id}: no episode of the test has ended in {PATIENT_STEPS} steps of each environment. Bound them "
-                "with env.eval.max_episode_steps",
+                f"{env.id}: no episode of the evaluation has ended in {WARN_AFTER_STEPS} steps of each environment. "
+                "Limit them with env.eval.max_episode_steps",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -82,8 +84,8 @@ def evaluate(
                 raise ValueError(broken(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
             fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[:, None]
-            told = {name: column[:, None] for name, column in (step.told or {}).items()}
-            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, told)
+            reported = {name: column[:, None] for name, column in (step.told or {}).items()}
+            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, reported)
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
                 if wanted[n]:
                     wanted[n] -= 1
@@ -98,16 +100,16 @@ def evaluate(
     return episodes
 
 
-def _check(env_id: str, numbers: dict[str, Array], obs: Observation, number: int) -> None:
-    parts = {f"the observation ({name})": part for name, part in obs.items() if part.dtype.kind == "f"}
-    for name, part in (numbers | parts).items():
-        if not (fine := np.isfinite(part)).all():
+def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) -> None:
+    fields = {f"the observation ({name})": array for name, array in obs.items() if array.dtype.kind == "f"}
+    for name, array in (numbers | fields).items():
+        if not (fine := np.isfinite(array)).all():
             at = np.argwhere(~fine)[0]
-            raise ValueError(broken(env_id, f"{name} is {part[tuple(at)]}", at[0], number))
+            raise ValueError(broken(env_id, f"{name} is {array[tuple(at)]}", at[0], step))
 
 
 def _stuck(env: VectorEnv, obs: Observation) -> Flags:
-    """Where nothing is allowed, which does not matter to an environment that waits."""
+    """Return where nothing is allowed, which is fine for an environment that waits."""
     if ACTION_MASK in obs and isinstance(env.actions, DiscreteActions):
         return allows_nothing(obs[ACTION_MASK], env.actions.choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

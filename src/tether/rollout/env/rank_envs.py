@@ -19,51 +19,49 @@ from tether.types import StateDict
 
 
 class RankEnvs:
-    """Answers `tether.execution.control.ShardedCollector` and `ShardedEnvs`.
+    """The rank's side of `tether.execution.control.ShardedCollector` and `ShardedEnvs`.
 
     Args:
-        env: the environments of this rank, as they were made.
-        collector: steps them, perhaps in a wrapper.
-        policy: acts; an engine trains it.
+        env: the environments of this rank, without wrappers.
+        collector: steps them, possibly through a wrapper.
+        policy: the acting policy, which an engine trains.
     """
 
     def __init__(self, env: VectorEnv, collector: EnvCollector, policy: Policy) -> None:
         self._env, self._collector, self._policy = env, collector, policy
 
     def describe(self) -> tuple[str, int, ObsLayout, ContinuousActions | DiscreteActions]:
-        """Their id, number, observations and actions."""
+        """Return id, number, observation layout and actions of the environments."""
         return self._env.id, self._env.num_envs, self._env.layout, self._env.actions
 
     def nbytes(self) -> int:
-        """See `EnvCollector.nbytes`."""
+        """Return `EnvCollector.nbytes`."""
         return self._collector.nbytes
 
     def collect(self, noise: Tensor, seeds: Sequence[int]) -> tuple[EnvBatch, float, list[str]]:
-        """See `EnvCollector.collect`; also the seconds that the environments took, and what was warned of."""
+        """Run `EnvCollector.collect`; also returns the seconds spent in environments and the warnings that were
+        issued."""
         waited = self._collector.env_seconds
-        with _warnings_kept() as messages:
+        with _collected_warnings() as messages:
             batch = self._collector.collect(self._policy.acting(), noise, seeds)
         return replace(batch, obs=batch.obs.contiguous()), self._collector.env_seconds - waited, messages
 
     def restart(self, seed: int) -> None:
-        """See `EnvCollector.restart`."""
         self._collector.restart(seed)
 
     def state_dict(self) -> StateDict:
-        """See `EnvCollector.state_dict`."""
         return self._collector.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See `EnvCollector.load_state_dict`."""
         self._collector.load_state_dict(state)
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`; the global generators of this process are a part of it."""
+        """Return `VectorEnv.get_state`, extended by the state of this process's global random generators."""
         state = self._env.get_state()
         return replace(state, data=(rng_state(), state.data))
 
     def set_state(self, data: tuple[StateDict, object]) -> str | None:
-        """See `VectorEnv.set_state`; returns why it does not fit."""
+        """Run `VectorEnv.set_state`; returns the error message if the state does not fit."""
         rng, state = data
         try:
             self._env.set_state(state)
@@ -74,8 +72,8 @@ class RankEnvs:
 
 
 @contextmanager
-def _warnings_kept() -> Iterator[list[str]]:
-    """A list of what is warned of, which this process does not show."""
+def _collected_warnings() -> Iterator[list[str]]:
+    """Collect warnings in a list instead of showing them."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)

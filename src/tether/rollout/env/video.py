@@ -12,32 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.envs import Renders
+from tether.runtime.install import pip_install
 
 BLOCK = 16
-"""Sides of a picture are multiples of it: what every player of H.264 shows."""
+"""Image sides are padded to a multiple of it, as all players of H.264 support."""
 
 
 class Writer(Protocol):
-    """imageio's."""
+    """The writer of imageio."""
 
     def append_data(self, picture: NDArray[np.generic], /) -> None:
-        """Write one picture."""
+        """Write one image."""
         ...
 
 
 class Video:
-    """Takes a picture of the first environment each time it is called.
+    """Appends an image of the first environment on each call.
 
     Args:
-        env: what is shown.
-        writer: of the file.
+        env: the rendered environments.
+        writer: writer of the file.
     """
 
     def __init__(self, env: Renders, writer: Writer) -> None:
         self._env, self._writer = env, writer
 
     def __call__(self) -> None:
-        """Append a picture."""
+        """Append an image."""
         picture = self._env.render()
         missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
         self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
@@ -45,12 +46,12 @@ class Video:
 
 @contextmanager
 def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
-    """Write an mp4 (H.264); its folders are made.
+    """Write an mp4 (H.264) and create its folders.
 
     Args:
-        env: what is shown.
-        path: of the file.
-        fps: pictures, that is steps, a second.
+        env: the rendered environments.
+        path: path of the file.
+        fps: images, that is steps, per second.
 
     Raises:
         ValueError: ffmpeg is missing.
@@ -59,6 +60,6 @@ def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
     try:
         writer = imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=BLOCK)
     except ImportError as error:
-        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: pip install 'tether[video]'") from error
+        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: {pip_install('video')}") from error
     with writer:
         yield Video(env, writer)

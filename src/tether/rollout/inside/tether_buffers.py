@@ -1,6 +1,6 @@
-"""Bytes that a trainer hands to another process: in a buffer that both have open, or by broadcast. See `Staging`.
+"""Bytes that a trainer sends to another process, in a shared buffer or by broadcast; the receiving side of `Staging`.
 
-It runs in vLLM's environment, too, and may import the standard library and torch.
+It also runs in vLLM's environment, so it may import only the standard library and torch.
 """
 
 import base64
@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
-Placed = list[tuple[str, str, list[int], int]]
-"""Name, number format, shape, and first byte in the buffer."""
+Placements = list[tuple[str, str, list[int], int]]
+"""Name, dtype, shape, and offset in the buffer."""
 
 
 class Buffer:
-    """The bytes that the trainer sent. The last buffer stays open: opening it again costs one page fault per page."""
+    """The bytes that the trainer sent. The last buffer stays open: reopening it would cost one page fault per page."""
 
     def __init__(self) -> None:
         self.bytes: torch.Tensor | None = None
@@ -32,35 +32,35 @@ class Buffer:
         self._group: Backend | None = None
         self._device = torch.device("cpu")
 
-    def open(self, told: dict[str, Any]) -> None:
-        """Open a buffer of the trainer, unless it is open.
+    def open(self, handle: dict[str, Any]) -> None:
+        """Open a buffer of the trainer, unless it is already open.
 
         Raises:
-            ValueError: it is not there: the trainer is on another machine, or in another container.
+            ValueError: it does not exist here: the trainer is on another machine, or in another container.
         """
-        if told["name"] != self._name:
+        if handle["name"] != self._name:
             self.bytes, self._name = None, ""
-            self.bytes = _of_gpu(told) if "gpu" in told else _of_host(told)
-            self._name = told["name"]
+            self.bytes = _of_gpu(handle) if "gpu" in handle else _of_host(handle)
+            self._name = handle["name"]
 
-    def join(self, address: str, port: int, rank: int, ranks: int, group: str, backend: str, within: float) -> None:
-        """Join a process group whose rank 0 is the trainer; see `joined`.
+    def join(self, address: str, port: int, rank: int, ranks: int, group: str, backend: str, timeout: float) -> None:
+        """Join a process group whose rank 0 is the trainer, as `joined` does.
 
         Raises:
             ValueError: the trainer cannot be reached.
         """
-        self._group, timeout = None, timedelta(seconds=within)
-        own = _own_address(address, port)
-        store = TCPStore(address, port, is_master=False, timeout=timeout)
-        self._group = joined(store, rank, ranks, group, backend, own, timeout)
+        self._group, limit = None, timedelta(seconds=timeout)
+        own_address = _own_address(address, port)
+        store = TCPStore(address, port, is_master=False, timeout=limit)
+        self._group = joined(store, rank, ranks, group, backend, own_address, limit)
         self._device = torch.device(_BACKENDS[backend][0])
 
     def receive(self, size: int) -> None:
-        """Have as many bytes broadcast into it."""
+        """Receive `size` broadcast bytes into the buffer."""
         if self._group is None:
             raise RuntimeError("no process group has been joined")
-        known = self.bytes
-        if self._name or known is None or len(known) < size or known.device.type != self._device.type:
+        buffer = self.bytes
+        if self._name or buffer is None or len(buffer) < size or buffer.device.type != self._device.type:
             self.bytes, self._name = torch.empty(size, dtype=torch.uint8, device=self._device), ""
         assert self.bytes is not None
         broadcast(self._group, [self.bytes[:size]])
@@ -69,18 +69,18 @@ class Buffer:
         """Leave the process group, if any."""
         self._group = None
 
-    def tensors(self, placed: Placed) -> dict[str, torch.Tensor]:
-        """Views of the tensors that lie in it: the next bytes change them."""
+    def tensors(self, placements: Placements) -> dict[str, torch.Tensor]:
+        """Return views of the tensors in the buffer: the next bytes overwrite them."""
         assert self.bytes is not None
-        found = {}
-        for name, kind, shape, begin in placed:
+        tensors = {}
+        for name, kind, shape, begin in placements:
             dtype = getattr(torch, kind)
             end = begin + dtype.itemsize * torch.Size(shape).numel()
-            found[name] = self.bytes[begin:end].view(dtype).view(shape)
-        return found
+            tensors[name] = self.bytes[begin:end].view(dtype).view(shape)
+        return tensors
 
     def holds(self, value: object) -> bool:
-        """Whether it is a tensor that lies in it."""
+        """Return whether a value is a tensor in the buffer."""
         return (
             isinstance(value, torch.Tensor)
             and self.bytes is not None
@@ -88,57 +88,57 @@ class Buffer:
         )
 
 
-def _of_host(told: dict[str, Any]) -> torch.Tensor:
+def _of_host(handle: dict[str, Any]) -> torch.Tensor:
     try:
-        with open(told["path"], "r+b") as file:
-            found = os.readlink(f"/proc/self/fd/{file.fileno()}")
-            if told["name"] in found:
-                return torch.frombuffer(mmap.mmap(file.fileno(), told["size"]), dtype=torch.uint8)
+        with open(handle["path"], "r+b") as file:
+            error_detail = os.readlink(f"/proc/self/fd/{file.fileno()}")
+            if handle["name"] in error_detail:
+                return torch.frombuffer(mmap.mmap(file.fileno(), handle["size"]), dtype=torch.uint8)
     except OSError as error:
-        found = str(error)
-    raise ValueError(f"the trainer's memory cannot be opened from here ({found})")
+        error_detail = str(error)
+    raise ValueError(f"the trainer's memory cannot be opened from here ({error_detail})")
 
 
-def _of_gpu(told: dict[str, Any]) -> torch.Tensor:
-    """By CUDA's IPC; the GPU has another number in each process that sees others."""
-    numbers = {name: number for number, name in enumerate(gpus())}
-    if told["gpu"] not in numbers:
-        raise ValueError(f"the trainer's GPU {told['gpu']} cannot be opened from here, where there are {[*numbers]}")
-    handle, size, begins, counter, counter_offset, event, waits = told["memory"]
-    handle, counter, event = (base64.b64decode(part) for part in (handle, counter, event))
-    found: torch.Tensor = rebuild_cuda_tensor(
-        torch.Tensor, (told["size"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, numbers[told["gpu"]],
-        handle, size, begins, False, counter, counter_offset, event, waits,
+def _of_gpu(handle: dict[str, Any]) -> torch.Tensor:
+    """Open a buffer on a GPU by CUDA's IPC; the index of a GPU may differ between processes."""
+    indices = {name: index for index, name in enumerate(gpus())}
+    if handle["gpu"] not in indices:
+        raise ValueError(f"the trainer's GPU {handle['gpu']} cannot be opened from here, where there are {[*indices]}")
+    ipc_handle, size, begins, counter, counter_offset, event, waits = handle["memory"]
+    ipc_handle, counter, event = (base64.b64decode(field) for field in (ipc_handle, counter, event))
+    buffer: torch.Tensor = rebuild_cuda_tensor(
+        torch.Tensor, (handle["size"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, indices[handle["gpu"]],
+        ipc_handle, size, begins, False, counter, counter_offset, event, waits,
     )  # fmt: skip
-    return found
+    return buffer
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs that this process sees, by their number in it."""
-    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    """Return the names of the GPUs that this process sees, in the order of their indices."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def _own_address(address: str, port: int) -> str:
-    """This machine's, as that one can reach it."""
+    """Return the address of this machine at which the trainer can reach it."""
     try:
-        with socket.create_connection((address, port), timeout=10) as found:
-            return str(found.getsockname()[0])
+        with socket.create_connection((address, port), timeout=10) as connection:
+            return str(connection.getsockname()[0])
     except OSError as error:
         what = f"the trainer cannot be reached from here at {address}, port {port} ({error})"
         raise ValueError(f"{what}; all of its ports must be open to this machine") from None
 
 
 def joined(store: Store, rank: int, ranks: int, group: str, backend: str, address: str, timeout: timedelta) -> Backend:
-    """A process group that torch knows by this name, without a world of which it would be a part.
+    """Return a process group with the name that torch expects, without a default group.
 
     Args:
-        store: of all ranks.
-        rank: of this process; 0 broadcasts.
-        ranks: how many there are.
-        group: its name.
-        backend: ``gloo``, for tensors on the host, or ``nccl``, for those on GPUs, of which each rank needs its own.
-        address: of this machine, as the others can reach it.
-        timeout: for joining, and for each broadcast.
+        store: store shared by all ranks.
+        rank: rank of this process; 0 broadcasts.
+        ranks: number of ranks.
+        group: name of the group.
+        backend: ``gloo``, for tensors on the host, or ``nccl``, for tensors on GPUs, where each rank needs its own GPU.
+        address: address of this machine at which the other ranks can reach it.
+        timeout: limit for joining, and for each broadcast.
     """
     device, join = _BACKENDS[backend]
     as_torch_names = PrefixStore(f"{device}/", PrefixStore(f"{group}/", PrefixStore(group, store)))
@@ -146,10 +146,10 @@ def joined(store: Store, rank: int, ranks: int, group: str, backend: str, addres
 
 
 def broadcast(group: Backend, tensors: Iterable[torch.Tensor]) -> None:
-    """Send tensors from rank 0 to the others, and wait until they are there.
+    """Broadcast tensors from rank 0 to the other ranks and wait for completion.
 
     Raises:
-        RuntimeError: a rank is gone, or the timeout is over.
+        RuntimeError: a rank is gone, or the timeout expired.
     """
     options = BroadcastOptions()
     options.rootRank = options.rootTensor = 0
@@ -165,13 +165,13 @@ def _gloo(store: Store, rank: int, ranks: int, address: str, timeout: timedelta)
 
 
 def _nccl(store: Store, rank: int, ranks: int, address: str, timeout: timedelta) -> Backend:
-    """One whose `wait` raises where a rank is gone; by default torch would end the process."""
-    from torch.distributed import ProcessGroupNCCL  # which only a torch for CUDA has
+    """Join an NCCL group whose `wait` raises when a rank is gone; by default torch would end the process."""
+    from torch.distributed import ProcessGroupNCCL  # only a torch with CUDA has it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     before = os.environ.get(BLOCKING)
-    os.environ[BLOCKING] = "1"  # read by the next line alone
+    os.environ[BLOCKING] = "1"  # read only by the next line
     try:
         return ProcessGroupNCCL(store, rank, ranks, options)
     finally:
@@ -183,4 +183,4 @@ def _nccl(store: Store, rank: int, ranks: int, address: str, timeout: timedelta)
 
 _Join = Callable[[Store, int, int, str, timedelta], Backend]
 _BACKENDS: dict[str, tuple[str, _Join]] = {"gloo": ("cpu", _gloo), "nccl": ("cuda", _nccl)}
-"""Their device, which stands in the names of keys in the store, and how to join."""
+"""Backend -> its device, which is part of the keys in the store, and the function that joins a group."""

@@ -1,10 +1,10 @@
-"""Inside a vLLM server's processes: takes over the trainer's weights, and puts right what fails on CPUs.
+"""Runs inside a vLLM server's processes: loads the trainer's weights and works around failures on CPUs.
 
-It may import the standard library, vLLM and what vLLM needs.
+It may import the standard library, vLLM and vLLM's dependencies only.
 
-Naming `Extension` as ``--worker-extension-cls`` imports this module in every worker, which registers the backend
-``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` says where some tensors are, as transformers
-names them; every tensor-parallel worker reads the whole of each and keeps its share.
+Passing `Extension` as ``--worker-extension-cls`` imports this module in every worker, which registers the backend
+``tether`` of vLLM's weight transfer. Each call of ``/update_weights`` describes the location of some tensors under
+their names in transformers; every tensor-parallel worker reads the full tensors and selects its shard.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from tether_buffers import Buffer, Placed, gpus
+from tether_buffers import Buffer, Placements, gpus
 from vllm import envs
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -30,39 +30,39 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """A process group that is to be joined; see `Buffer.join`."""
+    """A process group to join with `Buffer.join`."""
 
     address: str
     port: int
     ranks: int
     group: str
     backend: str
-    within: float
+    timeout: float
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Where some tensors are, in one of three places."""
+    """The location of some tensors: a buffer, a broadcast, or a file."""
 
-    tensors: Placed = field(default_factory=list)
-    """Places of tensors in a buffer."""
+    tensors: Placements = field(default_factory=list)
+    """Placements of tensors in a buffer."""
     last: bool = True
-    """Nothing is written over them before the update ends."""
+    """Whether the bytes stay unchanged until the end of the update."""
     buffer: dict[str, Any] | None = None
-    """That the trainer has written; see `Buffer.open`."""
+    """Handle of a buffer of the trainer, for `Buffer.open`."""
     size: int | None = None
-    """Bytes that it broadcasts."""
+    """Number of broadcast bytes."""
     path: str | None = None
-    """Of a safetensors file, which needs no places."""
+    """Path of a safetensors file, which needs no placements."""
 
 
-class Engine(WeightTransferEngine[Init, Update]):
-    """Loads what an update brings, and demands that it brings every parameter of the model."""
+class TetherTransferEngine(WeightTransferEngine[Init, Update]):
+    """Loads updates and requires that each of them has every parameter of the model."""
 
     init_info_cls, update_info_cls = Init, Update
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.received = Buffer()
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -70,16 +70,16 @@ class Engine(WeightTransferEngine[Init, Update]):
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
         info = init_info
-        self.received.join(info.address, info.port, rank, info.ranks, info.group, info.backend, info.within)
+        self.received.join(info.address, info.port, rank, info.ranks, info.group, info.backend, info.timeout)
 
     def start_weight_update(self) -> None:
-        """Begin: the layers collect their weights."""
+        """Start an update: the layers collect their weights."""
         self.expected = {unwrapped(name) for name, _ in self.model.named_parameters()}
         self.loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load some tensors; the base class would synchronize an accelerator, which a CPU has not."""
+        """Load some tensors; the base class would synchronize an accelerator, which does not exist on a CPU."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -88,7 +88,7 @@ class Engine(WeightTransferEngine[Init, Update]):
         """Load some tensors.
 
         Raises:
-            ValueError: there is one that the model has not, or they cannot be reached.
+            ValueError: the model lacks one of them, or they cannot be read.
         """
         if update_info.path is not None:
             with safe_open(update_info.path, "pt") as file:
@@ -101,25 +101,25 @@ class Engine(WeightTransferEngine[Init, Update]):
             self.received.receive(update_info.size)
         self.load(self.received.tensors(update_info.tensors).items())
         if not update_info.last:
-            self.keep_what_waits()
+            self.copy_pending_weights()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hand tensors to the layers."""
+        """Pass tensors to the layers."""
         self.loaded |= {unwrapped(name) for name in self.model.load_weights(tensors)}
 
-    def keep_what_waits(self) -> None:
-        """Copy what a layer keeps that waits for the rest of its weights, as the next ones are written over it."""
+    def copy_pending_weights(self) -> None:
+        """Copy the weights of incomplete layers, because the next bytes overwrite the buffer."""
         for layer in self.model.modules():
-            for _, given in get_layerwise_info(layer).loaded_weights:
-                for name, value in given.arguments.items():
+            for _, pending in get_layerwise_info(layer).loaded_weights:
+                for name, value in pending.arguments.items():
                     if self.received.holds(value):
-                        given.arguments[name] = value.clone()
+                        pending.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        """End: pack what is left to pack.
+        """Finish an update and pack the remaining weights.
 
         Raises:
-            ValueError: a parameter of the model did not come.
+            ValueError: a parameter of the model was not sent.
         """
         self.received.leave()
         finalize_layerwise_reload(self.model, self.model_config)
@@ -128,18 +128,18 @@ class Engine(WeightTransferEngine[Init, Update]):
             raise ValueError(f"tether sent no weights for {len(missing)} parameters: {', '.join(missing[:4])}")
 
     def shutdown(self) -> None:
-        """Leave a process group."""
+        """Leave the process group."""
         self.received.leave()
 
 
 def unwrapped(name: str) -> str:
-    """The name of a weight in a checkpoint, also of a layer that takes adapters (``--enable-lora``)."""
+    """Return the name of a weight in a checkpoint, also for a layer that supports adapters (``--enable-lora``)."""
     return name.replace(".base_layer.", ".")
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack an output head that shares the embeddings' weight: on a CPU vLLM 0.32 keeps a packed copy of the first
-    weights in it, which reloading does not renew.
+    """Pack an output head that shares the weight of the embeddings: on a CPU vLLM 0.32 has a packed copy of its initial
+    weights, which reloading does not update.
     """
     head = getattr(model, "lm_head", None)
     if head is not None and getattr(model.config, "tie_word_embeddings", False):
@@ -147,7 +147,7 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 
 
 def give_up_update(model: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Take back an update that was not finished: a layer has the weights of before, or the new ones if it got all."""
+    """Abandon an unfinished update: each layer has its previous weights, or the new ones if it received all of them."""
     infos = [info for info in map(get_layerwise_info, model.modules()) if info.can_load()]
     for info in infos:
         info.load_numel = 0
@@ -157,58 +157,66 @@ def give_up_update(model: torch.nn.Module, model_config: ModelConfig) -> None:
 
 
 class Extension:
-    """Methods that ``/collective_rpc`` finds in a worker besides its own."""
+    """Methods that are added to vLLM's workers for ``/collective_rpc``."""
 
     def about(self, sizes: Sequence[str] = ()) -> dict[str, object]:
-        """The model that is served, these sizes of its configuration, its number format, the largest rank of adapters
-        that it takes, and whether it tells experts.
+        """Return the type of the served model, these sizes of its configuration, its dtype, the largest rank of
+        adapters that it supports, and whether it returns experts.
         """
         config, lora = self.model_config, self.vllm_config.lora_config  # type: ignore[attr-defined]
-        takes = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
-        rank = lora.max_lora_rank if takes else 0
-        tells = self.vllm_config.aux_output_config.enable_return_routed_experts  # type: ignore[attr-defined]
+        supports_lora = lora is not None and envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
+        rank = lora.max_lora_rank if supports_lora else 0
+        returns_experts = self.vllm_config.aux_output_config.enable_return_routed_experts  # type: ignore[attr-defined]
         text, dtype = config.hf_text_config, str(config.dtype).removeprefix("torch.")
-        told = {name: size for name in sizes if isinstance(size := getattr(text, name, None), int)}
-        return {"model_type": text.model_type, "vocabulary": config.get_vocab_size(), "sizes": told, "dtype": dtype,
-                "rank": rank, "experts": tells}  # fmt: skip
+        known_sizes = {name: size for name in sizes if isinstance(size := getattr(text, name, None), int)}
+        return {
+            "model_type": text.model_type,
+            "vocabulary": config.get_vocab_size(),
+            "sizes": known_sizes,
+            "dtype": dtype,
+            "rank": rank,
+            "experts": returns_experts,
+        }
 
     def workers(self) -> dict[str, object]:
-        """The number of workers, the GPUs that this one sees, and its own."""
+        """Return the number of workers, the GPUs that this worker sees, and its own GPU."""
         config, seen = self.vllm_config.parallel_config, gpus()  # type: ignore[attr-defined]
-        own = seen[torch.cuda.current_device()] if seen and not current_platform.is_cpu() else None
-        return {"count": config.world_size * config.data_parallel_size, "gpus": seen, "own": own}
+        own_gpu = seen[torch.cuda.current_device()] if seen and not current_platform.is_cpu() else None
+        return {"count": config.world_size * config.data_parallel_size, "gpus": seen, "own": own_gpu}
 
     @torch.no_grad()
     def give_up_update(self) -> None:
-        """See `give_up_update`; vLLM begins no update while another one is open, as a run that was killed leaves it."""
+        """Abandon an update that a killed run left open: vLLM starts no update while another one is open."""
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
             give_up_update(self.model_runner.model, self.model_config)  # type: ignore[attr-defined]
         self._weight_update_active = False
 
     def pack_head(self) -> None:
-        """See `pack_tied_head`."""
+        """Pack the output head as `pack_tied_head` does."""
         pack_tied_head(self.model_runner.model)  # type: ignore[attr-defined]
 
 
-def draw_for_whole_prompts_only(runner: type[GPUModelRunner]) -> None:
-    """Let a seeded request draw nothing while its prompt is computed in parts: vLLM 0.32 draws and then turns the
-    generator back, which one of a CPU refuses ("CPU Generator does not use offset"), and the whole server ends.
+def sample_after_complete_prompts_only(runner: type[GPUModelRunner]) -> None:
+    """Prevent a seeded request from sampling while its prompt is computed in chunks.
+
+    vLLM 0.32 samples and then restores the generator, which is not supported on a CPU ("CPU Generator does not use
+    offset") and ends the server.
     """
     sample = runner.sample_tokens
 
-    def sample_tokens(self: GPUModelRunner, *given: object, **named: object) -> object:
+    def sample_tokens(self: GPUModelRunner, *args: object, **kwargs: object) -> object:
         batch = self.input_batch
-        partly = map(int, np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0])
-        kept = {row: batch.generators.pop(row) for row in partly if row in batch.generators}
+        incomplete = map(int, np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0])
+        removed = {row: batch.generators.pop(row) for row in incomplete if row in batch.generators}
         try:
-            return sample(self, *given, **named)
+            return sample(self, *args, **kwargs)
         finally:
-            batch.generators.update(kept)
+            batch.generators.update(removed)
 
     runner.sample_tokens = sample_tokens
 
 
 if current_platform.is_cpu():
-    draw_for_whole_prompts_only(GPUModelRunner)
+    sample_after_complete_prompts_only(GPUModelRunner)
 if "tether" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("tether", Engine)
+    WeightTransferEngineFactory.register_engine("tether", TetherTransferEngine)

@@ -1,9 +1,9 @@
-"""A lean forward pass for sampling: the layers of the common decoder families, in few and large operations.
+"""An efficient forward pass for sampling: the layers of common decoder families, in few and large operations.
 
-transformers' own forward spends about as long between the products of a decoding step as in them. This one computes
-the same function of the same weights. It knows the classes in `FAMILIES` by the names of their modules, and is compared
-with transformers' forward before it is used. Any other class, and layers that an adapter has replaced, run by
-transformers.
+transformers' own forward spends about as much time between the matrix products of a decoding step as in them. This one
+computes the same function of the same weights. It supports the classes in `FAMILIES`, whose modules it finds by name,
+and is compared with transformers' forward before it is used. All other classes, and layers replaced by an adapter, run
+with transformers.
 
 Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head size, E = hidden size, V = vocabulary.
 """
@@ -38,10 +38,10 @@ Rotations = dict[str | None, tuple[Tensor, Tensor]]
 
 
 class Decoder:
-    """The forward pass of one model; it holds the model's modules, and copies of weights where a `Product` keeps them.
+    """The forward pass of one model, using the model's modules and packed copies of weights where a `Product` has them.
 
     Args:
-        model: one that `decoder_for` accepts, on its device and in the dtype to sample in.
+        model: a model supported by `decoder_for`, on its device and in the sampling dtype.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,45 +53,45 @@ class Decoder:
         self._stamp = self._current_stamp()
 
     def reads_positions(self) -> bool:
-        """Whether the host looks at positions: rotary frequencies that change with the length of the longest row."""
+        """Return whether the host reads positions, as for rotary frequencies that depend on the longest row."""
         kinds = getattr(self._backbone.rotary_emb, "rope_type", "default")
         kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
         return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
-        """Logits [M, V] at the flat positions `keep` [M], or [N, V] at all.
+        """Return logits [M, V] at the flat positions `keep` [M], or [N, V] at all positions.
 
         Args:
             ids: [R, Q] tokens.
-            positions: [R, Q] of each in its sequence.
-            layout: which token sees which.
-            keep: where logits are wanted; None: everywhere.
+            positions: [R, Q] position of each token in its sequence.
+            layout: which token sees which one.
+            keep: flat positions for which to return logits; None: all.
         """
         x, rotations = self.begin(ids, positions)
         return self.end(self.middle(x, rotations, layout, ids.shape, keep))
 
     def begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotations]:
-        """Embeddings [N, E] of the tokens, and what rotates their queries and keys."""
+        """Return the embeddings [N, E] of the tokens, and the rotations of their queries and keys."""
         x: Tensor = self._backbone.embed_tokens(ids)
         return x.flatten(0, 1), self._rotations(x, positions)
 
     def middle(
         self, x: Tensor, rotations: Rotations, layout: AttentionLayout, shape: torch.Size, keep: Tensor | None
     ) -> Tensor:
-        """The layers and the product with the output head: all that is large."""
+        """Return the product of the layers' output with the output head, the expensive stage."""
         for layer in self._layers:
             x = layer(x, rotations[layer.kind], layout, shape)
         return self._head(self._backbone.norm(x if keep is None else x[keep]))
 
     def end(self, logits: Tensor) -> Tensor:
-        """From that product to logits, in place."""
+        """Convert that product to logits, in place."""
         if self._lm_head.scale != 1.0:
             logits = logits.mul_(self._lm_head.scale)
         cap = self._lm_head.softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def refresh(self) -> None:
-        """Take over the model's weights if they have changed since they were last taken over."""
+        """Repack the weights if the model's parameters have changed."""
         stamp = self._current_stamp()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -100,19 +100,20 @@ class Decoder:
                 layer.refresh()
 
     def _current_stamp(self) -> list[tuple[int, int]]:
-        """Where the parameters lie and how often they were written to."""
+        """Return address and version of each parameter."""
         return [(parameter.data_ptr(), parameter._version) for parameter in self._model.parameters()]
 
     def _rotations(self, x: Tensor, positions: Tensor) -> Rotations:
         rotary = self._backbone.rotary_emb
-        if hasattr(rotary, "layer_types"):  # one base for local layers and one for global ones
+        if hasattr(rotary, "layer_types"):  # different bases for local and global layers
             return {kind: _flat(*rotary(x, positions, kind)) for kind in rotary.layer_types}
         both = _flat(*rotary(x, positions))
         return dict.fromkeys([layer.kind for layer in self._layers], both)
 
 
 class Layer:
-    """One decoder layer: attention, then a gated MLP, each behind a norm (Gemma: between two) and beside a residual."""
+    """One decoder layer: attention, then a gated MLP, each with a preceding norm (Gemma: also a following one) and a
+    residual."""
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -136,7 +137,7 @@ class Layer:
     def __call__(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size
     ) -> Tensor:
-        """Hidden states [N, E] of R rows of Q tokens (`shape`) -> the same after this layer."""
+        """Return the hidden states [N, E] of R rows of Q tokens (`shape`) after this layer."""
         mixed = self._attend(self._before_attention(x), rotation, layout, shape)
         after = self._after_attention
         x = self._out.plus(mixed, x) if after is None else x + after(self._out(mixed))
@@ -146,13 +147,13 @@ class Layer:
         return self._down.plus(h, x) if self._after_mlp is None else x + self._after_mlp(self._down(h))
 
     def refresh(self) -> None:
-        """Take over the module's current weights."""
-        for part in vars(self).values():
-            if isinstance(part, Product):
-                part.refresh()
+        """Repack the module's current weights."""
+        for attribute in vars(self).values():
+            if isinstance(attribute, Product):
+                attribute.refresh()
 
     def _attend(self, h: Tensor, rotation: tuple[Tensor, Tensor], layout: AttentionLayout, shape: torch.Size) -> Tensor:
-        """[N, E] -> [N, H * D], before the output projection."""
+        """Return [N, H * D], before the output projection, from [N, E]."""
         heads = self._in(h).view(len(h), -1, self._size)
         turned, value = heads.split([self._heads + self._kv_heads, self._kv_heads], dim=1)
         if self._of_query is None or self._of_key is None:
@@ -169,10 +170,11 @@ def _flat(cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoder_for(model: PreTrainedModel) -> Decoder | None:
-    """The lean forward of a model; None where its class is unknown, or its layers are not what the class usually has.
+    """Return the efficient forward of a model; None if its class is unsupported, or its layers differ from those of the
+    class.
 
     Args:
-        model: with tether's attention switched on.
+        model: a model with tether's attention enabled.
     """
     if type(model).__name__ not in FAMILIES:
         return None
@@ -186,8 +188,8 @@ def decoder_for(model: PreTrainedModel) -> Decoder | None:
     positions = layout.position_ids(model.device)
     ids = (positions * 7919 + 101) % model.config.get_text_config().vocab_size
     with torch.no_grad():
-        found = decoder(ids, positions, layout, None).double()
+        logits = decoder(ids, positions, layout, None).double()
         options = {"use_cache": False, "attention_layout": layout}
         expected = model(input_ids=ids, position_ids=positions, **options).logits[0].double()
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     return decoder if error.mean() <= SELF_TEST_TOLERANCE[model.dtype] else None

@@ -1,18 +1,18 @@
-"""The `native` engine: in-process generation over any transformers causal language model.
+"""The `native` engine: in-process generation with any causal language model of transformers.
 
-The common families run by a lean forward of our own (`tether.rollout.native.decoder`), any other by transformers';
-either way attention and its cache are ours (`tether.rollout.native.kv_cache`). Up to `max_num_seqs` responses are
-decoded at a time. One that ends leaves at once, the last row takes its place, and a waiting prompt gets the free slot,
-so the rows being decoded are always the first ones and no time goes into finished ones::
+Common families use our own forward pass (`tether.rollout.native.decoder`), all others that of transformers; attention
+and its cache are always ours (`tether.rollout.native.kv_cache`). Up to `max_num_seqs` responses are decoded at a time.
+A finished response frees its slot at once: the last row moves there, and a waiting prompt gets the free slot, so that
+the active rows are always the first ones and no time is spent on finished ones::
 
     waiting rows --prefill--> slots [ row 4 | row 1 | row 7 |  free ] --decode--> finished rows
                                  ^ n responses of a prompt share one prefill
 
-A row whose turn a partner answers gives up its slot meanwhile. Its keys and values are kept, up to a number of tokens
-of all such rows; one for which there is no room is prefilled again with all that was said.
+A row that waits for a responder gives up its slot meanwhile. Its keys and values stay cached, up to a total number of
+tokens; rows that do not fit are prefilled again with their full context.
 
-What is sampled for a row depends on its prompt, the weights and the `NoiseKey`, not on which rows it ran with: up to
-the float rounding of the model's forward, which may differ with the number of rows in a matrix product.
+The samples of a row depend on its prompt, the weights and the `NoiseKey`, not on the other rows, up to float rounding
+of the model's forward, which may differ with the number of rows in a matrix product.
 """
 
 from __future__ import annotations
@@ -29,18 +29,25 @@ from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.kernels import AttentionLayout
-from tether.models.layers import use_tether_attention
+from tether.models.layers import context_length, use_tether_attention
 from tether.rollout.native.decoder import Decoder, decoder_for
 from tether.rollout.native.expert_recorder import ExpertRecorder
-from tether.rollout.native.generation import Forward, Generation, longest_row
+from tether.rollout.native.generation import Forward, Generation, max_row_length
 from tether.rollout.native.recorded_decoder import ReplayedDecoder
-from tether.rollout.protocol import FinishedResponse, NoiseKey, Partner, RolloutProgress, SamplingParams, check_prompts
+from tether.rollout.protocol import (
+    FinishedResponse,
+    NoiseKey,
+    Responder,
+    RolloutProgress,
+    SamplingParams,
+    check_prompts,
+)
 
 _log = logging.getLogger(__name__)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Every token that ends a response, by the model's generation config; empty if it names none."""
+    """Return the tokens that end a response according to the model's generation config; empty if it names none."""
     config = model.generation_config
     ids = None if config is None else config.eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])
@@ -49,9 +56,9 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 class NativeEngine:
     """Generates with the trainer's own model.
 
-    In the model's own dtype the weights are shared, and copied only where blocks of them make products faster
-    (`tether.rollout.native.packed_linear`): that is seen to by itself. With another `dtype` the engine keeps a private
-    copy of the parameters in that dtype, refreshed by `load_weights`; no product casts its operands.
+    In the model's own dtype the weights are shared, except for packed copies that make products faster
+    (`tether.rollout.native.packed_linear`) and refresh themselves. With another `dtype` the engine has a private copy
+    of the parameters in that dtype, refreshed by `load_weights`; no product casts its operands.
     """
 
     def __init__(
@@ -64,35 +71,41 @@ class NativeEngine:
         max_kept_tokens: int = 65536,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Take the model over for generation.
+        """Prepare the model for generation.
 
         Args:
-            model: from now on its forward needs ``attention_layout=`` (see `tether.models.layers.attention`).
+            model: the model, whose forward requires ``attention_layout=`` from now on
+                (`tether.models.layers.attention`).
             eos_token_ids: tokens that end a response.
-            max_num_seqs: responses decoded at a time; the KV cache has as many slots.
-            max_num_batched_tokens: prompt tokens in one prefill; a single longer prompt still runs.
-            max_kept_tokens: of rows that a partner answers, whose cache is kept; the others are prefilled again.
-            dtype: to generate in; None is the model's own.
+            max_num_seqs: maximum number of responses decoded at a time, and slots of the KV cache.
+            max_num_batched_tokens: maximum number of prompt tokens in one prefill; a single longer prompt still runs.
+            max_kept_tokens: maximum number of tokens whose cache is kept for rows that wait for a responder; other rows
+                are prefilled again.
+            dtype: dtype of generation; None: that of the model.
         """
         use_tether_attention(model)
         self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
-        self._forward: Forward | None = None  # made when it is first used
+        self._forward: Forward | None = None  # built when it is first used
         self.eos_token_ids = eos_token_ids
         self._version = 0
         self._call: Generation | None = None  # in progress
-        self._next_weights: WeightUpdate | None = None  # that it takes before its next step
+        self._next_weights: WeightUpdate | None = None  # loaded before its next step
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and response together; None: the model sets no limit."""
+        return context_length(self._model.config)
+
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `RolloutEngine.load_weights`."""
         if self._call is None:
-            self._take_over(weights)
+            self._load(weights)
         else:
             self._next_weights = weights
 
-    def _take_over(self, weights: WeightUpdate) -> None:
+    def _load(self, weights: WeightUpdate) -> None:
         weights.copy_to(self._model)
         self._version = weights.version
 
@@ -103,25 +116,24 @@ class NativeEngine:
         key: NoiseKey,
         on_finished: Callable[[FinishedResponse], None] | None = None,
         on_progress: Callable[[RolloutProgress], None] | None = None,
-        partner: Partner | None = None,
+        responder: Responder | None = None,
     ) -> RolloutBatch:
-        """See `RolloutEngine.generate`; the batch is as wide as its longest response.
+        """Generate as `RolloutEngine.generate` describes; the batch is as wide as its longest response.
 
         Raises:
-            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context; experts to
-                be recorded of a model that has none.
+            ValueError: no prompts, an empty prompt, or one too long for `max_length` or the model's context; experts
+                are to be recorded for a model without experts.
             RuntimeError: the model's logits for a sample are NaN or infinite.
         """
         arrays = [as_token_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-        context = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        check_prompts(arrays, sampling, context)
+        check_prompts(arrays, sampling, self.context)
         # no_grad, not inference_mode: a buffer that a forward replaces must stay usable in training.
         with torch.no_grad(), _evaluating(self._model):
             self._prepare_forward()
             recorder = self._recorder(arrays, sampling) if sampling.record_experts else None
             call = self._call = Generation(
                 self._model,
-                self._of_one_call(recorder),
+                self._forward_of_call(recorder),
                 arrays,
                 sampling,
                 key,
@@ -130,7 +142,7 @@ class NativeEngine:
                 max_prefill_tokens=self._max_num_batched_tokens,
                 max_kept_tokens=self._max_kept_tokens,
                 on_finished=on_finished,
-                partner=partner,
+                responder=responder,
                 version=self._version,
                 recorder=recorder,
             )
@@ -140,31 +152,31 @@ class NativeEngine:
                         on_progress(call.progress())
                     if self._change_weights():
                         self._prepare_forward()
-                        call.renew(self._of_one_call(recorder), self._version)
+                        call.renew(self._forward_of_call(recorder), self._version)
             finally:
                 self._call = None
                 self._change_weights()
         return call.result()
 
     def _change_weights(self) -> bool:
-        """Take over weights that came during a call, if any did."""
+        """Load weights that arrived during a call and return whether there were any."""
         weights, self._next_weights = self._next_weights, None
         if weights is not None:
-            self._take_over(weights)
+            self._load(weights)
         return weights is not None
 
     def _recorder(self, prompts: Sequence[TokenIds], sampling: SamplingParams) -> ExpertRecorder:
-        return ExpertRecorder(self._model, len(prompts) * sampling.n, longest_row(prompts, sampling))
+        return ExpertRecorder(self._model, len(prompts) * sampling.n, max_row_length(prompts, sampling))
 
-    def _of_one_call(self, recorder: ExpertRecorder | None = None) -> Forward:
-        """The forward pass with the weights that the model has now."""
+    def _forward_of_call(self, recorder: ExpertRecorder | None = None) -> Forward:
+        """Return the forward pass with the model's current weights."""
         assert self._forward is not None
         if recorder is not None:
             return partial(self._by_transformers, recorder=recorder)
         return ReplayedDecoder(self._forward) if isinstance(self._forward, Decoder) else self._forward
 
     def _prepare_forward(self) -> None:
-        """Have the forward pass, with the model's present weights."""
+        """Build the forward pass, or refresh it with the model's current weights."""
         if self._forward is None:
             self._forward = decoder_for(self._model) or self._by_transformers
             if not isinstance(self._forward, Decoder):
@@ -197,14 +209,15 @@ class NativeEngine:
 
 
 def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy with parameters in `dtype`; ties between them survive, and buffers (RoPE frequencies) keep theirs."""
+    """Return a copy with parameters in `dtype`; tied parameters stay tied, and buffers (RoPE frequencies) keep their
+    dtype."""
     parameters = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, parameters)
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every submodule in eval mode; on exit each has the mode that it had."""
+    """Set every submodule to eval mode and restore the modes on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

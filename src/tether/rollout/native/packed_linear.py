@@ -1,7 +1,7 @@
-"""Linear layers for decoding: those that read the same input as one product, and what follows them inside it.
+"""Linear layers for decoding: layers with the same input as one product, with the following operation fused into it.
 
-A kernel may want weights in an order of its own (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` keeps them
-so: a copy, refreshed after each update. Where the backend has no such order nothing is copied.
+A kernel may need weights in its own order (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` stores such a
+copy, refreshed after each update. Where the backend needs no such order, nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tether.kernels import Epilogue, PackedLinears, kernels_for
 
 
 class Product:
-    """The outputs of some linear layers, side by side: [N, E] -> [N, sum of their widths].
+    """The concatenated outputs of some linear layers: [N, E] -> [N, sum of their widths].
 
     Args:
-        layers: they read the same input.
+        layers: layers that read the same input.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -26,24 +26,24 @@ class Product:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take over the layers' current weights."""
-        self._packed = None  # first, so that the new copy takes the memory of the old
+        """Pack the layers' current weights again."""
+        self._packed = None  # first, so that the new copy reuses the memory of the old one
         self._packed = kernels_for(self._layers[0].weight).pack_linears(self._layers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         return self._product(x, Epilogue.NONE, None)
 
     def silu(self, x: Tensor) -> Tensor:
-        """SiLU of the product."""
+        """Return SiLU of the product."""
         return self._product(x, Epilogue.SILU, None)
 
     def times(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The product times `factor`."""
+        """Return the product times `factor`."""
         return self._product(x, Epilogue.TIMES, factor)
 
     def plus(self, x: Tensor, summand: Tensor) -> Tensor:
-        """The product plus `summand`."""
+        """Return the product plus `summand`."""
         return self._product(x, Epilogue.PLUS, summand)
 
     def _product(self, x: Tensor, epilogue: Epilogue, other: Tensor | None) -> Tensor:

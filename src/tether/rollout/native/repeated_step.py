@@ -1,36 +1,36 @@
-"""A decoding step that the device records when it comes the second time, and runs again from then on."""
+"""A decoding step that the device records at its second repetition and replays afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tether.kernels import Recording, Reference
+from tether.kernels import RecordedKernels, Reference
 
 Result = TypeVar("Result")
 
 
 class RepeatedStep:
-    """Calls the step of one generation, or runs again what it had the device do.
+    """Calls a step of a generation, or replays its recording.
 
-    The first step on other memory is called, which lets kernels choose their algorithms; the second is recorded. The
-    result of a step that was run again lies where that of the step before lay.
+    The first step on other memory is called normally, so that kernels choose their algorithms; the second is recorded.
+    A replayed step overwrites the result of the previous step.
 
     Args:
-        kernels: of the model's device and dtype; where they capture nothing, no step has a memory that is given.
+        kernels: backend of the model's device and dtype; callers pass an empty `memory` if it captures nothing.
     """
 
     def __init__(self, kernels: Reference) -> None:
         self._kernels = kernels
         self._memory: tuple[int, ...] = ()
-        self._recorded: tuple[Any, Recording] | None = None
+        self._recorded: tuple[Any, RecordedKernels] | None = None
 
     def __call__(self, memory: tuple[int, ...], step: Callable[[], Result]) -> Result:
-        """The result of the step.
+        """Return the result of the step.
 
         Args:
-            memory: while it is the same, the step reads and writes the same places; empty: it does not.
-            step: what to call.
+            memory: identifies the memory that the step uses; empty: the memory is not fixed.
+            step: the function to call.
         """
         if not memory or memory != self._memory:
             self._memory, self._recorded = memory, None

@@ -1,7 +1,7 @@
-"""From logits to a token and the log-probability that it was really drawn with.
+"""Samples a token from logits, with its log-probability under the sampled distribution.
 
-A draw inverts the cumulative distribution at a given uniform number. Nothing of the vocabulary's size is sorted or
-accumulated: each row is summed in blocks, the block that holds the number is found first, the token inside it second.
+Sampling inverts the cumulative distribution at a given uniform number. Nothing of the vocabulary's size is sorted or
+accumulated: each row is summed in blocks, the block with the number is located first, the token in it second.
 
 Legend: R = rows, V = vocabulary.
 """
@@ -17,51 +17,53 @@ from tether.kernels import inverse_sample, kernels_for, rows_in_scratch
 from tether.rollout.protocol import SamplingParams
 
 
-class Draw(NamedTuple):
-    """One token a row."""
+class SampledTokens(NamedTuple):
+    """One sampled token for each row."""
 
     token: Tensor
     """[R] int64."""
     log_prob: Tensor
     """[R], fp32 (fp64 for fp64 logits); not finite if and only if the row's logits give no distribution."""
-    kept: Tensor
-    """[R, V] bool, the tokens that could be drawn; [R, 0] if not asked for."""
+    candidates: Tensor
+    """[R, V] bool, the tokens that could be sampled; [R, 0] unless requested."""
 
 
-def draw(logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_kept: bool = False) -> Draw:
-    """Draw one token from each row.
+def sample_tokens(
+    logits: Tensor, uniform: Tensor, sampling: SamplingParams, *, with_candidates: bool = False
+) -> SampledTokens:
+    """Sample one token from each row.
 
-    The order is temperature, then top-k, then top-p of what top-k left, each renormalised; the log-probability is that
-    of the final distribution. A token that ties with the last one kept is kept too, so the kept set is a function of
-    the logits alone. At temperature 0 the token is the (first) argmax, whatever top-k and top-p say, and its
-    log-probability is that of the plain softmax.
+    The order is temperature, then top-k, then top-p of the remaining tokens, each renormalised; the log-probability is
+    that of the final distribution. Tokens that tie with the last candidate are candidates too, so the candidates are a
+    function of the logits alone. At temperature 0 the token is the (first) argmax, regardless of top-k and top-p, and
+    its log-probability is that of the plain softmax.
 
     Args:
         logits: [R, V], any floating dtype; -inf forbids a token.
         uniform: [R] numbers in [0, 1).
         sampling: temperature, top_k and top_p are read.
-        with_kept: also return which tokens had a probability above 0.
+        with_candidates: also return the tokens with a probability above 0.
     """
-    is_plain = sampling.temperature != 0 and not with_kept and not sampling.cuts(logits.shape[-1])
+    is_plain = sampling.temperature != 0 and not with_candidates and not sampling.cuts(logits.shape[-1])
     if is_plain:
-        drawn = kernels_for(logits).sample(logits, uniform, sampling.temperature)
-        return Draw(*drawn, _none_of(logits))
+        sampled = kernels_for(logits).sample(logits, uniform, sampling.temperature)
+        return SampledTokens(*sampled, _no_candidates(logits))
     at_once = rows_in_scratch(logits)
-    parts = zip(logits.split(at_once), uniform.split(at_once), strict=True)
+    chunks = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     if sampling.temperature == 0:
-        draws = [_greedy(rows) for rows, _ in parts]
+        draws = [_greedy(rows) for rows, _ in chunks]
     else:
-        draws = [_sample(rows, numbers, sampling, with_kept) for rows, numbers in parts]
-    return Draw(*map(torch.cat, zip(*draws, strict=True)))
+        draws = [_sample(rows, numbers, sampling, with_candidates) for rows, numbers in chunks]
+    return SampledTokens(*map(torch.cat, zip(*draws, strict=True)))
 
 
-def _greedy(logits: Tensor) -> Draw:
+def _greedy(logits: Tensor) -> SampledTokens:
     exact = logits.to(_exact(logits))
     top, token = exact.max(dim=-1)
-    return Draw(token, top - exact.logsumexp(dim=-1), _none_of(logits))
+    return SampledTokens(token, top - exact.logsumexp(dim=-1), _no_candidates(logits))
 
 
-def _none_of(logits: Tensor) -> Tensor:
+def _no_candidates(logits: Tensor) -> Tensor:
     return torch.empty(len(logits), 0, dtype=torch.bool, device=logits.device)
 
 
@@ -69,7 +71,7 @@ def _exact(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept: bool) -> Draw:
+def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_candidates: bool) -> SampledTokens:
     exact = logits.to(_exact(logits))
     weights = (exact if sampling.temperature == 1 else exact / sampling.temperature).softmax(dim=-1)
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -77,14 +79,14 @@ def _sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams, with_kept
         weights.masked_fill_(weights < floor, 0.0)
     if sampling.top_p < 1:
         weights.masked_fill_(weights < _nucleus_floor(weights, sampling.top_p), 0.0)
-    return Draw(*inverse_sample(weights, uniform), weights > 0 if with_kept else _none_of(logits))
+    return SampledTokens(*inverse_sample(weights, uniform), weights > 0 if with_candidates else _no_candidates(logits))
 
 
 def _nucleus_floor(weights: Tensor, top_p: float) -> Tensor:
-    """[R, 1] the smallest weight in the smallest set of tokens whose mass reaches `top_p`.
+    """Return [R, 1] the smallest weight in the smallest set of tokens whose mass reaches `top_p`.
 
-    A token is in the set while the mass before it falls short. The set is usually small, so the largest 256 weights are
-    tried first, and eight times as many as long as some row's set may be larger than that.
+    A token is in the set if the mass before it is below the goal. The set is usually small, so the largest 256 weights
+    are tried first, then eight times as many until the set of every row fits.
     """
     goal = weights.sum(dim=-1, keepdim=True) * top_p
     count = 256

@@ -1,35 +1,43 @@
-"""Sampling by inference servers over HTTP: token ids in, token ids and log-probs out, new weights after each update.
+"""Sampling with inference servers over HTTP: token ids in, token ids and log-probs out, new weights after each update.
 
-`engine` samples with servers, `server` starts one and keeps it going, `dialect` is what differs from one kind of server
-to another: `tether.rollout.vllm` and `tether.rollout.sglang` each have one.
+`engine` samples with servers, `server` starts and supervises one, and `api` is the interface to the kinds of servers,
+which `tether.rollout.vllm` and `tether.rollout.sglang` implement.
 """
 
-from tether.rollout.servers.broadcast import BroadcastGroup, is_here
-from tether.rollout.servers.dialect import Dialect, Draw, Launch, Policy, Sampled, check_formats, experts_missing
+from tether.rollout.servers.api import (
+    GenerateRequest,
+    Launch,
+    SampledRow,
+    ServedPolicy,
+    ServerApi,
+    check_formats,
+    experts_missing,
+)
+from tether.rollout.servers.broadcast import BroadcastGroup, is_local
 from tether.rollout.servers.engine import ServedEngine, Traffic
 from tether.rollout.servers.http import Connections, ServerGone, ServerRefuses
-from tether.rollout.servers.server import Server
-from tether.rollout.servers.transfer import CPU, Outgoing, gpu_of, shared_file, this_gpu
+from tether.rollout.servers.server import InferenceServer
+from tether.rollout.servers.transfer import CPU, WeightPayload, gpu_of, shared_file, this_gpu
 
 __all__ = [
     "CPU",
     "BroadcastGroup",
     "Connections",
-    "Dialect",
-    "Draw",
+    "GenerateRequest",
+    "InferenceServer",
     "Launch",
-    "Outgoing",
-    "Policy",
-    "Sampled",
+    "SampledRow",
     "ServedEngine",
-    "Server",
+    "ServedPolicy",
+    "ServerApi",
     "ServerGone",
     "ServerRefuses",
     "Traffic",
+    "WeightPayload",
     "check_formats",
     "experts_missing",
     "gpu_of",
-    "is_here",
+    "is_local",
     "shared_file",
     "this_gpu",
 ]

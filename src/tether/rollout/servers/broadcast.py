@@ -1,4 +1,4 @@
-"""Weights on their way to servers on other machines: broadcasts of a process group of the trainer and their workers."""
+"""Weights for servers on other machines, broadcast in a process group of the trainer and the server's workers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from tether.runtime.rendezvous import serve_store
 
 Result = TypeVar("Result")
 _BROKEN = re.compile("connection (closed|reset)|gloo/transport|ncclRemoteError", re.IGNORECASE)
-"""Of what a server says whose workers lost this process; this end may have sent all that it had by then."""
-_BESIDE = 5.0  # seconds in which this end, too, notices a broken connection, also on a busy machine
+"""Errors of a server whose workers lost this process, although this end may have sent all its data by then."""
+_NOTICE_SECONDS = 5.0  # seconds until this end also notices a broken connection, even on a busy machine
 
 
 class BroadcastGroup:
-    """Of this process, rank 0, and a server's workers: by Gloo, from the host's memory, or by NCCL, from a GPU's.
+    """A process group of this process as rank 0 and a server's workers, with Gloo for host memory or NCCL for GPU
+    memory.
 
-    It is for one update: a run that is killed within it leaves none to the next, nor does a server.
+    It is used for one update, so that nothing remains after a killed run or server.
 
     Args:
-        http: the server.
-        workers: that it has.
-        name: of the weights.
-        within: seconds in which all must have joined, and each broadcast must be done.
+        http: connections to the server.
+        workers: number of its workers.
+        name: name of the weights.
+        timeout: seconds for joining, and for each broadcast.
         backend: ``gloo`` or ``nccl``.
 
     Raises:
-        ServerGone: it does not answer.
-        ValueError: this machine cannot be connected to at the address from which it reaches the server.
+        ServerGone: it does not respond.
+        ValueError: the server cannot connect to this machine at the address from which this machine connects to the
+            server.
     """
 
-    def __init__(self, http: Connections, workers: int, name: str, within: float, backend: str) -> None:
-        self.name = f"tether-{name}-{uuid.uuid4().hex[:8]}"  # which no other group of this server has, or had
-        self.ranks, self.backend, self._http, self._within = 1 + workers, backend, http, within
+    def __init__(self, http: Connections, workers: int, name: str, timeout: float, backend: str) -> None:
+        self.name = f"tether-{name}-{uuid.uuid4().hex[:8]}"  # unique among all groups of this server
+        self.ranks, self.backend, self._http, self._within = 1 + workers, backend, http, timeout
         self.address, _ = _addresses(http)
-        self._timeout = timedelta(seconds=within)
+        self._timeout = timedelta(seconds=timeout)
         try:
             self._store = serve_store(self.address, self._timeout)
         except OSError as error:
@@ -57,32 +59,33 @@ class BroadcastGroup:
         self._group: Backend | None = None
 
     def join(self, route: str, body: object) -> None:
-        """Join it, while a request has the server's workers do so.
+        """Join the group while a request makes the server's workers join it.
 
         Raises:
-            ServerGone: they do not; `ConnectionLost`: nothing but a connection of the group broke.
-            ServerRefuses: they will not.
+            ServerGone: they do not join; `ConnectionLost`: only a connection of the group broke.
+            ServerRefuses: the request is refused.
         """
-        self._group = self._both(route, body, self._joined)
+        self._group = self._run_both(route, body, self._joined)
 
     def send(self, route: str, body: object, tensors: list[Tensor]) -> None:
-        """Broadcast tensors, while a request has the workers receive them; see `join`."""
+        """Broadcast tensors while a request makes the workers receive them; errors are those of `join`."""
         group = self._group
         assert group is not None
-        self._both(route, body, lambda: broadcast(group, tensors))
+        self._run_both(route, body, lambda: broadcast(group, tensors))
 
-    def _both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
-        """The server's side and ours at once. Where it refuses, ours is left waiting: nobody will come."""
-        meanwhile = _in_thread(ours)
+    def _run_both(self, route: str, body: object, ours: Callable[[], Result]) -> Result:
+        """Run the request and our side in parallel. If the server refuses, our side is left waiting for peers that
+        never come."""
+        sending = _in_thread(ours)
         try:
             self._http.post(route, body, self._within)
         except (ServerFailed, ServerRefuses) as error:
-            if _BROKEN.search(str(error)) or _failed(meanwhile):
+            if _BROKEN.search(str(error)) or _failed(sending):
                 what = f"the connection between this process ({self.address}) and the server's workers broke"
                 raise ConnectionLost(f"{what}: {error}") from None
             raise
         try:
-            return meanwhile.result(self._within)
+            return sending.result(self._within)
         except (RuntimeError, TimeoutError) as error:
             raise ServerGone(f"{self._http.url}{route}: {error}") from None
 
@@ -91,41 +94,41 @@ class BroadcastGroup:
 
 
 def _failed(sent: Future[Result]) -> bool:
-    """Whether this end fails, too, soon after the server's."""
+    """Return whether our side also fails soon after the server's."""
     try:
-        return sent.exception(_BESIDE) is not None
+        return sent.exception(_NOTICE_SECONDS) is not None
     except TimeoutError:
         return False
 
 
-def is_here(http: Connections) -> bool:
-    """Whether a server is on this machine: both ends of a connection to it then have the same address.
+def is_local(http: Connections) -> bool:
+    """Return whether a server is on this machine: both ends of a connection to it then have the same address.
 
     Raises:
-        ServerGone: it does not answer.
+        ServerGone: it does not respond.
     """
     ours, theirs = _addresses(http)
     return ours == theirs
 
 
 def _addresses(http: Connections) -> tuple[str, str]:
-    """This machine's, as the server's can reach it, and the server's."""
+    """Return the address of this machine at which the server can reach it, and that of the server."""
     try:
-        with socket.create_connection((http.host, http.port), timeout=10) as found:
-            return found.getsockname()[0], found.getpeername()[0]
+        with socket.create_connection((http.host, http.port), timeout=10) as connection:
+            return connection.getsockname()[0], connection.getpeername()[0]
     except OSError as error:
         raise ServerGone(f"{http.url}: {error}") from None
 
 
 def _in_thread(do: Callable[[], Result]) -> Future[Result]:
-    """Run beside this thread; nobody has to wait for the end of it."""
+    """Run a function in a daemon thread, which need not be waited for."""
     future: Future[Result] = Future()
 
     def run() -> None:
         try:
             future.set_result(do())
         except RuntimeError as error:
-            # The frames of its traceback would keep the group until they are collected.
+            # The frames of its traceback would keep the group alive until they are collected.
             future.set_exception(error.with_traceback(None))
 
     Thread(target=run, daemon=True).start()

@@ -1,7 +1,6 @@
-"""Weights as a server reads them from a checkpoint on the hub, whose names are not always those of the model in memory.
+"""Converts the names of weights in memory to those in a checkpoint on the hub, which servers expect.
 
-Adapters are added into the layers that they change, or kept apart; experts that lie in one tensor are handed on one by
-one.
+Adapters are merged into their layers or sent separately; experts in one tensor are split into one tensor each.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ _EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float) -> Iterator[tuple[str, Tensor]]:
-    """The same weights under their names in a checkpoint, as they come.
+    """Yield the weights under their names in a checkpoint.
 
     Args:
-        tensors: of a model's ``state_dict``, maybe with adapters of peft: ``W x + lora_scale B A x``.
-        lora_scale: alpha / rank; of no effect where there is no adapter.
+        tensors: entries of a model's ``state_dict``, possibly with adapters of peft: ``W x + lora_scale B A x``.
+        lora_scale: alpha / rank; ignored without adapters.
     """
-    waiting: dict[str, dict[str, Tensor]] = {}  # layer -> parts that have come
+    waiting: dict[str, dict[str, Tensor]] = {}  # layer -> tensors that have arrived
     for name, value in tensors:
         if match := _ADAPTED.fullmatch(name):
-            layer, part = match.groups()
-            parts = waiting.setdefault(layer, {})
-            parts[part.split(".")[0]] = value.detach()
-            if len(parts) == 3:
+            layer, kind = match.groups()
+            tensors_of_layer = waiting.setdefault(layer, {})
+            tensors_of_layer[kind.split(".")[0]] = value.detach()
+            if len(tensors_of_layer) == 3:
                 yield f"{layer}.weight", _merged(**waiting.pop(layer), scale=lora_scale)
         elif match := _EXPERTS.fullmatch(name):
-            yield from _one_by_one(match[1], match[2], value)
+            yield from _split_experts(match[1], match[2], value)
         else:
             yield name.replace(".base_layer.bias", ".bias"), value
     assert not waiting, f"adapters without a layer: {sorted(waiting)}"
@@ -42,11 +41,11 @@ def checkpoint_weights(tensors: Iterable[tuple[str, Tensor]], lora_scale: float)
 def without_adapters(
     tensors: Iterable[tuple[str, Tensor]], adapters: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Like `checkpoint_weights`, but of the layers as they are without adapters.
+    """Yield the weights as `checkpoint_weights` does, but of the layers without their adapters.
 
     Args:
-        tensors: see there.
-        adapters: is given what adapters have, by peft's names in a file, as they come.
+        tensors: as for `checkpoint_weights`.
+        adapters: filled with the tensors of adapters, under peft's names in a file.
     """
 
     def layers() -> Iterator[tuple[str, Tensor]]:
@@ -60,18 +59,18 @@ def without_adapters(
 
 
 def _merged(base_layer: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """[out, in] W + scale B A, computed in float32 at least."""
+    """Return [out, in] W + scale B A, computed in at least float32."""
     precise = torch.promote_types(base_layer.dtype, torch.float32)
     weight, down, up = (value.to(precise) for value in (base_layer, lora_A, lora_B))
     return torch.addmm(weight, up, down, alpha=scale).to(base_layer.dtype)
 
 
-def _one_by_one(experts: str, kind: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Of [E, out, in]; gate and up stand on top of each other."""
-    for number, expert in enumerate(value.detach()):
+def _split_experts(experts: str, kind: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Split [E, out, in] into experts; gate and up are concatenated along the outputs."""
+    for index, expert in enumerate(value.detach()):
         if kind == "down_proj":
-            yield f"{experts}.{number}.down_proj.weight", expert
+            yield f"{experts}.{index}.down_proj.weight", expert
         else:
             gate, up = expert.chunk(2)
-            yield f"{experts}.{number}.gate_proj.weight", gate
-            yield f"{experts}.{number}.up_proj.weight", up
+            yield f"{experts}.{index}.gate_proj.weight", gate
+            yield f"{experts}.{index}.up_proj.weight", up

@@ -1,4 +1,4 @@
-"""One run at a time on a server of somebody else: the weights of another would come in the middle of its rows."""
+"""Ensures that only one run at a time uses an external server, whose weights it replaces."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tether.rollout.servers.http import Connections
 from tether.runtime.cache import cache_dir
 
 _files: dict[Path, int] = {}
-"""Locked by this process."""
+"""Files locked by this process."""
 _claims: Counter[Path] = Counter()
 
 
 class Claim:
-    """Keeps other processes off a server until `close`, or the end of this one, however that ends.
+    """Keeps other processes away from a server until `close` or the end of this process.
 
-    Processes of this machine, that is: of runs on several, each finds that the weights on the server are another's.
+    Only processes on this machine are excluded; runs on different machines notice that the server has other weights.
 
     Args:
-        http: the server.
+        http: connections to the server.
 
     Raises:
-        ValueError: another run has it.
+        ValueError: another run uses it.
     """
 
     def __init__(self, http: Connections) -> None:
@@ -40,7 +40,7 @@ class Claim:
         self._is_closed = False
 
     def close(self) -> None:
-        """Let other runs in."""
+        """Release the server."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -61,7 +61,7 @@ def _locked(path: Path, url: str) -> int:
         owner = os.pread(file, 100, 0).decode(errors="replace") or "a process that just starts"
         os.close(file)
         raise ValueError(
-            f"{url}: another run samples with this server: {owner}. Wait for its end, or take the address out of "
+            f"{url}: another run samples with this server: {owner}. Wait for its end, or remove the address from "
             "actor_rollout_ref.rollout.server_urls"
         ) from None
     os.ftruncate(file, 0)

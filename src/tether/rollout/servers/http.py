@@ -1,4 +1,4 @@
-"""Requests to a server: JSON in, JSON out, connections that another thread can cut."""
+"""Requests to a server: JSON in, JSON out, over connections that another thread can shut down."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from urllib.parse import urlsplit
 
 
 class ServerGone(Exception):
-    """No whole answer came: the server is dead, hangs, broke off, or failed by itself (HTTP 5xx)."""
+    """No complete response: the server is dead, hangs, dropped the connection, or failed by itself (HTTP 5xx)."""
 
 
 class ServerSilent(ServerGone):
-    """No answer came in time."""
+    """No response arrived in time."""
 
 
 class ServerFailed(ServerGone):
-    """It answers with a failure of its own (HTTP 5xx)."""
+    """The server reported its own failure (HTTP 5xx)."""
 
 
 class ConnectionLost(ServerGone):
-    """The connection by which its workers get weights broke; the server and this process may be well."""
+    """The connection for weights between its workers and this process broke; both may be fine."""
 
 
 class NoSuchHost(ServerGone):
-    """The name of its host has no address."""
+    """The host name has no address."""
 
 
 class ServerRefuses(ValueError):
-    """The server understood the request and refuses it (HTTP 4xx), or never answers such ones (501)."""
+    """The server understood the request and refuses it (HTTP 4xx), or does not implement it (501)."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -41,30 +41,31 @@ class ServerRefuses(ValueError):
 
 
 class Connections:
-    """Requests to one address. `cut` ends all of them."""
+    """Requests to one address. `cut` aborts all of them."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname, url
-        self.url, self.host, self.port = url, parts.hostname, parts.port or 80
+        address = urlsplit(url)
+        assert address.hostname, url
+        self.url, self.host, self.port = url, address.hostname, address.port or 80
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 
-    def get(self, path: str, within: float) -> Any:
-        """The answer to a GET; see `post`."""
-        return self._ask("GET", path, None, within)
+    def get(self, path: str, timeout: float) -> Any:
+        """Return the response to a GET request; errors are those of `post`."""
+        return self._request("GET", path, None, timeout)
 
-    def post(self, path: str, body: object = None, within: float = 60.0) -> Any:
-        """The answer to a POST: parsed JSON, or text where it is none.
+    def post(self, path: str, body: object = None, timeout: float = 60.0) -> Any:
+        """Return the response to a POST request: parsed JSON, or text if it is not JSON.
 
         Raises:
-            ServerGone: no whole answer within this many seconds, or a failure of the server itself (`ServerFailed`).
+            ServerGone: no complete response within `timeout` seconds, or a failure of the server itself
+                (`ServerFailed`).
             ServerRefuses: the request is refused.
         """
-        return self._ask("POST", path, json.dumps(body if body is not None else {}).encode(), within)
+        return self._request("POST", path, json.dumps(body if body is not None else {}).encode(), timeout)
 
     def cut(self) -> None:
-        """Break off all requests that wait for an answer."""
+        """Shut down the connections of all pending requests."""
         with self._lock:
             waiting = list(self._open)
         for connection in waiting:
@@ -72,14 +73,14 @@ class Connections:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, method: str, path: str, body: bytes | None, within: float) -> Any:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=within)
+    def _request(self, method: str, path: str, body: bytes | None, timeout: float) -> Any:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         with self._lock:
             self._open.add(connection)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
-            answer = connection.getresponse()
-            text, status = answer.read().decode(errors="replace"), answer.status
+            response = connection.getresponse()
+            text, status = response.read().decode(errors="replace"), response.status
         except socket.gaierror as error:
             raise NoSuchHost(f"{self.url}: {error.strerror} ({self.host})") from None
         except (OSError, http.client.HTTPException) as error:
@@ -104,10 +105,10 @@ def _parsed(text: str) -> Any:
 
 
 def _message(text: str) -> str:
-    """The words of an error: of OpenAI's shape, of FastAPI's, or as they came."""
-    found = _parsed(text)
-    if isinstance(found, dict):
-        inner = found.get("error", found.get("detail", found))
-        found = inner.get("message", inner) if isinstance(inner, dict) else inner
-    words = str(found)
+    """Return the text of an error in the format of OpenAI or FastAPI, or the raw response."""
+    error = _parsed(text)
+    if isinstance(error, dict):
+        inner = error.get("error", error.get("detail", error))
+        error = inner.get("message", inner) if isinstance(inner, dict) else inner
+    words = str(error)
     return "a page of HTML" if words.lstrip().startswith("<") else words[:600]

@@ -1,4 +1,4 @@
-"""Weights on their way to a server, some at a time: in files that lie in memory, or in one buffer that is kept."""
+"""Sends weights to a server in chunks: as files in memory, or in one shared buffer."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ _FORMATS = {
 }
 
 
-_ALIGNED = 64  # bytes: a line of a cache
+_ALIGNED = 64  # bytes of a cache line
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Staged:
-    """Some weights, which lie in a buffer."""
+class StagedChunk:
+    """A chunk of weights in a buffer."""
 
     buffer: dict[str, object]
-    """The handle by which another process of this user opens it, as JSON."""
+    """The handle with which another process of this user opens the buffer, as JSON."""
     tensors: list[tuple[str, str, list[int], int]]
-    """Name, number format, shape, and first byte in the buffer."""
+    """Name, dtype, shape, and offset in the buffer."""
     content: Tensor
-    """[bytes] all of it."""
+    """[bytes] content of the chunk."""
     last: bool
-    """Nothing will be written over it before all is done."""
+    """Whether the buffer will not be overwritten before the end of the update."""
 
 
 class Staging:
-    """A buffer that a server's workers open once: new memory would cost as much as a copy, for each page of it.
+    """A buffer that a server's workers open once: page faults of new memory would cost as much as a copy.
 
-    It lies in the memory of this machine, without a name that could stay behind, or in that of a GPU.
+    It is anonymous memory of this machine, so that nothing is left behind, or memory of a GPU.
     """
 
     def __init__(self) -> None:
@@ -65,10 +65,10 @@ class Staging:
 
     def fill(
         self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int, device: torch.device
-    ) -> Iterator[Staged]:
-        """Lay tensors in it, in this format, at most `limit` bytes at a time or one that is larger.
+    ) -> Iterator[StagedChunk]:
+        """Copy tensors to the buffer in this dtype and yield chunks of at most `limit` bytes, or of one larger tensor.
 
-        What is yielded must have been read when the next is asked for.
+        A chunk must have been read before the next one is requested.
         """
         placed = list[tuple[str, str, list[int], int]]()
         end = 0
@@ -79,29 +79,29 @@ class Staging:
                 yield self._staged(placed, end, last=False)
                 placed, begin = [], 0
             end = begin + size
-            buffer = self._room(max(limit, end), device)
+            buffer = self._buffer_of(max(limit, end), device)
             buffer[begin:end].view(kind).view(value.shape).copy_(value.detach())
             placed.append((name, str(kind).removeprefix("torch."), list(value.shape), begin))
         if placed:
             yield self._staged(placed, end, last=True)
 
     def close(self) -> None:
-        """Give its memory back; what workers have open stays theirs until they open another one."""
+        """Release the memory; workers keep their mapping until they open another buffer."""
         if self._release is not None:
             self._release()
         self._bytes, self._release = None, None
 
-    def _staged(self, placed: list[tuple[str, str, list[int], int]], end: int, *, last: bool) -> Staged:
+    def _staged(self, placed: list[tuple[str, str, list[int], int]], end: int, *, last: bool) -> StagedChunk:
         assert self._bytes is not None
         if self._bytes.is_cuda:
             torch.cuda.synchronize(self._bytes.device)
-        return Staged(self._handle, placed, self._bytes[:end], last)
+        return StagedChunk(self._handle, placed, self._bytes[:end], last)
 
-    def _room(self, size: int, device: torch.device) -> Tensor:
-        """All of it; another one where it is too small, which is never so while something lies in it."""
+    def _buffer_of(self, size: int, device: torch.device) -> Tensor:
+        """Return the buffer, reallocated if it is too small, which never happens while it has content."""
         if self._bytes is None or len(self._bytes) < size or self._bytes.device != device:
             self.close()
-            name = f"tether-{uuid.uuid4().hex}"  # which tells it from another one under the same number
+            name = f"tether-{uuid.uuid4().hex}"  # distinguishes it from a later buffer with the same descriptor
             if device.type == "cuda":
                 self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
                 self._handle = {"name": name, "size": size, "gpu": gpu_of(device), "memory": _memory_of(self._bytes)}
@@ -115,45 +115,45 @@ class Staging:
 
 
 def this_gpu() -> torch.device:
-    """That of this process."""
+    """Return the GPU of this process."""
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def gpu_of(device: torch.device) -> str:
-    """A GPU's own name, whatever its number in this process."""
+    """Return the unique name of a GPU, which does not depend on its index in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _memory_of(tensor: Tensor) -> list[object]:
-    """The arguments of `rebuild_cuda_tensor` that describe its storage, as JSON."""
+    """Return the arguments of `rebuild_cuda_tensor` that describe the tensor's storage, as JSON."""
     _, (_, _, _, offset, _, _, _, handle, size, begins, _, *counter_and_event) = reduce_tensor(tensor)
     assert offset == 0
     counter, counter_offset, event, waits = counter_and_event
-    words = [base64.b64encode(part).decode() for part in (handle, counter, event)]
+    words = [base64.b64encode(field).decode() for field in (handle, counter, event)]
     return [words[0], size, begins, words[1], counter_offset, words[2], waits]
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """Weights for a server, which travel once."""
+class WeightPayload:
+    """Weights to send to a server; they can be iterated once."""
 
     tensors: Iterable[tuple[str, Tensor]]
     dtype: torch.dtype
-    """That the server computes in."""
+    """The dtype that the server computes in."""
     limit: int
-    """Bytes at a time."""
+    """Bytes per chunk."""
     staging: Staging
-    """Of the server."""
+    """The server's buffer."""
 
-    def parts(self, device: torch.device = CPU) -> Iterator[dict[str, Tensor]]:
-        """See `buckets`."""
+    def chunks(self, device: torch.device = CPU) -> Iterator[dict[str, Tensor]]:
+        """Yield chunks as `buckets` does."""
         return buckets(self.tensors, self.dtype, self.limit, device)
 
-    def staged(self, device_for: Callable[[torch.device], torch.device] = lambda _: CPU) -> Iterator[Staged]:
-        """See `Staging.fill`.
+    def staged(self, device_for: Callable[[torch.device], torch.device] = lambda _: CPU) -> Iterator[StagedChunk]:
+        """Yield chunks in the buffer as `Staging.fill` does.
 
         Args:
-            device_for: tells the buffer's device, given that of the weights.
+            device_for: returns the buffer's device for the device of the weights.
         """
         tensors = iter(self.tensors)
         for first in tensors:
@@ -163,7 +163,7 @@ class Outgoing:
 
 @contextmanager
 def shared_file(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """A safetensors file in memory that other processes of this user can read; nothing is left of it afterwards."""
+    """Create a safetensors file in memory that other processes of this user can read, and delete it afterwards."""
     descriptor = os.memfd_create("tether-weights")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -174,15 +174,15 @@ def shared_file(tensors: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _write(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
-    """Write contiguous tensors as safetensors does, but without the two copies that its `save` makes before.
+    """Write contiguous tensors as safetensors does, but without the two copies of its `save`.
 
     The format, https://github.com/huggingface/safetensors: length of the header, header, tensors without gaps.
     """
     aligned = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header, size = dict[str, object](), 0
     for name, value in aligned:
-        place = [size, size := size + value.nbytes]
-        header[name] = {"dtype": _FORMATS[value.dtype], "shape": list(value.shape), "data_offsets": place}
+        offsets = [size, size := size + value.nbytes]
+        header[name] = {"dtype": _FORMATS[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -193,15 +193,15 @@ def _write(tensors: dict[str, Tensor], file: IO[bytes]) -> None:
 def buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int, device: torch.device = CPU
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors in this format on a device, at most `limit` bytes at a time or one that is larger."""
-    part: dict[str, Tensor] = {}
+    """Yield the tensors in this dtype on a device, in chunks of at most `limit` bytes, or of one larger tensor."""
+    chunk: dict[str, Tensor] = {}
     size = 0
     for name, value in tensors:
-        moved = value.detach().to(device, dtype if value.is_floating_point() else None).contiguous()
-        if part and size + moved.nbytes > limit:
-            yield part
-            part, size = {}, 0
-        part[name] = moved
-        size += moved.nbytes
-    if part:
-        yield part
+        converted = value.detach().to(device, dtype if value.is_floating_point() else None).contiguous()
+        if chunk and size + converted.nbytes > limit:
+            yield chunk
+            chunk, size = {}, 0
+        chunk[name] = converted
+        size += converted.nbytes
+    if chunk:
+        yield chunk

@@ -1,5 +1,5 @@
-"""The language of SGLang's servers; see `tether.rollout.servers`. `weights` has the ways in which weights reach one."""
+"""The API of SGLang's servers, for `tether.rollout.servers`; `weights` has the ways of sending weights to one."""
 
-from tether.rollout.sglang.dialect import SGLang, launch_of
+from tether.rollout.sglang.api import SGLang, launch_of
 
 __all__ = ["SGLang", "launch_of"]

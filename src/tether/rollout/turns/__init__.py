@@ -1,9 +1,9 @@
-"""Conversations: what the policy says, what tools and environments answer, and how both become one row of a batch.
+"""Conversations: the policy's turns, the replies of tools and environments, and how both become one row of a batch.
 
-`template` tokenizes what stands between two turns; `conversations` is the partner of a rollout engine.
+`template` tokenizes the messages between two turns; `conversations` is the responder of a rollout engine.
 """
 
-from tether.rollout.turns.conversations import Conversations, Talk, TurnLimits
+from tether.rollout.turns.conversations import ConversationBatch, Conversations, TurnLimits
 from tether.rollout.turns.template import TurnTemplate
 
-__all__ = ["Conversations", "Talk", "TurnLimits", "TurnTemplate"]
+__all__ = ["ConversationBatch", "Conversations", "TurnLimits", "TurnTemplate"]

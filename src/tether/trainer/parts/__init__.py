@@ -3,6 +3,7 @@
 The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
 """
 
+from tether.trainer.parts.alarms import Alarms
 from tether.trainer.parts.best_test import BestTest
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.critic_warmup import CriticWarmup
@@ -17,6 +18,7 @@ from tether.trainer.parts.rollback import Rollbacks
 from tether.trainer.parts.rollout_correction import RolloutCorrection
 
 __all__ = [
+    "Alarms",
     "BestTest",
     "Collector",
     "CriticWarmup",

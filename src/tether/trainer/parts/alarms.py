@@ -32,6 +32,8 @@ COLLAPSED_STEPS = 3
 """Steps in a row without a gradient, where entropy is gone or advantages ask for one."""
 ALIKE_STEPS = 25
 """Steps in a row whose advantages are all 0; a few are usual at first."""
+LEAST_DECAY = 2**-25
+"""Learning rate times weight decay below which rounding leaves every float32 weight as it is."""
 SKIPPED_STEPS = 3
 """Steps in a row without any update, since no gradient was finite."""
 UNSCORED_STEPS = 3
@@ -52,6 +54,8 @@ SHORT = 0.1
 """Length of a response, as a share of that of the first step."""
 REPEATED = 0.6
 """Share of a response's sequences of four tokens that it has had before; at most half of that in the first step."""
+JUMP = 1.0
+"""KL of a single step's update, in nats per token: twenty times the healthy range. Tiny models reach 0.8 and learn."""
 FAR = 1.0
 """KL from the policy to where it came from, in nats per token."""
 
@@ -63,7 +67,7 @@ IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference, or, without one, of a step to the next."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
-NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored")
+NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored", "decay", "jump")
 """Alarms of runs that learn nothing, and lose nothing."""
 CALMER = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 CALMER_CONTROL = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
@@ -113,6 +117,8 @@ Warn = Callable[[str], None]
 class Alarms:
     """Watches every step and validation. Each alarm speaks once, and again only after it was off as long as it took."""
 
+    weight_decay: float = 0.0
+    """Of the policy's optimizer."""
     streaks: dict[str, int] = field(default_factory=dict)
     """Per alarm: checks in a row that found it (positive) or did not (negative)."""
     said: list[str] = field(default_factory=list)
@@ -202,6 +208,8 @@ class Alarms:
                 "that the tools need may be gone, or the policy may write calls that fit no tool",
                 warn,
             )
+        self._check_decay(metrics, warn)
+        self._check_jump(metrics, warn)
         self._check_collapse(metrics, warn)
         self._check_drift(metrics, warn)
 
@@ -252,6 +260,30 @@ class Alarms:
                 warn,
                 since=self.step,
             )
+
+    def _check_decay(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        """Tell once that a step without a signal changes the policy, since the metrics look as if it had learned."""
+        acts = metrics.get("actor/lr", 0.0) * self.weight_decay >= LEAST_DECAY
+        if acts and metrics.get("actor/grad_norm") == 0 and "decay" not in self.said:
+            self.said.append("decay")
+            warn(
+                f"no response of step {self.step} says anything about the policy (actor/grad_norm is 0), and the "
+                f"optimizer changes it all the same: actor_rollout_ref.actor.optim.weight_decay={self.weight_decay:g} "
+                "shrinks its weights, and Adam goes on in the direction of earlier steps. Set weight_decay=0 to leave "
+                "out the former"
+            )
+
+    def _check_jump(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        """Warn at once, and once in a run: after the first step there is still time to begin again."""
+        moved = metrics.get("actor/ppo_kl", 0.0)
+        if abs(moved) < JUMP or "jump" in self.said:
+            return
+        self.said.append("jump")
+        rate = metrics.get("actor/lr", math.nan)
+        warn(
+            f"the update of this step moved the policy by {moved:.2g} nats per token (actor/ppo_kl; healthy below "
+            f"0.05): {_calmer(metrics)}. The rate is {rate:.2g}; try {rate / 10:.2g}"
+        )
 
     def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)

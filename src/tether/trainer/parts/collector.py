@@ -23,7 +23,7 @@ from tether.rewards import (
 )
 from tether.rewards.service import Rewards
 from tether.rollout import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
-from tether.rollout.turns import Conversations, Talk
+from tether.rollout.turns import ConversationBatch, Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,13 +95,13 @@ class Collector:
             if talk:
                 said, extra = talk.solution(row, response.token_ids), talk.extra_info(row)
             requests[row] = RewardRequest(prompt.data_source, said, prompt.ground_truth, extra, dialogue)
-            if talk is None or talk.asks_reward(row):
+            if talk is None or talk.needs_reward(row):
                 self.rewards.submit(row, requests[row])
             if on_progress:
                 on_progress(len(requests), total)
 
         ids = [prompt.token_ids for prompt in prompts]
-        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, partner=talk)
+        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, responder=talk)
         begun = time.perf_counter()
         outcomes = self.rewards.collect()
         waited = time.perf_counter() - begun
@@ -113,10 +113,10 @@ class Collector:
         return ScoredResponses(prompts, rollout, [texts[row] for row in range(total)], outcomes, report, waited)
 
 
-def _with_turns(talk: Talk, rollout: RolloutBatch, asked: Sequence[RewardOutcome]) -> list[RewardOutcome]:
+def _with_turns(talk: ConversationBatch, rollout: RolloutBatch, asked: Sequence[RewardOutcome]) -> list[RewardOutcome]:
     """Outcome of every row: its reward at the end, of those that were asked for, and the rewards of its turns."""
     rest = iter(asked)
-    at_end = [next(rest) if talk.asks_reward(row) else talk.own_outcome(row) for row in range(len(rollout))]
+    at_end = [next(rest) if talk.needs_reward(row) else talk.outcome(row) for row in range(len(rollout))]
     talk.complete(rollout, [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in at_end])
     return [
         Score(outcome.value + talk.reward(row), outcome.extra | talk.counts(row))

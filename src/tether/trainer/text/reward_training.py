@@ -48,7 +48,7 @@ def preference_batch(
     Raises:
         ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
     """
-    rows, problems = [], []
+    rows, margins, problems = [], [], []
     with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
         for pair in waiting.each(pairs):
             both = pair_ids(pair, tokenizer, chat_template)
@@ -69,8 +69,9 @@ def preference_batch(
                 )
             else:
                 rows.append((chosen, rejected))
+                margins.append(pair.margin)
     raise_problems(problems)
-    return pair_batch(rows)
+    return pair_batch(rows, margins)
 
 
 def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, float]:

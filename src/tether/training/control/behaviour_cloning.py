@@ -2,8 +2,8 @@
 
 The loss is the mean negative log-probability of each column of the recorded actions, so it is the cross-entropy for
 choices and action tokens, and half the squared error over the variance, up to a constant, for a Gaussian whose standard
-deviation is left alone (Pomerleau 1988). A flow-matching policy has a loss of its own, with noise of its own, the same
-in every measurement.
+deviation is not trained (Pomerleau 1988). A flow-matching policy has its own loss, with noise that is the same in every
+measurement.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tether.training.control.chunk_levels import per_column
 
 
 class Clonable(Protocol):
-    """A policy that says how likely given actions are."""
+    """A policy that can compute the log-probs of recorded actions."""
 
     def inputs(self, obs: TensorDict) -> Any:
-        """Observations as the networks read them."""
+        """Return the inputs of the networks from observations."""
         ...
 
     def log_probs(self, obs: Any, actions: Tensor) -> Tensor:
-        """Log-probabilities [B, K * D] of actions [B, K * D], differentiable, from what `inputs` gave."""
+        """Return the log-probs [B, K * D] of actions [B, K * D], differentiable, from the result of `inputs`."""
         ...
 
 
@@ -42,38 +42,38 @@ class MatchesFlow(Protocol):
     """A policy that is trained by a flow-matching loss."""
 
     def imitation_losses(self, obs: Any, actions: Tensor, generator: torch.Generator) -> Tensor:
-        """Losses [B, K * D] of actions [B, K * D], differentiable, with noise from the generator."""
+        """Return the losses [B, K * D] of actions [B, K * D], differentiable, with noise from the generator."""
         ...
 
 
 @dataclass(frozen=True)
 class CloningData:
-    """S decisions to imitate, each on the actions of a chunk."""
+    """S decisions to imitate, each a chunk of actions."""
 
     obs: TensorDict
-    """[S, ...]: as the environment shows them."""
+    """[S, ...] observations as the environment returns them."""
     actions: Tensor
     """[S, K * D]"""
     mask: Tensor
-    """[S, K]: actions before the end of the episode."""
+    """[S, K]: which actions are before the end of the episode."""
 
     def __len__(self) -> int:
         return len(self.obs)
 
     def rows(self, which: Tensor | slice) -> CloningData:
-        """Some of the decisions."""
+        """Return some of the decisions."""
         return CloningData(self.obs[which], self.actions[which], self.mask[which])
 
 
 @dataclass(frozen=True)
 class CloningOptions:
-    """Epochs, batch size and optimizer."""
+    """Epochs, batch size and optimizer settings."""
 
     lr: float
     batch_size: int
     epochs: int
     patience: int
-    """Epochs without a better held-out loss after which it ends."""
+    """Epochs without a better held-out loss after which training stops."""
     weight_decay: float = 0.0
     grad_clip: float = 1.0
 
@@ -83,12 +83,12 @@ def windows(
     actions: Sequence[NDArray[np.generic]],
     chunk: int,
 ) -> CloningData:
-    """Let every step of episodes decide on its action and the `chunk` - 1 that follow.
+    """Make a decision of every step of the episodes, on its action and the `chunk` - 1 that follow.
 
     Args:
-        obs: [T, ...] of each episode.
-        actions: [T, D] of each episode.
-        chunk: K.
+        obs: observations [T, ...] of each episode.
+        actions: actions [T, D] of each episode.
+        chunk: K, actions per decision.
     """
     columns: list[Tensor] = []
     masks: list[Tensor] = []
@@ -97,60 +97,60 @@ def windows(
         inside = steps < len(episode)
         columns.append(torch.from_numpy(episode)[steps.clamp(max=len(episode) - 1)].flatten(1))
         masks.append(inside)
-    seen = {name: torch.from_numpy(np.concatenate([episode[name] for episode in obs])) for name in obs[0]}
-    return CloningData(TensorDict(seen, batch_size=[sum(map(len, masks))]), torch.cat(columns), torch.cat(masks))
+    stacked = {name: torch.from_numpy(np.concatenate([episode[name] for episode in obs])) for name in obs[0]}
+    return CloningData(TensorDict(stacked, batch_size=[sum(map(len, masks))]), torch.cat(columns), torch.cat(masks))
 
 
 def split_episodes(count: int, held_out: float, seed: int) -> tuple[list[int], list[int]]:
-    """Numbers of the episodes to learn from and of those held out, at least one each, drawn by `seed`.
+    """Return the indices of training and held-out episodes, at least one each, drawn by `seed`.
 
     Raises:
         ValueError: there are fewer than two episodes.
     """
     if count < 2:
         raise ValueError(f"{count} episode: none can be held out; give at least 2")
-    apart = held_out_rows(count, held_out, seed)
-    return sorted({*range(count)} - {*apart}), sorted(apart)
+    selected = held_out_rows(count, held_out, seed)
+    return sorted({*range(count)} - {*selected}), sorted(selected)
 
 
 @dataclass
 class Cloning:
-    """A policy, what it imitates, and what it is measured on."""
+    """Trains a policy on decisions and measures it on held-out ones."""
 
     policy: Clonable
     parameters: Sequence[nn.Parameter]
-    """Those that are trained."""
+    """The parameters to train."""
     learned: CloningData
     held_out: CloningData
     options: CloningOptions
     seed: int
-    """Of the order of the decisions."""
+    """Seed of the order of the decisions."""
 
     def run(self) -> Iterator[dict[str, float]]:
-        """Train; yields the metrics before the first epoch and after each. At the end the best weights are in place."""
+        """Train and yield the metrics before the first epoch and after each; at the end the best weights are loaded."""
         optimizer = torch.optim.AdamW(self.parameters, lr=self.options.lr, weight_decay=self.options.weight_decay)
         best = self.measure(self.held_out)
         yield {"bc/held_out_loss": best}
-        kept, since = self._weights(), 0
+        best_weights, since = self._weights(), 0
         for epoch in range(self.options.epochs):
             learned = self._epoch(optimizer, epoch)
             loss = self.measure(self.held_out)
             since += 1
             if loss < best:
-                best, kept, since = loss, self._weights(), 0
+                best, best_weights, since = loss, self._weights(), 0
             yield {"bc/loss": learned, "bc/held_out_loss": loss, "bc/best_held_out_loss": best}
             if since >= self.options.patience or not math.isfinite(learned):
                 break
-        for parameter, weight in zip(self.parameters, kept, strict=True):
+        for parameter, weight in zip(self.parameters, best_weights, strict=True):
             parameter.data.copy_(weight)
 
     @torch.no_grad()
     def measure(self, data: CloningData) -> float:
-        """The loss of decisions: in nats a column, or the squared error of a column of a flow."""
+        """Return the loss of decisions, in nats per column, or as the squared error of a column for a flow."""
         size = self.options.batch_size
-        pieces = [data.rows(slice(start, start + size)) for start in range(0, len(data), size)]
+        batches = [data.rows(slice(start, start + size)) for start in range(0, len(data), size)]
         noise = generator(self.seed, 0, "held-out noise")
-        sums = [self._losses(piece, noise) for piece in pieces]
+        sums = [self._losses(batch, noise) for batch in batches]
         return float(sum(total for total, _ in sums) / sum(count for _, count in sums))
 
     def _epoch(self, optimizer: torch.optim.Optimizer, epoch: int) -> float:
@@ -167,7 +167,7 @@ class Cloning:
         return sum(losses) / len(losses)
 
     def _losses(self, data: CloningData, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all columns that count, and their number."""
+        """Return the sum of the losses of all valid columns, and their number."""
         obs = self.policy.inputs(data.obs)
         if isinstance(self.policy, MatchesFlow):
             columns = self.policy.imitation_losses(obs, data.actions, noise)

@@ -1,8 +1,8 @@
-"""The three levels at which a policy of action chunks is looked at: a column of an action, an action, a chunk.
+"""The three levels at which a policy of action chunks is trained: a column of an action, an action, a chunk.
 
-A chunk is K actions of D columns each, side by side: columns [..., K * D]. At a level it has L numbers: K * D at
-``token_level``, K at ``action_level``, 1 at ``chunk_level``. Where an episode ended in the middle of a chunk, a mask
-[..., K] says which of its actions were carried out; the others count nowhere.
+A chunk is K actions of D columns each, concatenated: columns [..., K * D]. At a level it has L numbers: K * D at
+``token_level``, K at ``action_level``, 1 at ``chunk_level``. If an episode ended within a chunk, a mask [..., K] has
+the actions that were executed; the others are ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | N
 
     Args:
         columns: log-probabilities, or entropies.
-        level: of the result.
-        chunk: K.
-        mask: [..., K]: actions that were carried out; None: all.
+        level: the level of the result.
+        chunk: K, actions per chunk.
+        mask: [..., K]: actions that were executed; None means all.
     """
     if mask is not None:
         columns = torch.where(per_column(mask, columns.shape[-1]), columns, 0.0)
@@ -34,19 +34,21 @@ def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | N
 
 
 def to_columns(grad: Tensor, width: int, mask: Tensor | None = None) -> Tensor:
-    """Gradient of the columns, [B, width], from that of `sum_to_level`, [B, L]; [B, 1] where it is the same for all."""
+    """Return the gradient of the columns [B, width] from that of `sum_to_level` [B, L]; [B, 1] if it is the same for
+    all."""
     if mask is not None:
         return torch.where(per_column(mask, width), per_column(grad, width), 0.0)
     return grad if grad.shape[1] == 1 else per_column(grad, width)
 
 
 def per_column(values: Tensor, width: int) -> Tensor:
-    """Give each column, [..., width], the number of the action or chunk that it belongs to, [..., L]."""
+    """Repeat the number [..., L] of each action or chunk for each of its columns [..., width]."""
     return values if values.shape[-1] == width else values.repeat_interleave(width // values.shape[-1], dim=-1)
 
 
 def mask_at(level: Level, mask: Tensor | None, width: int) -> Tensor | None:
-    """The mask of `sum_to_level`'s result, [B, L]; None: all count, every chunk has an action that was carried out."""
+    """Return the mask [B, L] of `sum_to_level`'s result, or None if all are valid: every chunk has an executed
+    action."""
     if mask is None or level == "chunk_level":
         return None
     return per_column(mask, width) if level == "token_level" else mask

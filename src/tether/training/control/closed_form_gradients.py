@@ -1,7 +1,7 @@
-"""Closed forms of the gradients of PPO's losses, for networks so small that autograd costs more than they do.
+"""Closed-form gradients of PPO's losses, for networks so small that autograd costs more than they do.
 
-Each function is the derivative of one in `tether.algorithms`, which stays the definition: tests hold the two together
-in float64. A loss without a closed form is differentiated by autograd.
+Each function is the derivative of one in `tether.algorithms`, which is the definition: tests compare the two in
+float64. A loss without a closed form is differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 @dataclass(frozen=True)
 class LossGradient:
-    """Of the sum of the losses of all elements [B, L]."""
+    """The gradient of the sum of the losses of all elements [B, L]."""
 
     by_log_probs: Tensor
     """[B, L]"""
     loss: TokenLoss | None = None
-    """The losses, where they were needed for their gradient."""
+    """The losses, if they were computed for the gradient."""
 
 
 Draws = Callable[[], torch.Generator]
-"""Makes the generator of draws, where a loss needs one."""
+"""Creates the random generator, if a loss needs one."""
 PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Draws], LossGradient]
-"""(log_probs, old_log_probs, advantages, mask or None, draws), [B, L] each."""
+"""Called with (log_probs, old_log_probs, advantages, mask or None, draws), [B, L] each."""
 
 
 def vanilla_gradient(
@@ -75,12 +75,12 @@ def value_gradient(
 
 
 def policy_gradient(name: str, options: Mapping[str, float | None], selection: Mapping[str, float]) -> PolicyGradient:
-    """The gradient of a policy loss: its closed form, or autograd.
+    """Return a function that computes the gradient of a policy loss, in closed form or by autograd.
 
     Args:
-        name: in ``POLICY_LOSSES``.
-        options: keywords of the loss.
-        selection: keywords of ``TOKEN_SELECTIONS[name]``, where the loss treats some tokens apart.
+        name: a key of ``POLICY_LOSSES``.
+        options: keyword arguments of the loss.
+        selection: keyword arguments of ``TOKEN_SELECTIONS[name]``, if the loss treats some tokens differently.
     """
     if name == "vanilla":
         clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
@@ -93,7 +93,7 @@ def policy_gradient(name: str, options: Mapping[str, float | None], selection: M
 
         return closed_form
 
-    policy_loss(name)  # a user's own is checked before the run begins
+    policy_loss(name)  # checks a user's function before the run begins
     select = TOKEN_SELECTIONS.get(name)
 
     def differentiate(

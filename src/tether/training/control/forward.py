@@ -1,4 +1,4 @@
-"""Forward passes of a control policy: over a whole rollout, and, differentiable, over decisions of a mini-batch."""
+"""Forward passes of a control policy over a whole rollout, and differentiable ones over decisions of a mini-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.training.control.samples import Samples
 
 @dataclass(frozen=True)
 class RolloutOutputs:
-    """A policy's outputs for M rows of C decisions, on the CPU; see the fields of `EnvBatch`."""
+    """A policy's outputs for M rows of C decisions, on the CPU, which become the fields of `EnvBatch`."""
 
     log_probs: Tensor
     """[M, C, L]"""
@@ -30,13 +30,12 @@ def _on_cpu(values: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class RolloutForward:
-    """Log-probabilities of what was done, and the critic's values where there is one."""
+    """Computes log-probs of the executed actions, and the critic's values if there is one."""
 
     logprob_level: Level = "action_level"
 
     @torch.no_grad()
     def __call__(self, policy: Policy, batch: EnvBatch, reference: object = None) -> RolloutOutputs:
-        """See `tether.training.protocol.Forward`."""
         chunk, device = batch.chunk, device_of(policy)
         seen, actions = policy.inputs(batch.obs.to(device)), batch.actions.to(device)
         row, step = batch.final_at
@@ -59,17 +58,17 @@ class DecisionOutputs:
     """A policy's outputs for B decisions on K actions of D columns, differentiable."""
 
     outputs: Tensor
-    """[B, outputs of the head]: before its distribution."""
+    """[B, outputs of the head]: the inputs of its distribution."""
     log_probs: Tensor
     """[B, K * D]"""
     entropy: Tensor
     """[B, K * D]"""
     values: Tensor | None
-    """[B, V]; None: there is no critic."""
+    """[B, V]; None without a critic."""
 
 
 def decision_outputs(policy: Policy, samples: Samples) -> DecisionOutputs:
-    """Outputs for the decisions of `samples`; of sequences, for those that are kept."""
+    """Return the outputs for the decisions of `samples`; for sequences, for the selected decisions."""
     outputs, values = policy.decide(samples.obs, samples.memory, samples.actions)
     done = policy.head.evaluate(outputs, samples.decisions().actions)
     return DecisionOutputs(outputs, done.log_probs, done.entropy, values)

@@ -1,6 +1,6 @@
-"""The loss of a control policy: a plain spec, by the names and coefficients of `tether.algorithms`.
+"""The loss of a control policy: a plain spec with the names and coefficients of `tether.algorithms`.
 
-Legend: B decisions, each on K actions of D columns; L and V numbers per decision: see `chunk_levels`.
+Legend: B decisions, each on K actions of D columns; L and V numbers per decision, as in `chunk_levels`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Outputs:
     values: Tensor | None
     """[B, V]"""
     loss: TokenLoss | None
-    """Of the policy, where its gradient needed it."""
+    """The policy's loss, if its gradient needed it."""
     policy_grad_norm: Tensor | None = None
-    """Of the gradient of the mean loss by the policy's outputs [B, outputs]; None: only the critic was trained. A
-    critic's gradient has no part in it, whatever the two share."""
+    """The norm of the gradient of the mean loss by the policy's outputs [B, outputs]; None if only the critic was
+    trained. The critic's gradient is not part of it, even if the two share layers."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class ControlLoss:
 
     name: str = "vanilla"
     options: Mapping[str, float | None] = field(default_factory=dict)
-    """Keywords of the policy loss: clip ratios and the like."""
+    """Keyword arguments of the policy loss, such as clip ratios."""
     selection: Mapping[str, float] = field(default_factory=dict)
-    """Keywords of the choice of the elements that some losses treat apart."""
+    """Keyword arguments of the selection of elements that some losses treat differently."""
     aggregation: str = "token-mean"
-    """Aggregation of the policy's losses; the critic's are weighed alike under ``masked_mean_ratio``."""
+    """Aggregation of the policy's losses; the critic's are weighted in the same way under ``masked_mean_ratio``."""
     max_length: float | None = None
-    """Divisor of modes with ``-norm``; None: the elements of a row."""
+    """Divisor of modes with ``-norm``; None divides by the elements of a row."""
     entropy_coeff: float = 0.0
     value_coeff: float = 1.0
     cliprange_value: float | None = None
@@ -59,20 +59,20 @@ class ControlLoss:
     logprob_level: Level = "action_level"
     entropy_level: Level = "action_level"
     critic_only: bool = False
-    """The value loss alone: the policy stays as it is."""
+    """Whether only the value loss is minimised and the policy stays unchanged."""
 
     def __call__(self, outputs: DecisionOutputs, samples: Samples, sizes: LossSizes) -> LossTerm:
-        """One micro-batch's share of the loss, differentiable; see `tether.training.protocol.LossFunction`.
+        """Return one micro-batch's share of the loss, differentiable, as a `tether.training.protocol.LossFunction`.
 
-        `FlatEngine` takes the same loss by its closed forms.
+        `FlatEngine` computes the same loss by its closed forms.
         """
         width = outputs.log_probs.shape[1]
         chunk = 1 if samples.mask is None else samples.mask.shape[1]
         counted = mask_at(self.logprob_level, samples.mask, width)
         log_probs = self.log_probs(outputs.log_probs, samples.mask, chunk)
         token_loss = self.token_loss(log_probs, samples, width)
-        whole = (sizes.num_sequences, self._elements(self.logprob_level, sizes, width, chunk))
-        weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, whole)
+        totals = (sizes.num_sequences, self._elements(self.logprob_level, sizes, width, chunk))
+        weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, totals)
         policy = (token_loss.loss * weights).sum()
         total, metrics = policy, dict(token_loss.metrics)
         entropy = sum_to_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
@@ -91,16 +91,16 @@ class ControlLoss:
         return LossTerm(total, metrics, {"actor/pg_loss": policy})
 
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
-        """Log-probabilities [B, L] at the level of the loss, from those of the columns [B, K * D]."""
+        """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
 
     @property
     def selects(self) -> bool:
-        """The policy loss treats some elements apart."""
+        """Whether the policy loss treats some elements differently."""
         return self.name in TOKEN_SELECTIONS
 
     def token_loss(self, log_probs: Tensor, rows: Samples, width: int) -> TokenLoss:
-        """The policy's loss of each element; for the arguments see `policy_gradient`."""
+        """Return the policy's loss of each element; the arguments are those of `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         return policy_loss(self.name)(
@@ -109,28 +109,29 @@ class ControlLoss:
         )  # fmt: skip
 
     def select(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> Tensor:
-        """The elements [B, L] that the policy loss treats apart; for the arguments see `policy_gradient`."""
+        """Select the elements [B, L] that the policy loss treats differently; the arguments are those of
+        `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         choose = TOKEN_SELECTIONS[self.name]
         return choose(log_probs, rows.old_log_probs, rows.advantages, mask, generator=draws(), **self.selection)
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
-        """Gradient of the policy loss by the log-probabilities, weighted by the aggregation.
+        """Return the gradient of the policy loss by the log-probs, weighted by the aggregation.
 
         Args:
-            log_probs: [B, L].
+            log_probs: log-probs [B, L].
             rows: the mini-batch.
             width: K * D.
-            draws: makes the generator for losses that choose elements at random.
+            draws: creates the generator for losses that choose elements at random.
         """
         counted = mask_at(self.logprob_level, rows.mask, width)
         differentiate = policy_gradient(self.name, self.options, self.selection)
-        found = differentiate(log_probs, rows.old_log_probs, rows.advantages, counted, draws)
-        return LossGradient(found.by_log_probs * self._weights(log_probs, rows, width), found.loss)
+        gradient = differentiate(log_probs, rows.old_log_probs, rows.advantages, counted, draws)
+        return LossGradient(gradient.by_log_probs * self._weights(log_probs, rows, width), gradient.loss)
 
     def values_gradient(self, values: Tensor, rows: Samples) -> Tensor:
-        """Gradient of the loss by the values, [B, V]."""
+        """Return the gradient of the loss by the values, [B, V]."""
         assert rows.values is not None
         assert rows.returns is not None
         counted, weights = self._value_weights(values, rows)
@@ -142,7 +143,8 @@ class ControlLoss:
         return grad * weights
 
     def entropy_gradient(self, entropy: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
-        """Gradient of the loss by the entropy of each column [B, K * D], or [1, 1] where it is the same for all."""
+        """Return the gradient of the loss by the entropy of each column [B, K * D], or [1, 1] if it is the same for
+        all."""
         level, (rows, width), coeff = self.entropy_level, entropy.shape, self.entropy_coeff
         if mask is None:
             columns = {"token_level": width, "action_level": chunk, "chunk_level": 1}[level]
@@ -152,12 +154,12 @@ class ControlLoss:
         return per_column(mask, width).to(entropy.dtype) * (-coeff / elements)
 
     def metrics(self, rows: Samples, outputs: Sequence[Outputs], chunk: int, width: int) -> dict[str, float]:
-        """Losses and statistics of all samples, each as it was when its mini-batch came.
+        """Return losses and statistics of all samples, each as of its mini-batch.
 
         Args:
             rows: the samples, in the order of the outputs.
-            outputs: of each mini-batch.
-            chunk: K.
+            outputs: outputs of each mini-batch.
+            chunk: K, actions per decision.
             width: K * D.
         """
         if not outputs:
@@ -165,11 +167,11 @@ class ControlLoss:
         columns = torch.cat([output.entropy for output in outputs])
         entropy = sum_to_level(columns, self.entropy_level, chunk, rows.mask)
         counted = mask_at(self.entropy_level, rows.mask, width)
-        found = {"actor/entropy": float(entropy.mean() if counted is None else masked_mean(entropy, counted))}
+        metrics = {"actor/entropy": float(entropy.mean() if counted is None else masked_mean(entropy, counted))}
         if not self.critic_only:
-            found |= self._policy_metrics(rows, outputs, width)
+            metrics |= self._policy_metrics(rows, outputs, width)
         if rows.values is None or rows.returns is None:
-            return found
+            return metrics
         values = torch.cat([output.values for output in outputs if output.values is not None])
         counted = None if values.shape[1] == 1 else rows.mask
         critic = value_loss(
@@ -180,31 +182,32 @@ class ControlLoss:
             cliprange_value=self.cliprange_value,
             huber_delta=self.huber_delta,
         )
-        return found | {name: float(metric) for name, metric in critic.metrics.items()}
+        return metrics | {name: float(metric) for name, metric in critic.metrics.items()}
 
     def _policy_metrics(self, rows: Samples, outputs: Sequence[Outputs], width: int) -> dict[str, float]:
         log_probs = torch.cat([output.log_probs for output in outputs])
-        known = [output.loss for output in outputs if output.loss is not None]
-        if known:
+        losses = [output.loss for output in outputs if output.loss is not None]
+        if losses:
             loss = TokenLoss(
-                torch.cat([piece.loss for piece in known]), merge_metrics(piece.metrics for piece in known)
+                torch.cat([token_loss.loss for token_loss in losses]),
+                merge_metrics(token_loss.metrics for token_loss in losses),
             )
         else:
             loss = self.token_loss(log_probs, rows, width)
-        found = {name: float(metric) for name, metric in loss.metrics.items()}
-        norms = [  # root mean squares, over the decisions, of the gradient of a decision's own loss
+        metrics = {name: float(metric) for name, metric in loss.metrics.items()}
+        norms = [  # root mean squares over the decisions of the gradient of each decision's loss
             float(output.policy_grad_norm) * math.sqrt(len(output.log_probs))
             for output in outputs
             if output.policy_grad_norm is not None
         ]
-        return found | {
+        return metrics | {
             "actor/pg_loss": float((loss.loss * self._weights(log_probs, rows, width)).sum()),
             "actor/policy_grad_norm": sum(norms) / len(norms),
         }
 
     @staticmethod
     def _elements(level: Level, sizes: LossSizes, width: int, chunk: int) -> int:
-        """Elements at a level of a mini-batch of so many actions and decisions."""
+        """Return the number of elements at a level in a mini-batch of the given sizes."""
         if level == "chunk_level":
             return sizes.num_sequences
         return sizes.num_tokens * (width // chunk if level == "token_level" else 1)
@@ -212,19 +215,19 @@ class ControlLoss:
     def _value_weights(
         self, values: Tensor, rows: Samples, sizes: LossSizes | None = None
     ) -> tuple[Tensor | None, Tensor | float]:
-        """Values [B, V] that count (None: all), and the weight of each in the loss.
+        """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss.
 
         Args:
-            values: whose shape is asked for.
-            rows: of the micro-batch.
-            sizes: of the mini-batch; None: the rows are all of it.
+            values: a tensor of their shape.
+            rows: the rows of the micro-batch.
+            sizes: the sizes of the mini-batch; None if it consists of these rows.
         """
-        counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one of the chunk
+        counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
-        whole = None
+        totals = None
         if sizes is not None:
-            whole = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
-        return counted, loss_weights(mode, values, counted, rows.weights, None, whole) * self.value_coeff
+            totals = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
+        return counted, loss_weights(mode, values, counted, rows.weights, None, totals) * self.value_coeff
 
     def _weights(self, log_probs: Tensor, rows: Samples, width: int) -> Tensor | float:
         counted = mask_at(self.logprob_level, rows.mask, width)

@@ -1,7 +1,7 @@
 """The samples of a control policy: decisions, each on the actions of a chunk, and the weights of their losses.
 
-S decisions are rows. For a policy with a memory they stand in M sequences of C, one for each column of the rollout, and
-what is said below to be [S, ...] is [M, C, ...]; the memory says which of them are learned from.
+S decisions are rows. For a policy with a memory they form M sequences of C, one per column of the rollout, and the
+shape [S, ...] below is [M, C, ...]; the memory has which of them are trained on.
 """
 
 from __future__ import annotations
@@ -22,63 +22,63 @@ EPISODES_WEIGH_EQUALLY = "masked_mean_ratio"
 
 @dataclass(frozen=True)
 class Samples:
-    """Decisions to learn from, one a row. K: actions of a chunk; D: columns of an action; L: see `levels`."""
+    """Decisions to train on, one per row. K: actions of a chunk; D: columns of an action; L: as in `chunk_levels`."""
 
     obs: Observations
-    """[S, ...]: as the networks see them."""
+    """[S, ...] inputs of the networks."""
     actions: Tensor
     """[S, K * D]"""
     old_log_probs: Tensor
-    """[S, L]: under the policy that sampled."""
+    """[S, L] log-probs under the policy that sampled."""
     advantages: Tensor
     """[S, L]"""
     values: Tensor | None = None
-    """[S, V]: of the critic at sampling; None: there is no critic."""
+    """[S, V] values of the critic at sampling; None without a critic."""
     returns: Tensor | None = None
     """[S, V]"""
     mask: Tensor | None = None
-    """[S, K]: actions that were carried out, at least the first; None: all."""
+    """[S, K]: which actions were executed, at least the first; None means all."""
     weights: Tensor | None = None
-    """[S, 1]: of the row in the loss, where episodes weigh alike."""
+    """[S, 1] weight of the row in the loss, if episodes have equal weights."""
     memory: Memory | None = None
     observed: TensorDict | None = None
-    """[N]: observations that the policy's statistics take in after the update; they belong to no row."""
+    """[N] observations that update the policy's statistics after the update; they belong to no row."""
     selected: Tensor | None = None
-    """[S, L]: elements that the policy loss treats apart."""
+    """[S, L]: elements that the policy loss treats differently."""
 
     def __len__(self) -> int:
-        """Rows, or sequences."""
+        """Return the number of rows, or of sequences."""
         return len(self.obs)
 
     def __getitem__(self, rows: Tensor | slice) -> Samples:
-        """Some of the rows, or sequences."""
+        """Return some of the rows, or of the sequences."""
         return self.each(lambda column: column[rows])
 
     def to(self, device: torch.device) -> Samples:
-        """The same rows on a device."""
+        """Return the same rows on a device."""
         return self.each(lambda column: column.to(device))
 
     @property
     def response_mask(self) -> Tensor:
-        """[S, K]: actions that were carried out."""
+        """Return [S, K]: which actions were executed."""
         return torch.ones(len(self), 1, dtype=torch.bool) if self.mask is None else self.mask
 
     def split(self, size: int) -> Iterator[Samples]:
-        """Pieces of `size` decisions, the last one of what is left; sequences stay whole."""
+        """Split into chunks of `size` decisions, the last one possibly smaller; sequences are not split."""
         if self.memory is not None:
-            size //= self.memory.kept.shape[1]
+            size //= self.memory.selected.shape[1]
         for start in range(0, len(self), size):
             yield self.each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
 
     def decisions(self) -> Samples:
-        """The decisions that are learned from, one per row, whatever the memory; the observations stay as they are."""
+        """Return the decisions to train on, one per row, also with a memory; the observations are unchanged."""
         if self.memory is None:
             return self
-        kept = self.memory.kept
-        return replace(self.each(lambda column: column[kept], "obs", "memory"), memory=None)
+        selected = self.memory.selected
+        return replace(self.each(lambda column: column[selected], "obs", "memory"), memory=None)
 
     def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
-        """The same change of each column but some; `observed` stays."""
+        """Apply a function to each column except some; `observed` is unchanged."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             column = getattr(self, field.name)
@@ -88,16 +88,17 @@ class Samples:
 
 
 def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
-    """The samples as each of several ranks has them, and the observations of its own: those of every so-manieth row.
+    """Distribute the observations over ranks, row by row in turn, and return each rank's samples and observations.
 
-    In the place of its observations each row has its number among these, -1 where they are another's.
+    Instead of its observation, each row of the samples has its index among the rank's observations, or -1 if it is on
+    another rank.
     """
     owner = torch.arange(len(samples)) % ranks
-    found = []
+    shards = []
     for mine in (owner == rank for rank in range(ranks)):
         numbers = torch.where(mine, mine.cumsum(0) - 1, -1)
-        found.append((replace(samples, obs=numbers), samples.obs[mine]))
-    return found
+        shards.append((replace(samples, obs=numbers), samples.obs[mine]))
+    return shards
 
 
 def loss_weights(
@@ -106,24 +107,24 @@ def loss_weights(
     mask: Tensor | None,
     episode_weights: Tensor | None,
     max_length: float | None,
-    whole: tuple[int, int] | None = None,
+    totals: tuple[int, int] | None = None,
 ) -> Tensor | float:
-    """Weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
+    """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
 
-    That is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
+    It is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
 
     Args:
-        mode: of the aggregation.
-        loss: whose shape is asked for.
-        mask: [B, L]: elements that count; None: all.
-        episode_weights: [B, 1]: for ``masked_mean_ratio``.
+        mode: the aggregation mode.
+        loss: a tensor of the shape of the loss.
+        mask: [B, L]: valid elements; None means all.
+        episode_weights: [B, 1] weights for ``masked_mean_ratio``.
         max_length: the divisor of modes with ``-norm``.
-        whole: rows and elements that count in the mini-batch that `loss` is a part of; None: it is all of it.
+        totals: rows and valid elements of the mini-batch, if `loss` is only one micro-batch of it.
     """
     rows, columns = loss.shape
     elements = loss.numel() if mask is None else mask.sum()
-    if whole is not None:
-        rows, elements = whole
+    if totals is not None:
+        rows, elements = totals
     if mode == EPISODES_WEIGH_EQUALLY:
         assert episode_weights is not None
         alike = episode_weights / (rows * columns)

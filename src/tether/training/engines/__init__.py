@@ -1,4 +1,4 @@
-"""Engines that run forward and backward passes and own model and optimizer, and incidents that they record.
+"""Engines that own a model and its optimizer and run forward and backward passes, and the incidents that they record.
 
 `local`, `one_rank` and `fsdp` are for language models, `flat` for control policies: import the module that you need,
 since only some of them load transformers.

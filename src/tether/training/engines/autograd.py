@@ -1,4 +1,4 @@
-"""A model, its optimizer and how they are updated: what an engine in one process and one of many ranks have in common.
+"""A model, its optimizer and their updates: the common base of engines with one process and with many ranks.
 
 One update of a rollout::
 
@@ -42,11 +42,11 @@ MOMENTS = (
     "take a smaller actor_rollout_ref.model.path, critic.model.path or a larger machine."
 )
 FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipfrac_lower")
-"""Metrics that are also logged of the first optimizer step alone, where the policy is still the old one."""
+"""Metrics that are also logged for the first optimizer step alone, where the policy is still the old one."""
 
 
 class SkippedMiniBatch(Generic[Outputs]):
-    """See `tether.training.engines.incident.SkippedUpdate`."""
+    """A mini-batch of a language model, as a `tether.training.engines.incident.SkippedUpdate`."""
 
     def __init__(
         self,
@@ -59,11 +59,10 @@ class SkippedMiniBatch(Generic[Outputs]):
         self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.batch)
 
     def backward(self, row: int) -> Tensor:
-        """See there."""
         micro = self.batch[row : row + 1]
         self.model.zero_grad()
         outputs = self.loss.forward(self.model, micro, self.reference)
@@ -74,19 +73,20 @@ class SkippedMiniBatch(Generic[Outputs]):
 
 
 class AutogradEngine(Generic[Outputs]):
-    """Runs one model (policy, critic or reference) and adds up its gradients: of all rows, or of those of one rank.
+    """Runs one model (policy, critic or reference) and accumulates its gradients over all rows, or over those of one
+    rank.
 
     Args:
         model: policy, critic or reference, on its device.
         trained: the weights that the optimizer updates.
         micro: limits of a forward and backward pass.
-        optimizer: None for a model that is only run.
-        infer_micro: limits of a forward pass without gradients; None: `micro`.
-        reference: handed to every forward, for losses that compare whole distributions.
-        during: entered while inferring; switches an adapter off.
+        optimizer: None for a model that is not trained.
+        infer_micro: limits of a forward pass without gradients; the default is `micro`.
+        reference: passed to every forward, for losses that compare whole distributions.
+        during: a context for inference, which disables an adapter.
         save: writes the model as a Hugging Face directory.
-        incident_dir: where an update with a non-finite gradient is kept.
-        row_sizes: what each row of a batch costs a micro-batch.
+        incident_dir: folder for updates with a non-finite gradient.
+        row_sizes: returns the size of each row of a batch.
     """
 
     def __init__(
@@ -118,24 +118,23 @@ class AutogradEngine(Generic[Outputs]):
         self.optimizer = build_adamw(trained, optimizer) if optimizer else None
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
-        """See `tether.training.protocol.Engine.infer`."""
-        found = self._infer(batch, forward, self.infer_micro)
-        assert found is not None, "no rows to infer"
-        return found
+        outputs = self._infer(batch, forward, self.infer_micro)
+        assert outputs is not None, "no rows to infer"
+        return outputs
 
     def _infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs], micro: MicroBatching) -> Outputs | None:
         self.model.eval()
         sizes = self._row_sizes(batch)
 
         def attempt(micro: MicroBatching) -> Outputs | None:
-            places = [torch.tensor(rows) for rows in micro.split(sizes)]
+            groups = [torch.tensor(rows) for rows in micro.split(sizes)]
             # As in the update, whose kernels round otherwise than PyTorch's default ones: the first ratio is 1.
             with torch.no_grad(), self._during(self.model), deterministic_kernels():
-                padding = self._rounds(len(places)) - len(places)
-                found = [self._run(forward, batch[rows]) for rows in places]
+                padding = self._rounds(len(groups)) - len(groups)
+                outputs = [self._run(forward, batch[rows]) for rows in groups]
                 for _ in range(padding):
                     self._run(forward, padding_row())
-            return scattered(found, places, len(batch)) if found else None
+            return scattered(outputs, groups, len(batch)) if outputs else None
 
         return self._within_memory(attempt, micro, sizes)
 
@@ -144,7 +143,7 @@ class AutogradEngine(Generic[Outputs]):
         batch: TrainBatch,
         loss: LossSpec[TrainBatch, Outputs],
         plan: UpdatePlan,
-        parts: Sequence[MiniBatch],
+        minis: Sequence[MiniBatch],
         step: int,
     ) -> Updated[Outputs]:
         """Make one optimizer step for each mini-batch; see `tether.training.protocol.Engine.update`.
@@ -164,20 +163,20 @@ class AutogradEngine(Generic[Outputs]):
         measured: list[dict[str, Metric]] = []
         first: list[dict[str, Metric]] = []
         outputs: list[Outputs] = []
-        places: list[Tensor] = []
+        positions: list[Tensor] = []
         norms: list[float] = []
         skipped = early_stops = 0
-        for part in parts:
-            mini = batch[part.rows]
+        for share in minis:
+            mini = batch[share.rows]
             if loss.prepare is not None:
-                mini = self._prepared(mini, loss, part, plan.generator(step, part.epoch, part.number))
-            pieces, found = self.accumulate_gradients(mini, loss, part.sizes)
-            if part.epoch == 0 and found is not None:
-                outputs.append(found)
-                places.append(part.rows)
-            measured += pieces
-            first = first or pieces
-            if plan.max_ratio is not None and mean_ratio(pieces) > plan.max_ratio:
+                mini = self._prepared(mini, loss, share, plan.generator(step, share.epoch, share.number))
+            mini_metrics, mini_outputs = self.accumulate_gradients(mini, loss, share.sizes)
+            if share.epoch == 0 and mini_outputs is not None:
+                outputs.append(mini_outputs)
+                positions.append(share.rows)
+            measured += mini_metrics
+            first = first or mini_metrics
+            if plan.max_ratio is not None and mean_ratio(mini_metrics) > plan.max_ratio:
                 early_stops += 1
                 continue
             norm = self._clip_gradients(self.options.grad_clip)
@@ -188,7 +187,7 @@ class AutogradEngine(Generic[Outputs]):
                 norms.append(norm)
             else:
                 skipped += 1
-                self._keep_incident(step, mini, loss, part)
+                self._keep_incident(step, mini, loss, share)
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
@@ -199,20 +198,20 @@ class AutogradEngine(Generic[Outputs]):
             "lr": rate,
             "skipped_updates": float(skipped),
         }
-        return Updated(metrics, scattered(outputs, places, len(batch)) if outputs else None)
+        return Updated(metrics, scattered(outputs, positions, len(batch)) if outputs else None)
 
     def accumulate_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes | None = None
     ) -> tuple[list[dict[str, Metric]], Outputs | None]:
-        """Leave the gradient of one mini-batch's loss in the parameters, summed over its micro-batches.
+        """Accumulate the gradient of one mini-batch's loss over its micro-batches in the parameters.
 
         Args:
-            mini: its rows, or those of them that are here.
-            loss: what is lowered.
-            sizes: of the whole mini-batch; None: all of it is here.
+            mini: its rows on this rank.
+            loss: the loss to minimise.
+            sizes: the sizes of the whole mini-batch; None if all of it is on this rank.
 
         Returns:
-            Metrics, to be merged, and the model's outputs for each row, without gradients; None where no row is here.
+            Metrics to merge, and the model's outputs for each row without gradients, or None if this rank has no row.
         """
         assert self.optimizer
         self.model.train()  # dropout is off; this only lets layers recompute where gradient checkpointing is on
@@ -234,26 +233,26 @@ class AutogradEngine(Generic[Outputs]):
     def _sum_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes, groups: list[list[int]]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
-        """See `accumulate_gradients`; what an attempt that failed left in the gradients is overwritten.
+        """Accumulate gradients as `accumulate_gradients` does, overwriting those of a failed attempt.
 
         Args:
-            mini: see there.
-            loss: see there.
-            sizes: see there.
-            groups: rows of each micro-batch.
+            mini: the rows on this rank.
+            loss: the loss to minimise.
+            sizes: the sizes of the whole mini-batch.
+            groups: the rows of each micro-batch.
         """
         self._begin_gradients()
         measured: list[dict[str, Metric]] = []
         shares: dict[str, Tensor] = {}
         outputs: list[Outputs] = []
-        places = [torch.tensor(rows) for rows in groups]
-        padding = self._rounds(len(places)) - len(places)
-        for rows in places:
+        positions = [torch.tensor(rows) for rows in groups]
+        padding = self._rounds(len(positions)) - len(positions)
+        for rows in positions:
             micro = mini[rows]
-            found = self._run(loss.forward, micro)
-            term = loss.function(found, micro.to(tensors_of(found)[0].device), sizes)
+            micro_outputs = self._run(loss.forward, micro)
+            term = loss.function(micro_outputs, micro.to(tensors_of(micro_outputs)[0].device), sizes)
             term.loss.backward()
-            outputs.append(found.detach())  # type: ignore[attr-defined]  # tensordict's classes
+            outputs.append(micro_outputs.detach())  # type: ignore[attr-defined]  # tensordict's classes
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + share.detach().double()
@@ -262,25 +261,25 @@ class AutogradEngine(Generic[Outputs]):
                 [output.sum() for output in tensors_of(self._run(loss.forward, padding_row()))]
             ).sum().backward()
         self._finish_gradients()
-        return measured, shares, scattered(outputs, places, len(mini)) if outputs else None
+        return measured, shares, scattered(outputs, positions, len(mini)) if outputs else None
 
     def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:
         return forward(self.model, micro, self.reference)
 
     def _rounds(self, count: int) -> int:
-        """Micro-batches that every rank runs, where this one has `count`; the rest are padding, and count nothing."""
+        """Return how many micro-batches every rank runs if this one has `count`; the additional ones are padding."""
         return count
 
     def _of_all(
         self, measured: list[dict[str, Metric]], shares: dict[str, Tensor]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor]]:
-        """Metrics and sums over the rows of a mini-batch, wherever they are."""
+        """Reduce metrics and sums over all ranks that have rows of the mini-batch."""
         return measured, shares
 
     def _prepared(
-        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], share: MiniBatch, draws: torch.Generator
     ) -> TrainBatch:
-        """The rows of a mini-batch after `loss.prepare` has seen all of them."""
+        """Return a mini-batch after `loss.prepare` has seen all of its rows."""
         assert loss.prepare
         outputs = self._infer(mini, loss.forward, self.micro)
         assert outputs is not None
@@ -288,55 +287,57 @@ class AutogradEngine(Generic[Outputs]):
         return mini
 
     def _begin_gradients(self) -> None:
-        """A new sum of gradients begins, in the same memory: fresh pages are slow."""
+        """Zero the gradients in place, since allocating fresh memory is slow."""
         assert self.optimizer
         self.optimizer.zero_grad(set_to_none=False)
 
     def _finish_gradients(self) -> None:
-        """The sum is complete."""
+        """Complete the accumulated gradients; a hook for subclasses."""
 
     def _clip_gradients(self, limit: float) -> float:
-        """Scale the gradient down to a norm of `limit`; returns its norm before."""
+        """Scale the gradient down to a norm of `limit`, and return its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.trained, limit))
 
     def _weights_changed(self) -> None:
-        """The optimizer made a step."""
+        """Handle new weights after a step of the optimizer; a hook for subclasses."""
 
-    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
+    def _keep_incident(
+        self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], share: MiniBatch
+    ) -> None:
         self._incidents.keep(step, self.model, SkippedMiniBatch(self.model, self.reference, mini, loss))
 
     def _within_memory(
         self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
     ) -> Result:
-        """Run in micro-batches of these limits, or of those that once had to be taken instead."""
+        """Run an attempt with these limits, or with the smaller ones that were needed before."""
         limit = self._reduced.get(micro, micro)
         result, self._reduced[micro] = within_memory(attempt, limit, lambda limit: limit.halved(rows), str, TOO_LONG)
         return result
 
 
-def scattered(pieces: list[Outputs], places: list[Tensor], rows: int) -> Outputs:
-    """Outputs of pieces of a batch at their rows of the whole one, on the host; zero at rows that no piece had."""
-    found = torch.cat(pieces).cpu()  # type: ignore[arg-type]  # tensordict's classes
-    whole = found.new_zeros(rows)
-    whole[torch.cat(places)] = found
-    return whole  # type: ignore[return-value]
+def scattered(chunks: list[Outputs], positions: list[Tensor], rows: int) -> Outputs:
+    """Scatter the outputs of chunks to their rows of the whole batch, on the CPU; other rows are zero."""
+    joined = torch.cat(chunks).cpu()  # type: ignore[arg-type]  # tensordict's classes
+    result = joined.new_zeros(rows)
+    result[torch.cat(positions)] = joined
+    return result  # type: ignore[return-value]
 
 
 def tensors_of(outputs: Any) -> list[Tensor]:
-    """All of a model's outputs that carry a gradient."""
+    """Return all outputs of a model that carry a gradient."""
     values = (getattr(outputs, field.name) for field in fields(outputs))
     return [value for value in values if isinstance(value, Tensor) and value.requires_grad]
 
 
-def mean_ratio(pieces: Iterable[Mapping[str, Metric]]) -> float:
-    """Mean importance ratio of a mini-batch, out of the metrics of its micro-batches."""
-    return float(merge_metrics(pieces)["actor/ratio_mean"])
+def mean_ratio(metrics: Iterable[Mapping[str, Metric]]) -> float:
+    """Return the mean importance ratio of a mini-batch from the metrics of its micro-batches."""
+    return float(merge_metrics(metrics)["actor/ratio_mean"])
 
 
-def _first_update_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-    """Of one mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
+def _first_update_metrics(micro_metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+    """Rename the metrics of the first mini-batch: ``actor/ratio_mean`` becomes ``actor/first_update/ratio_mean``."""
     metrics = {}
-    for key, metric in merge_metrics(pieces).items():
+    for key, metric in merge_metrics(micro_metrics).items():
         role, _, name = key.rpartition("/")
         if name in FIRST_UPDATE:
             metrics[f"{role}/first_update/{name}"] = float(metric)

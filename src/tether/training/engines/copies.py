@@ -1,4 +1,4 @@
-"""Copies of what an engine holds, so that they can be written while it learns."""
+"""Copies of an engine's state, so that it can be written while training goes on."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from transformers import PreTrainedModel
 
 
 def with_weights(model: PreTrainedModel, weights: Iterable[Tensor]) -> PreTrainedModel:
-    """A copy of a model with other tensors as its parameters; ties between them survive."""
+    """Copy a model with other tensors as its parameters; tied parameters stay tied."""
     pairs = zip(model.parameters(), weights, strict=True)
     return copy.deepcopy(model, {id(p): nn.Parameter(tensor, requires_grad=p.requires_grad) for p, tensor in pairs})
 
 
-def kept(value: Tensor) -> Tensor:
-    """A copy of a tensor in the memory of the host."""
+def to_cpu(value: Tensor) -> Tensor:
+    """Copy a tensor to the CPU."""
     return value.detach().to("cpu", copy=True)
 
 
-def kept_tree(tree: Any) -> Any:
-    """The same of all tensors in a tree of dicts and lists; other leaves as they are."""
+def tree_to_cpu(tree: Any) -> Any:
+    """Copy all tensors in a tree of dicts and lists to the CPU; other leaves are unchanged."""
     if isinstance(tree, Tensor):
-        return kept(tree)
+        return to_cpu(tree)
     if isinstance(tree, dict):
-        return {key: kept_tree(value) for key, value in tree.items()}
-    return [kept_tree(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: tree_to_cpu(value) for key, value in tree.items()}
+    return [tree_to_cpu(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The class and the buffers of a model, without its weights."""
+    """Copy the class and the buffers of a model, without its weights."""
     return with_weights(model, (p.to(torch.device("meta")) for p in model.parameters()))
 
 
 def with_all_names(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
-    """Each tensor of a model's state once, after the names of all that are tied to it."""
+    """Yield each tensor of a model's state once, with the names of all parameters that are tied to it."""
     ties = defaultdict[int, list[str]](list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         ties[id(parameter)].append(name)

@@ -1,4 +1,4 @@
-"""The engine of control policies whose gradients are taken by hand; see `tether.training.protocol.Engine`.
+"""The engine of control policies whose gradients are computed in closed form, as a `tether.training.protocol.Engine`.
 
 For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
 (`tether.models.control`, `tether.training.control.closed_form_gradients`) and the optimizer works on one flat buffer
@@ -42,17 +42,18 @@ SMALLER = (
     "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
 )
 RATE_FACTOR, RATE_BOUND = 1.5, 100.0
-"""A rate that is led by the KL changes by this factor at a time, and stays within this one of the schedule's."""
+"""A learning rate that adapts to the KL changes by the first factor at a time, and stays within the second of the
+schedule."""
 
 
 class FlatEngine:
     """Owns and trains a control policy.
 
     Args:
-        policy: actor and critic; its parameters become views of one buffer.
-        options: AdamW and its schedule, for everything but the critic.
+        policy: the actor and critic, whose parameters become views of one buffer.
+        options: AdamW and its schedule, for everything except the critic.
         critic_lr: peak learning rate of the critic, which follows the same schedule.
-        incident_dir: where an update with a non-finite gradient is kept.
+        incident_dir: folder for updates with a non-finite gradient.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class FlatEngine:
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
 
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
-        """Pass over a rollout; see `Engine.infer`.
+        """Run a forward pass over a rollout, as `Engine.infer` describes.
 
         Raises:
-            ValueError: it does not fit into memory, a single decision at a time.
+            ValueError: it does not fit into memory, even one decision at a time.
         """
         rows = batch.actions.shape[:2].numel()
         with deterministic_kernels():  # as in the update, so that the first ratio is 1
@@ -80,7 +81,8 @@ class FlatEngine:
 
     @torch.no_grad()
     def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
-        """See `Engine.update`; the metrics are those of the last pass. Nothing is learned from an empty batch."""
+        """Update the policy as `Engine.update` describes; the metrics are those of the last epoch. An empty batch
+        changes nothing."""
         self.version += 1
         function = loss.function
         assert isinstance(function, ControlLoss)
@@ -105,7 +107,7 @@ class FlatEngine:
             epochs += 1
             if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
                 break
-        if batch.observed is not None:  # the rollout was sampled, and learned from, without
+        if batch.observed is not None:  # only now, since the rollout was sampled and trained on without them
             self.policy.update_statistics(batch.observed.to(self._device))
         finite = [norm for norm in norms if math.isfinite(norm)]
         actor_rate, critic_rate = self._rates(step)
@@ -119,15 +121,15 @@ class FlatEngine:
         return Updated(metrics)
 
     def gradients(self, mini: Samples, loss: ControlLoss, draws: Draws = torch.Generator) -> Outputs:
-        """Put the gradient of the loss of a mini-batch into every parameter's ``grad``.
+        """Compute the gradient of a mini-batch's loss in every parameter's ``grad``.
 
         Args:
             mini: the mini-batch.
-            loss: what is lowered.
-            draws: makes the generator for losses that choose elements at random.
+            loss: the loss to minimise.
+            draws: creates the generator for losses that choose elements at random.
 
         Raises:
-            ValueError: it does not fit into memory, a single decision at a time.
+            ValueError: it does not fit into memory, even one decision at a time.
         """
         rows = mini.old_log_probs.shape[:-1].numel()
         with deterministic_kernels():
@@ -150,79 +152,75 @@ class FlatEngine:
             self._flat.grads[self._flat.slices[0]].zero_()
             self._finish_gradients()
             return Outputs(log_probs, entropy, values, None)
-        found = loss.policy_gradient(log_probs, rows, policy.head.width, draws)
+        gradient = loss.policy_gradient(log_probs, rows, policy.head.width, draws)
         outputs_grad = policy.head.backward(
             done,
             decided.actions,
-            self._of_mine(mini, to_columns(found.by_log_probs, policy.head.width, rows.mask)),
+            self._of_mine(mini, to_columns(gradient.by_log_probs, policy.head.width, rows.mask)),
             self._of_mine(mini, loss.entropy_gradient(entropy, rows.mask, self._chunk)),
         )
         policy.backward(passed, outputs_grad, values_grad)
         self._finish_gradients()
-        return Outputs(log_probs, entropy, values, found.loss, self._norm_of_all(outputs_grad))
+        return Outputs(log_probs, entropy, values, gradient.loss, self._norm_of_all(outputs_grad))
 
     def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
-        """See `within_policy_memory`."""
         return within_policy_memory(self.policy, attempt, rows)
 
     def _mine(self, rows: Samples) -> Samples:
-        """Those of the rows whose decisions this engine computes, with their observations: all."""
+        """Return the rows whose decisions this engine computes, with their observations."""
         return rows
 
-    def _of_all(self, rows: Samples, found: Tensor) -> Tensor:
-        """Values of the decisions of all rows, from those of `_mine`."""
-        return found
+    def _of_all(self, rows: Samples, values: Tensor) -> Tensor:
+        """Gather values of the decisions of all rows from those of `_mine`."""
+        return values
 
-    def _of_mine(self, rows: Samples, found: Tensor) -> Tensor:
-        """The reverse of `_of_all`; a single row is the same for all."""
-        return found
+    def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
+        """Reverse `_of_all`; a single row stays, since it is the same for all."""
+        return values
 
     def _finish_gradients(self) -> None:
-        """Make the gradients those of all rows."""
+        """Reduce the gradients over all rows."""
 
-    def _norm_of_all(self, found: Tensor) -> Tensor:
-        """Norm of a matrix of which each decision has a row."""
-        return torch.linalg.vector_norm(found)
+    def _norm_of_all(self, matrix: Tensor) -> Tensor:
+        """Return the norm of a matrix with a row for each decision."""
+        return torch.linalg.vector_norm(matrix)
 
     def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
-        self._incidents.keep(step, self.policy, SkippedMiniBatch(self.policy, loss, mini, draws))
+        self._incidents.keep(step, self.policy, SkippedControlMiniBatch(self.policy, loss, mini, draws))
 
     def export(self) -> WeightUpdate:
-        """See `Engine.export`."""
         return WeightUpdate(self.version, self.policy.state_dict(keep_vars=True).items())
 
     def save(self, folder: Path) -> None:
-        """Write the policy: its spec as JSON and its weights as safetensors."""
+        """Write the policy's spec as JSON and its weights as safetensors."""
         save_policy(self.policy, folder)
 
     def check_saving(self, folder: Path) -> None:
-        """See `Engine.check_saving`; a large policy, which is of a published kind, is not written."""
+        """Write the policy as `save` does, unless it is large; large policies are of published kinds."""
         if sum(value.nbytes for value in self.policy.parameters()) <= CHECKED_BYTES:
             self.save(folder)
 
     def state_dict(self) -> StateDict:
-        """State of the optimizer, the version, and the rate that is led by the KL; the weights are the policy's."""
+        """Return the optimizer's state, the version and the adapted learning rate; the weights are the policy's."""
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
-        """See `Engine.saving`."""
-        policy, beside = self.policy, self.state_dict()
+        policy, training_state = self.policy, self.state_dict()
         if copy:
-            policy, beside = deepcopy((policy, beside))
+            policy, training_state = deepcopy((policy, training_state))
 
         def write() -> None:
             save_policy(policy, folder)
-            save_state(state, beside)
+            save_state(state, training_state)
 
         return write
 
     def load_state(self, file: Path) -> None:
-        """See `Engine.load_state`."""
         with reading(file, ANOTHER_CHECKPOINT):
             self.load_state_dict(load_state(file))
 
@@ -231,7 +229,7 @@ class FlatEngine:
         return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
 
     def _far(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
-        """Measure the KL from the policy that sampled; says whether the passes end, or leads the learning rate."""
+        """Return whether the KL from the sampling policy ends the epochs, or adapt the learning rate to it."""
         assert plan.target_kl is not None
         kl, target = self._kl(samples, loss), plan.target_kl
         if not plan.leads_rate:
@@ -243,7 +241,7 @@ class FlatEngine:
         return False
 
     def _kl(self, samples: Samples, loss: ControlLoss) -> float:
-        """Mean KL (k3 estimate) from the policy that sampled to the current one, in nats per decision."""
+        """Return the mean KL (k3 estimate) from the sampling policy to the current one, in nats per decision."""
         rows = samples.old_log_probs.shape[:-1].numel()
         mine = self._mine(samples)
         outputs = self._within_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
@@ -257,31 +255,30 @@ class FlatEngine:
         return float(estimate.sum(dim=-1).mean())
 
 
-class SkippedMiniBatch:
-    """See `tether.training.engines.incident.SkippedUpdate`.
+class SkippedControlMiniBatch:
+    """A mini-batch of a control policy, as a `tether.training.engines.incident.SkippedUpdate`.
 
     Args:
-        policy: whose gradient was not finite.
-        loss: what was lowered.
+        policy: the policy whose gradient was not finite.
+        loss: the loss.
         samples: the mini-batch.
-        draws: see `FlatEngine.gradients`.
+        draws: creates the generator for losses that choose elements at random.
     """
 
     def __init__(self, policy: Policy, loss: ControlLoss, samples: Samples, draws: Draws) -> None:
         self._policy, self._loss, self._samples, self._draws = policy, loss, samples, draws
 
     def __len__(self) -> int:
-        """Decisions, or sequences."""
+        """Return the number of decisions, or of sequences."""
         return len(self._samples)
 
     def backward(self, row: int) -> Tensor:
-        """See there."""
         samples, loss = self._samples.each(lambda column: column[row : row + 1]), self._loss
         outputs = [self._engine.gradients(samples, loss, self._draws)]
         spec = self._policy.spec
-        found = loss.metrics(samples.decisions(), outputs, spec.num_action_chunks, self._policy.head.width)
-        policy = found.get("actor/pg_loss", 0.0) - loss.entropy_coeff * found["actor/entropy"]
-        return torch.tensor(policy + loss.value_coeff * found.get("critic/vf_loss", 0.0))
+        metrics = loss.metrics(samples.decisions(), outputs, spec.num_action_chunks, self._policy.head.width)
+        policy = metrics.get("actor/pg_loss", 0.0) - loss.entropy_coeff * metrics["actor/entropy"]
+        return torch.tensor(policy + loss.value_coeff * metrics.get("critic/vf_loss", 0.0))
 
     @cached_property
     def _engine(self) -> FlatEngine:
@@ -289,15 +286,15 @@ class SkippedMiniBatch:
 
 
 def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
-    """Do something with a policy, in smaller micro-batches where it does not fit into memory.
+    """Run an attempt with a policy, in smaller micro-batches if it does not fit into memory.
 
     Args:
-        policy: its `micro_batch` is lowered where that is needed.
-        attempt: what to do.
-        rows: decisions of a micro-batch, where the policy has no limit.
+        policy: the policy, whose `micro_batch` is lowered if needed.
+        attempt: the function to run.
+        rows: decisions of a micro-batch if the policy has no limit.
 
     Raises:
-        ValueError: it does not fit, a single decision at a time.
+        ValueError: it does not fit, even one decision at a time.
     """
 
     def try_with(limit: int | None) -> Result:

@@ -1,8 +1,9 @@
-"""A control policy on several ranks: each has all of its weights, and learns from some of the rows.
+"""A control policy on several ranks: each rank has all weights and computes some of the rows.
 
-The observations of a row are on one rank, which passes them through the networks; everything else about it is on all of
-them. What the networks said of a mini-batch is put together before the loss, so that its denominators, its choices and
-its metrics are those of one process. Only gradients of weights are sums over ranks, in another order than there.
+The observations of a row are on one rank, which runs the networks on them; all other fields are on every rank. The
+networks' outputs for a mini-batch are gathered before the loss, so that its denominators, its selection of elements and
+its metrics are those of one process. Only the gradients of weights are summed over ranks, in another order than in one
+process.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ Result = TypeVar("Result")
 
 
 class FlatRankEngine(FlatEngine):
-    """One rank's share; `learn` is called on all ranks alike. For the arguments see `FlatEngine`.
+    """The engine of one rank; `learn` is called on all ranks with the same arguments. See `FlatEngine` for the
+    arguments.
 
-    The weights are those of rank 0.
+    The weights are broadcast from rank 0.
     """
 
     _seen: Observations
@@ -47,33 +49,32 @@ class FlatRankEngine(FlatEngine):
             dist.broadcast(buffer, 0)
 
     def learn(self, rows: Samples, seen: Observations, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[Any]:
-        """See `Engine.update`.
+        """Update the policy as `Engine.update` describes.
 
         Args:
-            rows: of the rollout; in the place of the observations of each is its number in `seen`, -1 for those of
-                other ranks.
-            seen: observations of this rank's rows.
-            loss: what is lowered.
+            rows: rows of the rollout; each has the index of its observation in `seen` instead of the observation, or -1
+                if it is on another rank.
+            seen: the observations of this rank's rows.
+            loss: the loss to minimise.
             plan: epochs and mini-batches.
-            step: see there.
+            step: the training step.
         """
         self._seen = seen.to(self._device)
         return self.update(rows, loss, plan, step)
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, on the host; every rank has them."""
+        """Yield all weights on the CPU; every rank has them."""
         return ((name, value.detach().cpu()) for name, value in self.export().tensors)
 
     def begin_saving(self, folder: Path, state: Path) -> None:
-        """Write the policy, and its optimizer's state beside it, in a thread; all ranks have the same."""
+        """Write the policy and its optimizer's state in a thread; they are the same on all ranks."""
         self._writing.begin(self.saving(folder, state, copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Whether that is done, and how it failed."""
+        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
-        """See `FlatEngine.load_state`; returns the version."""
         super().load_state(file)
         return self.version
 
@@ -88,42 +89,44 @@ class FlatRankEngine(FlatEngine):
             raise MicroBatchTooLarge(str(error), (MICRO_BATCH, limit // 2)) from None
 
     def _mine(self, rows: Samples) -> Samples:
-        numbers, here = rows.obs, self._rows_here(rows)
-        return replace(rows[here], obs=self._seen[numbers[here]])
+        indices, is_local = rows.obs, self._local_rows(rows)
+        return replace(rows[is_local], obs=self._seen[indices[is_local]])
 
-    def _of_all(self, rows: Samples, found: Tensor) -> Tensor:
-        here = self._decisions_here(rows)
-        whole = found.new_zeros(len(here), *found.shape[1:])
-        whole[here] = found
-        dist.all_reduce(whole)  # the others have zeros there
-        return whole
+    def _of_all(self, rows: Samples, values: Tensor) -> Tensor:
+        is_local = self._local_decisions(rows)
+        gathered = values.new_zeros(len(is_local), *values.shape[1:])
+        gathered[is_local] = values
+        dist.all_reduce(gathered)  # the other ranks have zeros there
+        return gathered
 
-    def _of_mine(self, rows: Samples, found: Tensor) -> Tensor:
-        here = self._decisions_here(rows)
-        return found[here] if len(found) == len(here) else found
+    def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
+        is_local = self._local_decisions(rows)
+        return values[is_local] if len(values) == len(is_local) else values
 
     def _finish_gradients(self) -> None:
         dist.all_reduce(self._flat.grads)
 
-    def _norm_of_all(self, found: Tensor) -> Tensor:
-        square = found.square().sum()
+    def _norm_of_all(self, matrix: Tensor) -> Tensor:
+        square = matrix.square().sum()
         dist.all_reduce(square)
         return square.sqrt()
 
     def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
-        pieces = from_all((self._rows_here(mini).cpu(), self._mine(mini).obs.cpu()))
+        shares = from_all((self._local_rows(mini).cpu(), self._mine(mini).obs.cpu()))
         if dist.get_rank() > 0:
             return
-        order = torch.cat([here.nonzero().squeeze(1) for here, _ in pieces]).argsort()
-        obs = torch.cat([seen for _, seen in pieces])[order].to(self._device)
+        order = torch.cat([is_local.nonzero().squeeze(1) for is_local, _ in shares]).argsort()
+        obs = torch.cat([seen for _, seen in shares])[order].to(self._device)
         super()._keep_incident(step, loss, replace(mini, obs=obs), draws)
 
-    def _rows_here(self, rows: Samples) -> Tensor:
-        """[rows] whose observations are on this rank."""
+    def _local_rows(self, rows: Samples) -> Tensor:
+        """Return [rows]: whose observations are on this rank."""
         assert isinstance(rows.obs, Tensor)
         return rows.obs >= 0
 
-    def _decisions_here(self, rows: Samples) -> Tensor:
-        """[decisions] of them."""
-        here = self._rows_here(rows)
-        return here if rows.memory is None else here[:, None].expand_as(rows.memory.kept)[rows.memory.kept]
+    def _local_decisions(self, rows: Samples) -> Tensor:
+        """Return [decisions]: whose observations are on this rank."""
+        is_local = self._local_rows(rows)
+        return (
+            is_local if rows.memory is None else is_local[:, None].expand_as(rows.memory.selected)[rows.memory.selected]
+        )

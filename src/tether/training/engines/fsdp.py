@@ -1,10 +1,9 @@
-"""A model in shards on several ranks (FSDP2, ``torch.distributed.fsdp.fully_shard``), and how it is updated there.
+"""A model sharded over several ranks (FSDP2, ``torch.distributed.fsdp.fully_shard``), and its updates.
 
-Every rank has the same code run on its part of each mini-batch, in the same number of micro-batches. Weights, gradients
-and optimizer are cut along their first dimension; a layer is put together while it runs. A gradient is summed over
-ranks, never averaged: the denominators of a loss already are those of the whole mini-batch. With `compute_dtype` the
-shards stay float32 while layers are gathered in the narrower dtype, and gradients are summed in float32 if not asked
-otherwise.
+Every rank runs the same code on its share of each mini-batch, in the same number of micro-batches. Weights, gradients
+and optimizer state are sharded along their first dimension; a layer is gathered while it runs. Gradients are summed
+over ranks, never averaged, since the denominators of a loss are those of the whole mini-batch. With `compute_dtype` the
+shards stay float32 while layers are gathered in the narrower dtype, and gradients are summed in float32 by default.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
+from tether.models.language.lazy_weights import allocate_weights, read_rows, sources_of
 from tether.models.language.packing_check import compare_packing, is_finite, refuse_broken
-from tether.models.language.unread import give_memory, read_rows, sources_of
 from tether.models.layers import SequenceRanks
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.training.division import MiniBatch
 from tether.training.engines.autograd import tensors_of
-from tether.training.engines.copies import empty_copy, kept, kept_tree, with_all_names, with_weights
+from tether.training.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
 from tether.training.engines.optimizer import OptimizerOptions, move_state
 from tether.training.engines.ranks import RanksEngine, from_all
 from tether.training.engines.shares import Writing, writers
@@ -45,37 +44,38 @@ from tether.types import StateDict
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ranks that share a model, and where its shards lie: a matter of memory and speed, never of the result."""
+    """The ranks that share a model and the devices of its shards, which affect memory and speed, never the result."""
 
     shards: int = -1
-    """Ranks among which the weights are cut; fewer than there are: so many copies of the model; -1: all (HSDP)."""
+    """Number of ranks per copy of the model; fewer than all ranks means several copies (HSDP); -1 means all."""
     sequence: int = 1
-    """Ranks that share each row of packed tokens, and are given the same rows; they follow one another."""
+    """Number of consecutive ranks that split each row of packed tokens and get the same rows."""
     reshard: bool = True
-    """A layer's whole weights are freed after its forward pass, and gathered again for the backward pass."""
+    """Whether a layer's gathered weights are freed after its forward pass and gathered again for the backward pass."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients are summed; None: float32, or the model's where it computes in no narrower dtype."""
+    """Dtype for summing gradients; None means float32, or the model's dtype if it does not compute in a narrower
+    one."""
     on_host: bool = False
-    """Weights, gradients and optimizer lie in the memory of the host, where the optimizer works."""
+    """Whether weights, gradients and optimizer state are in CPU memory, where the optimizer runs."""
     weights_rest_on_host: bool = False
-    """Weights are moved there while the model does not run."""
+    """Whether weights are moved to the CPU while the model does not run."""
     optimizer_rests_on_host: bool = False
-    """Its state is moved there between updates."""
+    """Whether optimizer state is moved to the CPU between updates."""
 
 
 class FsdpEngine(RanksEngine[Outputs]):
-    """One rank's share of a model that is run and updated on many; every method is called on all ranks alike.
+    """The engine of one rank for a model that is sharded over many; every method is collective.
 
-    `infer` and `learn` take the rows of this rank. Each rank writes whole weights of some layers and their part of the
-    optimizer's state, so that a checkpoint has no number of ranks.
+    `infer` and `learn` take the rows of this rank. Each rank writes whole weights of some layers and their optimizer
+    state, so that a checkpoint does not depend on the number of ranks.
 
     Args:
-        model: policy, critic or reference, whole; in float32 if it is trained. It is cut in place.
-        micro: limits of a forward and backward pass of a rank.
-        optimizer: None for a model that is only run.
-        sharding: how ranks share it.
-        compute_dtype: dtype of forward and backward; None: the model's.
-        options: of `AutogradEngine`.
+        model: a whole policy, critic or reference, in float32 if it is trained. It is sharded in place.
+        micro: limits of a rank's forward and backward pass.
+        optimizer: None for a model that is not trained.
+        sharding: how the ranks share the model.
+        compute_dtype: dtype of forward and backward; the default is the model's.
+        options: further arguments of `AutogradEngine`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         compute_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        self._empty = empty_copy(model)  # to put the whole model together again
+        self._empty = empty_copy(model)  # to rebuild the whole model when it is gathered
         self._writers = writers(model, dist.get_world_size())
         self._writing = Writing()
         self._compute_dtype = compute_dtype or model.dtype
@@ -96,7 +96,7 @@ class FsdpEngine(RanksEngine[Outputs]):
         self.speakers = range(0, dist.get_world_size(), sharding.sequence)
         self._sequence = _sequence_ranks(model.device, sharding.sequence)
         sources = sources_of(model)
-        self._root = _cut(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
+        self._root = _shard_model(model, device_mesh(model.device, sharding.shards), self._compute_dtype, sharding)
         self.bytes_read = read_rows(_rows_of(model, sources))
         super().__init__(model, [p for p in model.parameters() if p.requires_grad], micro, optimizer, **options)
 
@@ -104,24 +104,24 @@ class FsdpEngine(RanksEngine[Outputs]):
             self._check()
 
     def _check(self) -> None:
-        """As `prepare_for_packing`, for weights that only now are here."""
-        shards = [(name, _shard(parameter)) for name, parameter in self.model.named_parameters()]
+        """Check the weights as `prepare_for_packing` does, which could not be done before they were loaded."""
+        shards = [(name, _local_tensor(parameter)) for name, parameter in self.model.named_parameters()]
         broken = from_all([name for name, shard in shards if not is_finite(shard)])
         refuse_broken(self.model, sorted(set(chain.from_iterable(broken))))
-        with torch.no_grad(), self._weights_here():
+        with torch.no_grad(), self._weights_on_device():
             self._root(lambda: compare_packing(self.model, self._compute_dtype))
             self._reshard()
 
     def frozen(self, micro: MicroBatching, during: Callable[[PreTrainedModel], Any]) -> FsdpEngine[Outputs]:
-        """The same weights, run only, and in a context: with LoRA the reference is the policy with its adapter off."""
+        """Return an engine with the same weights that is not trained: with LoRA, the reference is the policy without
+        adapter."""
         twin = copy.copy(self)
         twin.micro = twin.infer_micro = micro
         twin.optimizer, twin.reference, twin._during = None, None, during
         return twin
 
     def infer(self, batch: TrainBatch, forward: Forward[TrainBatch, Outputs]) -> Outputs:
-        """See `tether.training.protocol.Engine.infer`."""
-        with self._weights_here():
+        with self._weights_on_device():
             return super().infer(batch, forward)
 
     def learn(
@@ -129,23 +129,22 @@ class FsdpEngine(RanksEngine[Outputs]):
         batch: TrainBatch,
         loss: LossSpec[TrainBatch, Outputs],
         plan: UpdatePlan,
-        parts: Sequence[MiniBatch],
+        minis: Sequence[MiniBatch],
         step: int,
     ) -> Updated[Outputs]:
-        """See `AutogradEngine.learn`."""
         assert self.optimizer
-        with self._weights_here():
+        with self._weights_on_device():
             rests = self.sharding.optimizer_rests_on_host and not self.sharding.on_host
             if rests:
                 move_state(self.optimizer, self._device)
-            updated = super().learn(batch, loss, plan, parts, step)
+            updated = super().learn(batch, loss, plan, minis, step)
             if rests:
                 move_state(self.optimizer, torch.device("cpu"))
         return updated
 
     @contextmanager
-    def _weights_here(self) -> Iterator[None]:
-        """The weights on the device of the rank, where they rest on the host."""
+    def _weights_on_device(self) -> Iterator[None]:
+        """Move the weights to the rank's device within the context, if they are on the CPU otherwise."""
         rests = self.sharding.weights_rest_on_host and not self.sharding.on_host
         if rests:
             self._root.to(self._device)
@@ -154,76 +153,76 @@ class FsdpEngine(RanksEngine[Outputs]):
             self._root.to("cpu")
 
     def export(self) -> WeightUpdate:
-        """The current weights in the dtype of the forward pass, each put together when its turn comes."""
+        """Return the current weights in the dtype of the forward pass, gathered one at a time."""
         return WeightUpdate(self.version, self._gathered())
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `export`, on all ranks in step, on rank 0 in the memory of the host."""
+        """Yield the tensors of `export` on all ranks in step, on the CPU of rank 0."""
         return self._gathered(on_host=dist.get_rank() == 0)
 
     def _gathered(self, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of each weight; tied ones are put together once, and follow each other."""
+        """Yield the name and the whole value of each weight; tied ones are gathered once and follow each other."""
         for names, value in with_all_names(self.model):
-            found = _whole(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
-            found = found.cpu() if on_host else found
-            yield from ((name, found) for name in names)
+            tensor = _full_tensor(value.to(self._compute_dtype) if isinstance(value, DTensor) else value)
+            tensor = tensor.cpu() if on_host else tensor
+            yield from ((name, tensor) for name in names)
 
-    def begin_saving(self, part: Path, name: str) -> None:
-        """Copy what this rank writes, and begin to write it; `writing` says when that is done.
+    def begin_saving(self, share: Path, name: str) -> None:
+        """Copy what this rank has to write and start writing it; `writing` returns whether it is done.
 
         Args:
-            part: of this rank: for the folder `name` with its part of the model, and its part of the training state.
-            name: of the role.
+            share: this rank's folder, for its share of the model in the folder `name`, and of the training state.
+            name: the name of the role.
         """
         assert self._save, "a frozen model is not saved"
         model, (state, moments) = self._my_model(), self._my_state()
         save = self._save
 
         def write() -> None:
-            save(model, part / name)
-            save_moments(part / "moments.safetensors", moments)
-            save_state(part / "state.pt", state)
+            save(model, share / name)
+            save_moments(share / "moments.safetensors", moments)
+            save_state(share / "state.pt", state)
 
         self._writing.begin(write)
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Whether all is written, and how that failed."""
+        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def _my_model(self) -> PreTrainedModel:
-        """A copy of the weights that this rank writes, on the CPU; the others are on the meta device.
+        """Copy the weights that this rank writes to the CPU; the others are on the meta device.
 
-        Adapters are whole on rank 0, which writes them a second time by themselves.
+        Rank 0 has all adapters, since it also writes them separately.
         """
         rank, adapts = dist.get_rank(), not all(p.requires_grad for p in self.model.parameters())
         weights = []
         for parameter, writer in zip(self.model.parameters(), self._writers, strict=True):
-            whole = _whole(parameter.detach())
+            tensor = _full_tensor(parameter.detach())
             mine = rank == writer or (rank == 0 and adapts and parameter.requires_grad)
-            weights.append(kept(whole) if mine else whole.to("meta"))
+            weights.append(to_cpu(tensor) if mine else tensor.to("meta"))
         return with_weights(self._empty, weights)
 
     def _my_state(self) -> tuple[StateDict, dict[int, dict[str, Tensor]]]:
-        """All state beside the weights but for the moments; and those of the weights that this rank writes."""
+        """Return all training state except moments, and the moments of the weights that this rank writes."""
         assert self.optimizer
         state, rank = self.optimizer.state_dict(), dist.get_rank()
         writer = dict(zip(map(id, self.model.parameters()), self._writers, strict=True))
         steps, mine = {}, {}
         for number, moments in state["state"].items():
-            whole = {name: _whole(value) for name, value in moments.items() if isinstance(value, DTensor)}
-            steps[number] = {name: value for name, value in moments.items() if name not in whole}
+            sharded = {name: _full_tensor(value) for name, value in moments.items() if isinstance(value, DTensor)}
+            steps[number] = {name: value for name, value in moments.items() if name not in sharded}
             if writer[id(self.trained[number])] == rank:
-                mine[number] = {name: kept(value) for name, value in whole.items()}
-        return kept_tree(state | {"state": steps, "version": self.version}), mine
+                mine[number] = {name: to_cpu(value) for name, value in sharded.items()}
+        return tree_to_cpu(state | {"state": steps, "version": self.version}), mine
 
     def load_state(self, file: Path) -> int:
-        """Take over this rank's shards of a saved state, of any engine and number of ranks; returns `version`."""
+        """Load this rank's shards of a state that any engine and number of ranks saved, and return its `version`."""
         assert self.optimizer
         with reading(file, ANOTHER_CHECKPOINT):
             state = load_state(file, mapped=True)
             self.version = int(state["version"])
             shards = {
-                number: {name: _shard_of(value, self.trained[number]) for name, value in moments.items()}
+                number: {name: _shard_like(value, self.trained[number]) for name, value in moments.items()}
                 for number, moments in state["state"].items()
             }
             self.optimizer.load_state_dict(state | {"state": shards})
@@ -243,17 +242,17 @@ class FsdpEngine(RanksEngine[Outputs]):
                 module.reshard()
 
     def _clip_gradients(self, limit: float) -> float:
-        return float(_whole(torch.nn.utils.clip_grad_norm_(self.trained, limit)))
+        return float(_full_tensor(torch.nn.utils.clip_grad_norm_(self.trained, limit)))
 
     def whole_model(self) -> PreTrainedModel | None:
-        """See `RanksEngine.whole_model`."""
         weights = [_on_first_rank(parameter) for parameter in self.model.parameters()]
         return with_weights(self._empty, weights) if dist.get_rank() == 0 else None
 
 
 def device_mesh(device: torch.device, shards: int = -1) -> DeviceMesh:
-    """All ranks of the process group; with `shards` (``fsdp_size``) fewer than ranks, as many copies of the model as
-    that leaves, each cut among `shards` ranks.
+    """Create a mesh of all ranks of the process group.
+
+    With `shards` (``fsdp_size``) fewer than ranks, the model has several copies, each sharded over `shards` ranks.
     """
     ranks = dist.get_world_size()
     if not 0 < shards < ranks:
@@ -270,14 +269,15 @@ def _sequence_ranks(device: torch.device, sequence: int) -> SequenceRanks | None
 
 
 class _Root(nn.Module):
-    """Puts together what is outside of the layers while a forward runs, which calls parts of the model by itself."""
+    """A root module that gathers the weights outside of the layers while a forward calls parts of the model
+    directly."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
-        """The outputs, if any, and those of their tensors on which the backward pass begins; these may be no views."""
+        """Return the outputs and those of their tensors where the backward pass begins, which must not be views."""
         outputs = run()
         if outputs is None:
             return None, []
@@ -285,16 +285,16 @@ class _Root(nn.Module):
         return outputs, tensors_of(outputs)
 
 
-def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding: Sharding) -> Any:
-    """Cut a model in place, layer by layer; returns the root, which runs forward passes."""
+def _shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding: Sharding) -> Any:
+    """Shard a model in place, layer by layer, and return the root, which runs forward passes."""
     reduce = sharding.reduce_dtype
     wide = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce or torch.float32, cast_forward_inputs=False)
     policy = wide if dtype == model.dtype else narrow
     on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
-    def cut(module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-        give_memory(module)  # of one layer at a time
+    def shard(module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
+        allocate_weights(module)  # one layer at a time
         fully_shard(
             module,
             mesh=mesh,
@@ -306,12 +306,12 @@ def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding:
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
-            cut(module, mp_policy=policy)
+            shard(module, mp_policy=policy)
     if model.get_output_embeddings() is None:  # a critic, whose head stays wide: bfloat16 would round its values
-        cut(model.base_model, mp_policy=policy)
+        shard(model.base_model, mp_policy=policy)
         policy = wide
     root = _Root(model)
-    cut(root, mp_policy=policy)
+    shard(root, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -322,36 +322,36 @@ def _cut(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, sharding:
 def _rows_of(
     model: PreTrainedModel, sources: Sequence[tuple[Path, str] | None]
 ) -> Iterator[tuple[tuple[Path, str], int, Tensor]]:
-    """For `read_rows`: the shards of this rank that are to be read."""
+    """Yield the shards of this rank that `read_rows` has to read."""
     for parameter, source in zip(model.parameters(), sources, strict=True):
         if source is not None:
             assert isinstance(parameter, DTensor)
             _, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            yield source, offset[0], _shard(parameter)
+            yield source, offset[0], _local_tensor(parameter)
 
 
-def _shard(parameter: Tensor) -> Tensor:
-    found: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return found.detach()
+def _local_tensor(parameter: Tensor) -> Tensor:
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.detach()
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full_tensor(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value
-    here: DTensor = value.to(value.device_mesh.device_type)  # type: ignore[assignment]  # it may rest on the host
-    return here.full_tensor()
+    on_device: DTensor = value.to(value.device_mesh.device_type)  # type: ignore[assignment]  # it may be on the CPU
+    return on_device.full_tensor()
 
 
 def _on_first_rank(value: Tensor) -> Tensor:
-    """The whole tensor in the memory of rank 0; nothing of use on the others."""
-    whole = _whole(value.detach())
-    return whole.cpu() if dist.get_rank() == 0 else value
+    """Return the whole tensor on the CPU of rank 0; the result on the other ranks is not used."""
+    tensor = _full_tensor(value.detach())
+    return tensor.cpu() if dist.get_rank() == 0 else value
 
 
-def _shard_of(value: Any, parameter: nn.Parameter) -> Any:
-    """This rank's part of a tensor that is as large as a parameter; anything else as it is."""
+def _shard_like(value: Any, parameter: nn.Parameter) -> Any:
+    """Return this rank's shard of a tensor of a parameter's shape; other values are unchanged."""
     assert isinstance(parameter, DTensor)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value

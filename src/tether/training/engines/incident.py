@@ -1,4 +1,4 @@
-"""A record of an update whose gradient was not finite: enough to replay it elsewhere."""
+"""Records of updates whose gradient was not finite, from which they can be replayed elsewhere."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ replay(Path(__file__).parent)
 
 
 class SkippedUpdate(Protocol):
-    """A mini-batch whose gradient was not finite; it is pickled with all that its gradient depends on."""
+    """A mini-batch whose gradient was not finite, which is pickled with everything that its gradient depends on."""
 
     def __len__(self) -> int:
-        """Rows, or sequences."""
+        """Return the number of rows, or of sequences."""
         ...
 
     def backward(self, row: int) -> Tensor:
-        """Put the gradient of one row's loss into every parameter's ``grad``; returns the loss."""
+        """Compute the gradient of one row's loss in every parameter's ``grad``, and return the loss."""
         ...
 
 
 class Incidents:
-    """Keeps the first skipped update of each training step: one tends to follow the other.
+    """Saves the first skipped update of each training step, since one tends to follow the other.
 
     Args:
-        folder: where; None keeps nothing.
+        folder: where to save them; None saves nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -49,44 +49,44 @@ class Incidents:
         self._last: int | None = None
 
     def keep(self, step: int, model: nn.Module, update: SkippedUpdate) -> None:
-        """Write the update of training step `step`, counted from 0, unless one of that step is kept already."""
+        """Save the update of training step `step`, counted from 0, unless one of that step is saved already."""
         if self._folder is not None and self._last != step:
             self._last = step
             save(self._folder / f"step_{step + 1}", model, update)
 
 
 def save(folder: Path, model: nn.Module, update: SkippedUpdate) -> None:
-    """Write a model and its skipped update to `folder`, with a script that replays them.
+    """Save a model and its skipped update to `folder`, with a script that replays them.
 
-    A folder of that name is replaced once the new one is complete. A failure is a warning: the update is skipped either
-    way, and the run goes on.
+    A folder of that name is replaced once the new one is complete. A failure is logged as a warning, since the run can
+    go on without the record.
     """
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
-    # The update holds the model, and both are pickled together so that they stay the same object.
-    kept = {"model": model, "update": update}
+    # The update refers to the model; pickled together they stay the same object.
+    record = {"model": model, "update": update}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with (partial / "incident.pt").open("wb") as file:
-            torch.save(kept, file)
+            torch.save(record, file)
             os.fsync(file.fileno())
         (partial / "replay.py").write_text(REPLAY)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
-    except Exception as error:  # noqa: BLE001  a full disk, a model that cannot be pickled: neither may end the run
+    except Exception as error:  # noqa: BLE001  a full disk or an unpicklable model must not end the run
         shutil.rmtree(partial, ignore_errors=True)
         logger.warning("%s: the skipped update could not be kept (%s: %s)", folder, type(error).__name__, error)
 
 
 def replay(folder: Path) -> list[int]:
-    """Run the mini-batch row by row and print which rows have a non-finite loss or gradient.
+    """Run the mini-batch row by row, and print which rows have a non-finite loss or gradient.
 
     Returns:
-        The numbers of those rows.
+        The indices of those rows.
     """
-    kept = torch.load(folder / "incident.pt", weights_only=False)
-    model, update = kept["model"], kept["update"]
+    record = torch.load(folder / "incident.pt", weights_only=False)
+    model, update = record["model"], record["update"]
     return [row for row in range(len(update)) if not _row_is_finite(model, update, row)]
 
 

@@ -1,4 +1,4 @@
-"""A model, its optimizer and how they are updated, in this process."""
+"""A model, its optimizer and their updates in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.checkpoints import load_state, save_state
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.training.division import mini_batches
 from tether.training.engines.autograd import AutogradEngine
-from tether.training.engines.copies import kept, kept_tree, with_weights
+from tether.training.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.engines.shares import CHECKED_BYTES, writers
@@ -27,14 +27,14 @@ from tether.types import StateDict
 
 
 class LocalEngine(AutogradEngine[Outputs]):
-    """Runs and updates one model (policy, critic or reference) in this process; see `tether.training.protocol.Engine`.
+    """Runs and updates one model (policy, critic or reference) in this process, as a `tether.training.protocol.Engine`.
 
     Args:
         model: policy, critic or reference, on its device; in float32 if it is trained.
         micro: limits of a forward and backward pass.
-        optimizer: None for a model that is only run.
-        compute_dtype: dtype of forward and backward; a trained model gets float32 master weights beside it.
-        options: of `AutogradEngine`.
+        optimizer: None for a model that is not trained.
+        compute_dtype: dtype of forward and backward; a trained model also gets float32 master weights.
+        options: further arguments of `AutogradEngine`.
     """
 
     def __init__(
@@ -54,21 +54,18 @@ class LocalEngine(AutogradEngine[Outputs]):
     def update(
         self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
     ) -> Updated[Outputs]:
-        """See `tether.training.protocol.Engine.update`."""
         return self.learn(batch, loss, plan, mini_batches(batch.response_mask, plan, step), step)
 
     def export(self) -> WeightUpdate:
-        """See `tether.training.protocol.Engine.export`."""
         return WeightUpdate(self.version, self.model.state_dict(keep_vars=True).items())
 
     def save(self, folder: Path) -> None:
-        """Write the model as a plain Hugging Face directory."""
+        """Write the model in transformers' format."""
         assert self._save, "a frozen model is not saved"
         with self.masters.installed() if self.masters else nullcontext():
             self._save(self.model, folder)
 
     def check_saving(self, folder: Path) -> None:
-        """See `tether.training.protocol.Engine.check_saving`."""
         assert self._save, "a frozen model is not saved"
         shares = writers(self.model, math.ceil(sum(p.nbytes for p in self.model.parameters()) / CHECKED_BYTES))
         with self.masters.installed() if self.masters else nullcontext():
@@ -77,28 +74,27 @@ class LocalEngine(AutogradEngine[Outputs]):
         self._save(model, folder)
 
     def state_dict(self) -> StateDict:
-        """All state beside the weights: the optimizer's, and the version."""
+        """Return the optimizer's state and the version, without the weights."""
         assert self.optimizer
         return self.optimizer.state_dict() | {"version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over the state of `state_dict`."""
+        """Load the result of `state_dict`."""
         assert self.optimizer
         self.version = int(state["version"])
         self.optimizer.load_state_dict(state)
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
-        """See `tether.training.protocol.Engine.saving`."""
         assert self._save, "a frozen model is not saved"
         if not copy:
             return lambda: self._write(folder, state)
-        save, beside = self._save, kept_tree(self.state_dict())
+        save, training_state = self._save, tree_to_cpu(self.state_dict())
         with self.masters.installed() if self.masters else nullcontext():
-            model = with_weights(self.model, map(kept, self.model.parameters()))
+            model = with_weights(self.model, map(to_cpu, self.model.parameters()))
 
         def write() -> None:
             save(model, folder)
-            save_state(state, beside)
+            save_state(state, training_state)
 
         return write
 
@@ -107,7 +103,6 @@ class LocalEngine(AutogradEngine[Outputs]):
         save_state(state, self.state_dict())
 
     def load_state(self, file: Path) -> None:
-        """See `tether.training.protocol.Engine.load_state`."""
         with reading(file, ANOTHER_CHECKPOINT):
             self.load_state_dict(load_state(file))
 

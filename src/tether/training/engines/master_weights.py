@@ -1,8 +1,8 @@
 """Mixed precision: the model computes in bfloat16, the optimizer updates float32 master weights.
 
-The model's parameters are themselves bfloat16, so no forward casts them and the sampler shares them as they are. Each
-gradient is added to the master's float32 gradient the moment it is complete and then freed, so that micro-batches add
-up in float32 and never two sets of gradients are held.
+The model's parameters are bfloat16 themselves, so no forward casts them and the sampler can share them. Each gradient
+is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches accumulate in
+float32 and there is only one set of gradients in memory.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_CACHED = 1 << 18  # numbers
+_CACHED = 1 << 18  # elements that fit a CPU's cache
 
 
 class MasterWeights:
     """The float32 weights of a model that computes in a narrower dtype.
 
     Args:
-        model: in float32; its parameters become `dtype`, but for a critic's head, whose values bfloat16 would round.
-        dtype: to compute in.
+        model: a float32 model; its parameters become `dtype`, except a critic's head, whose values bfloat16 would
+            round.
+        dtype: the dtype to compute in.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -37,14 +38,14 @@ class MasterWeights:
             parameter.data = master.data.to(dtype)
             self._pairs.append((parameter, master))
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_hand_over(master, self._stale))
+                parameter.register_post_accumulate_grad_hook(_accumulate_hook(master, self._stale))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates."""
+        """Return the parameters that the optimizer updates."""
         return [master for _, master in self._pairs if master.requires_grad]
 
     def begin_gradients(self) -> None:
-        """A new sum of gradients begins; the memory of the last one is used again, since fresh pages are slow."""
+        """Begin to accumulate gradients, in the memory of the previous ones, since allocating fresh memory is slow."""
         self._stale.clear()
         for parameter, master in self._pairs:
             if master.grad is not None and parameter is master:
@@ -53,7 +54,7 @@ class MasterWeights:
                 self._stale.add(master)
 
     def finish_gradients(self) -> None:
-        """The sum is complete: a parameter that nothing came from has a gradient of 0."""
+        """Complete the accumulated gradients: zero those that no backward pass has written."""
         for master in self._stale:
             assert master.grad is not None
             master.grad.zero_()
@@ -61,14 +62,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """Round the masters into the model, in place; after each optimizer step."""
+        """Copy the masters to the model in place, rounded, after an optimizer step."""
         for parameter, master in self._pairs:
             if parameter is not master and master.requires_grad:
                 parameter.copy_(master)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the model holds the masters themselves: to save it."""
+        """Install the masters as the model's parameters within the context, to save the model."""
         narrow = [parameter.data for parameter, _ in self._pairs]
         for parameter, master in self._pairs:
             parameter.data = master.data
@@ -79,11 +80,12 @@ class MasterWeights:
                 parameter.data = data
 
 
-def _hand_over(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable[[Tensor], None]:
-    """A hook that adds a gradient to the master's and frees it; the first of a sum replaces the last sum.
+def _accumulate_hook(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable[[Tensor], None]:
+    """Return a hook that adds a gradient to the master's and frees it; the first one overwrites the master's stale
+    gradient.
 
-    It must not lead to the parameter that it is a hook of: Python collects no cycle through such a hook, and the
-    weights would stay in memory as long as the process.
+    It must not refer to its own parameter: Python does not collect cycles through such hooks, so the weights would stay
+    in memory as long as the process.
     """
 
     def hook(parameter: Tensor) -> None:
@@ -100,13 +102,13 @@ def _hand_over(master: nn.Parameter, stale: set[nn.Parameter]) -> Callable[[Tens
     return hook
 
 
-def _add(total: Tensor, part: Tensor) -> None:
-    """Add in place; on a CPU a few rows at a time, where PyTorch first makes a copy of `part` in the wider dtype."""
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """Add in place; on a CPU a few rows at a time, since PyTorch first copies `gradient` to the wider dtype."""
     if total.device.type != "cpu" or total.numel() <= _CACHED:
-        total.add_(part)
+        total.add_(gradient)
         return
     at_once = max(1, _CACHED * len(total) // total.numel())
-    for wide, narrow in zip(total.split(at_once), part.split(at_once), strict=True):
+    for wide, narrow in zip(total.split(at_once), gradient.split(at_once), strict=True):
         wide.add_(narrow)
 
 

@@ -1,8 +1,8 @@
-"""The part of Megatron's model that AdamW updates here: the weights of this rank, or a part of them.
+"""The shards of Megatron's model that AdamW updates: this rank's weights, or a slice of them.
 
-Each parameter of the rank has a master in at least float32: the parameter itself, or a copy where the model computes in
-a narrower format. The distributed optimizer (ZeRO-1) cuts each master among the ranks that hold the same parameter;
-every rank updates its part, and gathers the others. AdamW works number by number, so that neither changes a bit.
+Each parameter of the rank has a master in at least float32: the parameter itself, or a copy if the model computes in a
+narrower dtype. The distributed optimizer (ZeRO-1) splits each master over the ranks that hold the same parameter; every
+rank updates its slice and gathers the others. AdamW works element by element, so that neither changes a bit.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from torch import Tensor, nn
 
 @dataclass
 class Shard:
-    """One parameter, and the part of it that this rank updates."""
+    """A parameter, and the slice of it that this rank updates."""
 
     parameter: nn.Parameter
     group: Any
-    """Ranks that hold the same parameter."""
+    """The ranks that hold the same parameter."""
     span: slice
-    """Of the parameter's numbers, one after the other."""
+    """The slice of the parameter's flattened elements."""
     master: nn.Parameter
-    """[numbers of the span], with memory of its own only where its format is another one."""
+    """[elements of the span]; shares the parameter's memory unless its dtype is another."""
 
     @property
     def is_copy(self) -> bool:
-        """Whether the master is in another format."""
+        """Whether the master has another dtype than the parameter."""
         return self.master.dtype != self.parameter.dtype
 
-    def part(self, whole: Tensor) -> Tensor:
-        """The span of a tensor as large as the parameter; a view."""
-        return whole.view(-1)[self.span]
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return a view of the span in a tensor of the parameter's shape."""
+        return tensor.view(-1)[self.span]
 
 
 class Shards:
-    """The parameters of this rank, as its optimizer sees them.
+    """The shards of this rank's parameters that its optimizer updates.
 
     Args:
-        parameters: that train, each with the group of ranks that hold the same one.
-        distributed: whether these ranks share the work.
+        parameters: the trained parameters, each with the group of ranks that hold the same one.
+        distributed: whether these ranks split the work.
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Any]], *, distributed: bool) -> None:
@@ -54,68 +54,68 @@ class Shards:
             ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if distributed else (1, 0)
             each = -(-parameter.numel() // ranks)
             span = slice(min(each * rank, parameter.numel()), min(each * (rank + 1), parameter.numel()))
-            part = parameter.data.view(-1)[span]
-            wide = torch.promote_types(part.dtype, torch.float32)
-            self._shards.append(Shard(parameter, group, span, nn.Parameter(part.to(wide))))
+            elements = parameter.data.view(-1)[span]
+            wide = torch.promote_types(elements.dtype, torch.float32)
+            self._shards.append(Shard(parameter, group, span, nn.Parameter(elements.to(wide))))
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)
 
     def masters(self) -> list[nn.Parameter]:
-        """The tensors that the optimizer updates."""
+        """Return the tensors that the optimizer updates."""
         return [shard.master for shard in self._shards]
 
     def take_gradients(self) -> None:
-        """Give each master its part of the sum that Megatron keeps in ``main_grad``; a view."""
+        """Set each master's gradient to its slice of the sum in Megatron's ``main_grad``, as a view if dtypes match."""
         for shard in self._shards:
-            shard.master.grad = shard.part(main_grad(shard.parameter)).to(shard.master.dtype)
+            shard.master.grad = shard.view_of(main_grad(shard.parameter)).to(shard.master.dtype)
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """After a step: round the masters into the model, and gather the parts of the other ranks."""
+        """Copy the masters to the model after a step, rounded, and gather the slices of the other ranks."""
         for shard in self._shards:
             if shard.is_copy:
-                shard.part(shard.parameter.data).copy_(shard.master)
+                shard.view_of(shard.parameter.data).copy_(shard.master)
         if self._distributed:
             self._gather([shard.parameter.data for shard in self._shards])
 
-    def whole(self, values: Callable[[Shard], Tensor]) -> list[Tensor]:
-        """A tensor as large as each parameter, of one value for each number of its master."""
-        found = []
+    def full_tensors(self, values: Callable[[Shard], Tensor]) -> list[Tensor]:
+        """Return a tensor of each parameter's shape, from one value per element of its master."""
+        tensors = []
         for shard in self._shards:
-            part = values(shard)
-            tensor = part.new_empty(shard.parameter.shape)
-            shard.part(tensor).copy_(part)
-            found.append(tensor)
+            elements = values(shard)
+            tensor = elements.new_empty(shard.parameter.shape)
+            shard.view_of(tensor).copy_(elements)
+            tensors.append(tensor)
         if self._distributed:
-            self._gather(found)
-        return found
+            self._gather(tensors)
+        return tensors
 
     @contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the model's parameters hold other tensors of their shapes."""
-        own = [shard.parameter.data for shard in self._shards]
+        """Replace the model's parameters by other tensors of their shapes within the context."""
+        original = [shard.parameter.data for shard in self._shards]
         for shard, tensor in zip(self._shards, tensors, strict=True):
             shard.parameter.data = tensor
         try:
             yield
         finally:
-            for shard, data in zip(self._shards, own, strict=True):
+            for shard, data in zip(self._shards, original, strict=True):
                 shard.parameter.data = data
 
     def move(self, device: torch.device, *, weights: bool, copies: bool) -> None:
-        """Move the model's weights, or the masters that have memory of their own, to a device."""
+        """Move the model's weights, or the masters that have their own memory, to a device."""
         for shard in self._shards:
             if weights:
                 shard.parameter.data = shard.parameter.data.to(device)
                 if not shard.is_copy:
-                    shard.master.data = shard.part(shard.parameter.data)
+                    shard.master.data = shard.view_of(shard.parameter.data)
             if copies and shard.is_copy:
                 shard.master.data = shard.master.data.to(device)
 
     def _gather(self, tensors: Sequence[Tensor]) -> None:
-        """Fill each tensor with the spans of the other ranks; one exchange for all of a group and format."""
+        """Fill each tensor with the slices of the other ranks, in one exchange per group and dtype."""
         kinds: dict[tuple[Any, torch.dtype], list[tuple[Shard, Tensor]]] = {}
         for shard, tensor in zip(self._shards, tensors, strict=True):
             kinds.setdefault((shard.group, tensor.dtype), []).append((shard, tensor))
@@ -124,25 +124,26 @@ class Shards:
             if ranks == 1:
                 continue
             flat = [tensor.view(-1).split(-(-tensor.numel() // ranks)) for _, tensor in pairs]
-            # A rank's spans end to end; those that are shorter than the first rank's are filled up.
-            spans = [[parts[r] if r < len(parts) else parts[0][:0] for parts in flat] for r in range(ranks)]
-            longest = sum(len(part) for part in spans[0])
+            # A rank's slices, concatenated; those shorter than the first rank's are padded.
+            spans = [[slices[r] if r < len(slices) else slices[0][:0] for slices in flat] for r in range(ranks)]
+            longest = sum(len(span) for span in spans[0])
             mine = nn.functional.pad(torch.cat(spans[rank]), (0, longest - sum(map(len, spans[rank]))))
             every = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(every, mine, group=group)
-            for found, parts in zip(every, spans, strict=True):
-                for part, values in zip(parts, found[: sum(map(len, parts))].split(list(map(len, parts))), strict=True):
-                    part.copy_(values)
+            for received, slices in zip(every, spans, strict=True):
+                sizes = list(map(len, slices))
+                for target, values in zip(slices, received[: sum(sizes)].split(sizes), strict=True):
+                    target.copy_(values)
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The sum of gradients that Megatron keeps for a parameter."""
-    found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return found
+    """Return the sum of gradients that Megatron accumulates for a parameter."""
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
 
 
 def _add_to_main_grad(parameter: Tensor) -> None:
-    """As Megatron's own hook, which is lost when ``parameter.data`` changes its format or device."""
+    """Accumulate as Megatron's own hook, which is lost when ``parameter.data`` changes its dtype or device."""
     assert parameter.grad is not None
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""A model that has one of a run's devices to itself: nothing of it is cut."""
+"""An engine for a model on one device of a run with several, without sharding."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ Result = TypeVar("Result")
 
 
 class OneRankEngine(LocalEngine[Outputs]):
-    """`LocalEngine` with the methods that each of several ranks has: FSDP would copy all weights for every pass."""
+    """A `LocalEngine` with the interface of the engines on ranks; FSDP would copy all weights for every pass."""
 
     @cached_property
     def _writing(self) -> Writing:
         return Writing()
 
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `export`, in the memory of the host; tied ones follow each other."""
+        """Yield the tensors of `export` on the CPU; tied ones follow each other."""
         for names, value in with_all_names(self.model):
-            found = value.cpu()
-            yield from ((name, found) for name in names)
+            tensor = value.cpu()
+            yield from ((name, tensor) for name in names)
 
-    def begin_saving(self, part: Path, name: str) -> None:
-        """Copy the model and its training state, and begin to write them; see `FsdpEngine.begin_saving`."""
-        self._writing.begin(self.saving(part / name, part / "state.pt", copy=True))
+    def begin_saving(self, share: Path, name: str) -> None:
+        """Copy the model and its training state and start writing them, as `FsdpEngine.begin_saving` does."""
+        self._writing.begin(self.saving(share / name, share / "state.pt", copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Whether all is written, and how that failed."""
+        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
-        """See `LocalEngine.load_state`; returns the version."""
         super().load_state(file)
         return self.version
 

@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW (Loshchilov and Hutter 2019) with a schedule that advances once a training step."""
+    """AdamW (Loshchilov and Hutter 2019) with a schedule that advances once per training step."""
 
     lr: float
     weight_decay: float = 0.01
@@ -25,17 +25,17 @@ class OptimizerOptions:
     min_lr_ratio: float = 0.0
     num_cycles: float = 0.5
     min_lr: float = 0.0
-    """The rate falls towards it."""
+    """The rate at the end of the decay."""
     warmup_init: float = 0.0
     decay_steps: int | None = None
-    """Steps after which it has arrived there; None: `total_steps`."""
+    """Steps after which the rate is `min_lr`; the default is `total_steps`."""
     wsd_steps: int | None = None
-    """Of ``WSD``, steps of its decay; None: a tenth of `decay_steps`."""
+    """Steps of the decay of ``WSD``; the default is a tenth of `decay_steps`."""
     wsd_style: str = "exponential"
 
 
 def learning_rate(options: OptimizerOptions, step: int) -> float:
-    """Learning rate of training step `step`, counted from 0.
+    """Return the learning rate of training step `step`, counted from 0.
 
     Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * share``
     with a share (`_share`) that begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
@@ -50,8 +50,10 @@ def learning_rate(options: OptimizerOptions, step: int) -> float:
 
 
 def _share(options: OptimizerOptions, step: int) -> float:
-    """``constant``: 1; ``linear``: ``max(min, 1 - progress)``; ``cosine``: ``max(min, (1 + min) / 2 + (1 - min) / 2 *
-    cos(2 pi num_cycles progress))``; ``WSD`` (warm-up, stable, decay): 1 until the last `wsd_steps`.
+    """Return the share of the schedule: 1 for ``constant``, ``max(min, 1 - progress)`` for ``linear``.
+
+    For ``cosine`` it is ``max(min, (1 + min) / 2 + (1 - min) / 2 * cos(2 pi num_cycles progress))``; for ``WSD``
+    (warm-up, stable, decay) it is 1 until the last `wsd_steps`.
     """
     if options.schedule == "constant":
         return 1.0
@@ -77,7 +79,7 @@ WSD_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> torch.optim.AdamW:
-    """AdamW over the parameters that train; fused into one kernel a step."""
+    """Create AdamW over the trainable parameters, fused into one kernel per step."""
     trainable = [p for p in parameters if p.requires_grad]
     return torch.optim.AdamW(
         trainable, lr=options.lr, weight_decay=options.weight_decay, betas=options.betas, eps=options.eps, fused=True
@@ -85,12 +87,12 @@ def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move what an optimizer keeps for each weight; its count of steps stays where it is."""
+    """Move an optimizer's state of each weight to a device, except its step count."""
     for moments in optimizer.state.values():
         moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})

@@ -1,4 +1,4 @@
-"""Common to engines on several ranks: each rank learns from its part of a mini-batch, and all agree."""
+"""The common base of engines on several ranks, where each rank trains on its share of a mini-batch."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Found = TypeVar("Found")
 
 
 class RanksEngine(AutogradEngine[Outputs]):
-    """One rank's share of a model; every method is called on all ranks alike."""
+    """An engine of one of several ranks; every method is collective."""
 
     speakers: Sequence[int]
-    """Of each group of ranks that share their rows, the rank that has the model's outputs."""
+    """For each group of ranks with the same rows, the rank that has the model's outputs."""
 
     _empty: PreTrainedModel
     """The model without its weights."""
 
     def check_saving(self, folder: Path) -> None:
-        """See `tether.training.protocol.Engine.check_saving`: on one rank, and all but the weights."""
+        """Write the model without its weights; called on one rank."""
         assert self._save, "a frozen model is not saved"
         parameters = list(self._empty.parameters())
         adapts = not all(p.requires_grad for p in parameters)  # adapters are written by themselves, too
@@ -46,7 +46,8 @@ class RanksEngine(AutogradEngine[Outputs]):
 
     @abstractmethod
     def whole_model(self) -> PreTrainedModel | None:
-        """A copy with the weights that the optimizer updates, on the CPU of rank 0; None on the other ranks."""
+        """Return a copy with the weights that the optimizer updates on the CPU of rank 0, and None on the other
+        ranks."""
 
     def _rounds(self, count: int) -> int:
         return max(from_all(count))
@@ -66,25 +67,27 @@ class RanksEngine(AutogradEngine[Outputs]):
         return list(chain.from_iterable(of_rank for of_rank, _ in every)), totals
 
     def _prepared(
-        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch, draws: torch.Generator
+        self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], share: MiniBatch, draws: torch.Generator
     ) -> TrainBatch:
         assert loss.prepare
         outputs = self._infer(mini, loss.forward, self.micro)
-        every = [piece for piece in self._from_groups((part.places, mini, outputs)) if len(piece[0])]
-        whole = _put_together([(places, rows) for places, rows, _ in every])
-        loss.prepare(whole, _put_together([(places, found) for places, _, found in every]), draws)
-        rows: TrainBatch = whole[part.places]
+        shares = [one for one in self._from_groups((share.positions, mini, outputs)) if len(one[0])]
+        gathered = _merge([(positions, rows) for positions, rows, _ in shares])
+        loss.prepare(gathered, _merge([(positions, values) for positions, _, values in shares]), draws)
+        rows: TrainBatch = gathered[share.positions]
         return rows
 
-    def _keep_incident(self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], part: MiniBatch) -> None:
-        whole = self.whole_model()
-        every = [piece for piece in self._from_groups((part.places, mini)) if len(piece[0])]
-        if whole is not None:
-            rows = _put_together(every)
-            self._incidents.keep(step, whole, SkippedMiniBatch(whole, self.reference, rows, loss))
+    def _keep_incident(
+        self, step: int, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], share: MiniBatch
+    ) -> None:
+        model = self.whole_model()
+        shares = [one for one in self._from_groups((share.positions, mini)) if len(one[0])]
+        if model is not None:
+            rows = _merge(shares)
+            self._incidents.keep(step, model, SkippedMiniBatch(model, self.reference, rows, loss))
 
     def _from_groups(self, value: Found) -> list[Found]:
-        """The value of each group of ranks that share their rows."""
+        """Gather the value of each group of ranks with the same rows."""
         every = from_all(value)
         return [every[rank] for rank in self.speakers]
 
@@ -92,10 +95,10 @@ class RanksEngine(AutogradEngine[Outputs]):
 def or_smaller_next_time(
     attempt: Callable[[MicroBatching], Found], micro: MicroBatching, rows: Sequence[RowSize]
 ) -> Found:
-    """Run in micro-batches of these limits.
+    """Run an attempt in micro-batches of these limits.
 
     Raises:
-        MicroBatchTooLarge: they do not fit, and smaller ones may.
+        MicroBatchTooLarge: they do not fit, and smaller ones might.
         OutOfMemory: they do not fit, and each is a single row.
     """
     where, smaller = f"a forward or backward pass with {micro}", micro.halved(rows)
@@ -109,17 +112,17 @@ def or_smaller_next_time(
 
 
 def from_all(value: Found) -> list[Found]:
-    """The value of each rank, in the order of ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, pickled(value))
-    return [pickle.loads(data) for data in found]
+    """Gather the value of each rank, in order."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, pickled(value))
+    return [pickle.loads(data) for data in gathered]
 
 
 def pickled(value: object) -> bytes:
-    """A value for `pickle.loads`, with the numbers alone of tensors in the memory of the host.
+    """Pickle a value for `pickle.loads`, storing only the elements of CPU tensors.
 
-    By itself a tensor is pickled as a file of `torch.save`, with all the memory that it is a part of: for the metrics
-    of a micro-batch that is ten times the time and the bytes.
+    By default a tensor is pickled as a file of `torch.save`, with all of its storage, which takes ten times the time
+    and the bytes for the metrics of a micro-batch.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -142,7 +145,7 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
 
 
-def _put_together(pieces: Sequence[tuple[Tensor, Any]]) -> Any:
-    """Rows of parts of a mini-batch, in its own order."""
-    order = torch.cat([places for places, _ in pieces]).argsort()
-    return torch.cat([rows for _, rows in pieces])[order]
+def _merge(shares: Sequence[tuple[Tensor, Any]]) -> Any:
+    """Merge the rows of shares of a mini-batch in the mini-batch's order."""
+    order = torch.cat([positions for positions, _ in shares]).argsort()
+    return torch.cat([rows for _, rows in shares])[order]

@@ -1,4 +1,4 @@
-"""Which rank writes which weights of a checkpoint, and the thread that writes them while the rank goes on."""
+"""The assignment of a checkpoint's weights to the ranks that write them, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from tether.checkpoints import moments_path
-from tether.models.language.save import join_parts
+from tether.models.language.save import join_shards
 from tether.training.division import balanced
 
 CHECKED_BYTES = 2**30
-"""Of the weights that are written before the first step, to see that they can be: seconds, and no full disk."""
+"""Bytes of weights that are written before the first step to check that saving works: few enough to be quick."""
 
 
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
-    """The rank that writes each of `model.parameters()`, about as much each; a layer stays together, since classes
-    whose files name weights otherwise may make one of several of a layer.
+    """Return the rank that writes each of `model.parameters()`, balanced by size.
+
+    A layer stays on one rank, since saving may merge several of its weights into one tensor.
     """
     layers = set(model._no_split_modules or ())
     inside = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in layers]
@@ -29,27 +30,27 @@ def writers(model: PreTrainedModel, ranks: int) -> list[int]:
         unit = next((layer for layer in inside if name.startswith(layer)), name.split(".base_layer.")[0])
         units.setdefault(unit, []).append(number)
         sizes[unit] = sizes.get(unit, 0) + parameter.numel()
-    found = [0] * sum(map(len, units.values()))
+    assignment = [0] * sum(map(len, units.values()))
     members = list(units.values())
     for rank, mine in enumerate(balanced(list(sizes.values()), ranks)):
         for number in chain.from_iterable(members[unit] for unit in mine):
-            found[number] = rank
-    return found
+            assignment[number] = rank
+    return assignment
 
 
-def join_shares(parts: Sequence[Path], folder: Path, state: Path) -> None:
-    """Make a model's folder and its training state of what each rank wrote; see `FsdpEngine.begin_saving`."""
-    join_parts([part / folder.name for part in parts], folder)
-    for number, part in enumerate(parts, 1):
-        if (moments := part / "moments.safetensors").exists():
-            moments.rename(moments_path(state, number, len(parts)))
-    (parts[0] / "state.pt").rename(state)
-    if (adapter := parts[0] / "adapter").exists():
+def join_shares(shares: Sequence[Path], folder: Path, state: Path) -> None:
+    """Combine what each rank wrote in `FsdpEngine.begin_saving` into a model's folder and its training state."""
+    join_shards([share / folder.name for share in shares], folder)
+    for number, share in enumerate(shares, 1):
+        if (moments := share / "moments.safetensors").exists():
+            moments.rename(moments_path(state, number, len(shares)))
+    (shares[0] / "state.pt").rename(state)
+    if (adapter := shares[0] / "adapter").exists():
         adapter.rename(folder.with_name("adapter"))
 
 
 class Writing:
-    """One job at a time, in a thread of its own; errors of files are answers, since the rank goes on after them."""
+    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can go on after them."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -60,7 +61,7 @@ class Writing:
         self._job = self._thread.submit(job)
 
     def answer(self) -> tuple[bool, BaseException | None]:
-        """Whether it is done, and how it failed."""
+        """Return whether the job is done, and its error if it failed."""
         if self._job is None or not self._job.done():
             return self._job is None, None
         return True, self._job.exception()

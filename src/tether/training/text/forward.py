@@ -26,7 +26,7 @@ from tether.training.text.packing import Experts, TokenRows, token_rows
 
 
 class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """The policy at each response token, on its device; zero outside the mask."""
+    """The policy's outputs for each response token, on its device; zero outside the mask."""
 
     log_probs: Tensor  # [B, T]
     entropy: Tensor | None = None  # [B, T]
@@ -36,10 +36,10 @@ class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
 
 
 class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
-    """The critic before each response token, on its device; zero outside the mask."""
+    """The critic's values before each response token, on its device; zero outside the mask."""
 
     values: Tensor  # type: ignore[assignment]  # [B, T]
-    bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 where it ended itself
+    bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 for others
 
 
 def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None = None) -> Tensor:
@@ -48,32 +48,32 @@ def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The policy that a KL holds the trained one to: a frozen model, or the trained one with its adapter off."""
+    """The policy that the KL is taken to: a frozen model, or the trained one without its adapter."""
 
     model: PreTrainedModel
     during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
-    """Entered around every forward pass; with LoRA it switches the adapter off."""
+    """A context around every forward pass, which disables the adapter with LoRA."""
 
 
 @dataclass(frozen=True)
 class PolicyForward:
     """The forward pass of a causal LM as a policy.
 
-    `temperature` divides the logits before the softmax, as the sampler does, and where the sampler cut the vocabulary
-    (`TrainBatch.kept`) its cut is replayed, so that log-probabilities and entropy are those of the distribution that
-    was sampled from. Only `full_kl` is over the whole vocabulary either way.
+    `temperature` divides the logits before the softmax, as in the sampler, and truncation of the vocabulary by the
+    sampler (`TrainBatch.kept`) is replayed, so that log-probs and entropy are those of the distribution that was
+    sampled from. Only `full_kl` is always over the whole vocabulary.
     """
 
     temperature: float = 1.0
     packed: bool = True
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
-    """Also the sum over the vocabulary of the squared probabilities; it carries no gradient."""
+    """Whether to compute the sum over the vocabulary of the squared probabilities, which carries no gradient."""
     with_full_kl: bool = False
-    """Also the KL over the whole vocabulary. The reference runs with the policy on the same micro-batch, so that
-    neither its hidden states nor its logits are ever kept for a whole batch."""
+    """Whether to compute the KL over the whole vocabulary. The reference runs on the same micro-batch as the policy, so
+    that neither its hidden states nor its logits are ever stored for a whole batch."""
     experts: Experts = "chosen"
-    """Of a mixture. The reference's routers always choose."""
+    """How a mixture's experts are chosen; the reference's routers always choose themselves."""
 
     def __call__(
         self,
@@ -82,10 +82,10 @@ class PolicyForward:
         reference: ReferenceModel | None = None,
         ranks: SequenceRanks | None = None,
     ) -> PolicyOutputs:
-        """Log-probability (and what else is asked for) of each response token, computed where `ranks` have it."""
+        """Return the requested outputs for each response token, gathered over `ranks` that split the rows."""
         head = lm_head_of(model)
-        laid = token_rows(batch, packed=self.packed, ranks=ranks, experts=self.experts)
-        rows = on_device(laid, head.weight.device)
+        host_rows = token_rows(batch, packed=self.packed, ranks=ranks, experts=self.experts)
+        rows = on_device(host_rows, head.weight.device)
         choice = None if self.experts == "chosen" else ExpertChoice(rows.experts, records=self.experts == "recorded")
         states = select_rows(_states(model, rows, choice), rows.predicts)
         outputs = self.outputs(batch, rows, partial(token_log_probs, states, head), len(head.weight))
@@ -98,21 +98,21 @@ class PolicyForward:
     def outputs(
         self, batch: TrainBatch, rows: TokenRows, log_probs: Callable[..., LogProbs], vocabulary: int
     ) -> PolicyOutputs:
-        """All outputs that are asked for but the full KL.
+        """Return the requested outputs except the full KL.
 
         Args:
             batch: the rows.
-            rows: the same for the model, on its device.
-            log_probs: gives those of targets [M]; the keywords are those of `token_log_probs`.
-            vocabulary: tokens of the head.
+            rows: the model's inputs for them, on its device.
+            log_probs: returns the log-probs of targets [M], with the keywords of `token_log_probs`.
+            vocabulary: the number of tokens of the head.
         """
-        kept = None
+        candidates = None
         if batch.kept is not None:
-            kept = on_device(KeptSets.read(batch.kept, rows.slots.cpu(), vocabulary), rows.slots.device)
+            candidates = on_device(KeptSets.read(batch.kept, rows.slots.cpu(), vocabulary), rows.slots.device)
         tokens = log_probs(
             rows.targets,
             temperature=self.temperature,
-            kept=kept,
+            candidates=candidates,
             with_entropy=self.with_entropy,
             with_sum_pi_squared=self.with_sum_pi_squared,
         )
@@ -136,11 +136,12 @@ class PolicyForward:
 
 @dataclass(frozen=True)
 class ValueForward:
-    """The forward pass of a critic: the value of a response token is read at the position before it."""
+    """The forward pass of a critic, where the value of a response token is computed at the position before it."""
 
     packed: bool = True
     with_bootstrap: bool = False
-    """Also the value at the last token of a truncated response: of the state in which the length limit cut it."""
+    """Whether to compute the value at the last token of a truncated response, of the state where the length limit cut
+    it."""
 
     def __call__(
         self,
@@ -149,7 +150,7 @@ class ValueForward:
         reference: ReferenceModel | None = None,
         ranks: SequenceRanks | None = None,
     ) -> ValueOutputs:
-        """Value before each response token, and after the last where that is asked for."""
+        """Return the value before each response token, and after the last one if requested."""
         head = value_head_of(model)
         rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), next(head.parameters()).device)
         return self.outputs(batch, rows, _states(model, rows), partial(values_from_hidden, head=head))
@@ -157,19 +158,19 @@ class ValueForward:
     def outputs(
         self, batch: TrainBatch, rows: TokenRows, states: Tensor, values: Callable[[Tensor], Tensor]
     ) -> ValueOutputs:
-        """All outputs that are asked for.
+        """Return the requested outputs.
 
         Args:
             batch: the rows.
-            rows: the same for the model, on its device.
-            states: [N, E] under the head.
-            values: gives those of states.
+            rows: the model's inputs for them, on its device.
+            states: [N, E] hidden states before the head.
+            values: returns the values of hidden states.
         """
         after = None
         if self.with_bootstrap:
-            here = batch.truncated.to(states.device) & (rows.ends >= 0)
-            last = values(states[rows.ends[here]])  # a rank that shares the rows may have no token
-            after = last.new_zeros(len(here)).masked_scatter(here, last)
+            has_end = batch.truncated.to(states.device) & (rows.ends >= 0)
+            last = values(states[rows.ends[has_end]])  # a rank may have no token of these rows
+            after = last.new_zeros(len(has_end)).masked_scatter(has_end, last)
             after = after if rows.ranks is None else rows.ranks.sum(after)
         return ValueOutputs(
             values=rows.scatter(values(select_rows(states, rows.predicts))),

@@ -25,19 +25,19 @@ from tether.training.text.forward import PolicyOutputs, ValueOutputs
 
 @dataclass(frozen=True)
 class Aggregation:
-    """From losses per token to one number."""
+    """The aggregation of losses per token into one number."""
 
     mode: str = "token-mean"
     """One of `tether.algorithms.AGGREGATIONS`, or ``masked_mean_ratio`` with each row as an episode."""
     scale_factor: float | None = None
-    """Divisor of modes with ``-norm``, length of an episode of full weight for ``masked_mean_ratio``; None is
+    """Divisor of modes with ``-norm``, or length of an episode of full weight for ``masked_mean_ratio``; the default is
     the width."""
     width: int | None = None
-    """Tokens that a response may have. None: the longest response of the batch, so that what a row weighs in these two
-    modes depends on how long the others happen to be."""
+    """Tokens that a response may have. None is the longest response of the batch, so that the weight of a row in these
+    two modes depends on the length of the others."""
 
     def __call__(self, loss: Tensor, mask: Tensor, sizes: LossSizes) -> Tensor:
-        """[b, T] -> this micro-batch's share of the mini-batch's loss."""
+        """Return this micro-batch's share of the mini-batch's loss from token losses [b, T]."""
         width = self.width or loss.shape[1]
         if self.mode == "masked_mean_ratio":
             return masked_mean_ratio(
@@ -63,17 +63,17 @@ class PolicyLoss:
 
     name: str = "vanilla"
     options: Mapping[str, object] = field(default_factory=dict)
-    """Keywords of the policy loss: clip ratios and the like."""
+    """Keyword arguments of the policy loss, such as clip ratios."""
     aggregation: Aggregation = Aggregation()
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "low_var_kl"
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """See `tether.training.protocol.LossFunction`; needs `advantages`.
+        """Compute the loss as a `tether.training.protocol.LossFunction`; needs `advantages`.
 
-        Without `old_log_probs` the policy is taken for the old one itself, as it is in the first update after a
-        rollout: every ratio is 1, and only its gradient counts.
+        Without `old_log_probs` the policy is taken as the old one, as in the first update after a rollout: every ratio
+        is 1, and only its gradient matters.
         """
         mask = batch.response_mask
         old_log_probs = outputs.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
@@ -111,18 +111,18 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Fills in `selected` for a policy loss that treats some tokens of a mini-batch apart (`TOKEN_SELECTIONS`).
+    """Selects tokens for a policy loss that treats some tokens of a mini-batch differently (`TOKEN_SELECTIONS`).
 
-    Chosen before the mini-batch is cut: among the tokens of a micro-batch it would be others, and the gradient would
-    depend on how many rows fit into memory.
+    It selects before the mini-batch is split: among the tokens of a micro-batch it would select others, and the
+    gradient would depend on how many rows fit into memory.
     """
 
     name: str
     options: Mapping[str, float] = field(default_factory=dict)
-    """Keywords of the selection."""
+    """Keyword arguments of the selection."""
 
     def __call__(self, mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
-        """See `tether.training.protocol.Prepare`."""
+        """Fill in `selected`, as a `tether.training.protocol.Prepare`."""
         mini.selected = TOKEN_SELECTIONS[self.name](
             outputs.log_probs,
             mini.old_log_probs,
@@ -135,15 +135,15 @@ class TokenSelection:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss."""
+    """The clipped value loss."""
 
     cliprange_value: float | None = 0.5
-    """None: no clip."""
+    """Clip range of values; None for no clipping."""
     huber_delta: float | None = None
     aggregation: Aggregation = Aggregation()
 
     def __call__(self, outputs: ValueOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """See `tether.training.protocol.LossFunction`; needs `values` and `returns`."""
+        """Compute the loss as a `tether.training.protocol.LossFunction`; needs `values` and `returns`."""
         mask = batch.response_mask
         token_loss = value_loss(
             outputs.values,

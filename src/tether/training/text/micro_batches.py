@@ -1,4 +1,4 @@
-"""The cut of a mini-batch into micro-batches: a matter of memory alone, never of the result."""
+"""Division of a mini-batch into micro-batches, which affects memory only, never the result."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import NamedTuple
 
 
 class RowSize(NamedTuple):
-    """The cost of a row."""
+    """The size of a row in tokens."""
 
     prompt: int
-    """Its `uid`."""
+    """The row's `uid`, which rows of the same prompt share."""
     prompt_tokens: int
     response_tokens: int
 
     @property
     def tokens(self) -> int:
-        """Prompt and response."""
+        """Return the tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """Limits of one forward and backward pass; at least one of the two is set."""
+    """Limits of one forward and backward pass, of which at least one is set."""
 
     max_rows: int | None = None
     max_tokens: int | None = None
-    """Token budget (``use_dynamic_bsz``). A row that alone exceeds it gets a micro-batch of its own."""
+    """Token budget (``use_dynamic_bsz``). A row that exceeds it gets its own micro-batch."""
     packed: bool = True
-    """Tokens are counted as they are, a prompt that several rows share once; if False, every row counts as long as the
-    longest of its micro-batch."""
+    """Whether only actual tokens count, and a shared prompt once; if False, every row counts as long as the longest of
+    its micro-batch."""
     key: str = field(default="the limit of a micro-batch", compare=False)
-    """Of the configuration, which set the limit."""
+    """The key of the configuration that set the limit."""
     ranks: int = field(default=1, compare=False)
-    """That share the tokens of a micro-batch; the key says how many tokens one of them has."""
+    """Number of ranks that split the tokens of a micro-batch; the setting is the tokens of one of them."""
 
     def __str__(self) -> str:
-        """As in the configuration."""
+        """Return the setting as written in the configuration."""
         return "{}={}".format(*self.setting)
 
     @property
     def setting(self) -> tuple[str, int]:
-        """Key of the configuration, and its value."""
+        """Return the key of the configuration and its value."""
         if self.max_tokens is not None:
             return self.key, max(1, self.max_tokens // self.ranks)
         assert self.max_rows is not None
         return self.key, self.max_rows
 
     def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
-        """The limits under which the largest micro-batch of these rows is cut in two; None where each is a row."""
+        """Return limits that split the largest micro-batch of these rows in two, or None if each is a single row."""
         several = [group for group in self.split(rows) if len(group) > 1]
         if not several:
             return None
@@ -58,7 +58,7 @@ class MicroBatching:
         return replace(self, max_tokens=max(1, max(self._cost([rows[i] for i in group]) for group in several) // 2))
 
     def split(self, rows: Sequence[RowSize]) -> list[list[int]]:
-        """Row numbers of each micro-batch.
+        """Return the row indices of each micro-batch.
 
         Without a token budget rows stay in order. With one, they are sorted by length, so that the rows of a
         micro-batch are alike and few micro-batches are needed; packed rows of one prompt stay together.
@@ -76,8 +76,8 @@ class MicroBatching:
             return order
         order.sort(key=lambda i: -rows[i].tokens)
         if self.packed:
-            place = {prompt: i for i, prompt in enumerate(dict.fromkeys(rows[i].prompt for i in order))}
-            order.sort(key=lambda i: place[rows[i].prompt])
+            rank = {prompt: i for i, prompt in enumerate(dict.fromkeys(rows[i].prompt for i in order))}
+            order.sort(key=lambda i: rank[rows[i].prompt])
         return order
 
     def _fits(self, rows: list[RowSize]) -> bool:
@@ -85,7 +85,7 @@ class MicroBatching:
         return within_rows and (self.max_tokens is None or self._cost(rows) <= self.max_tokens)
 
     def _cost(self, rows: list[RowSize]) -> int:
-        """Tokens of a micro-batch."""
+        """Return the tokens of a micro-batch."""
         if self.packed:
             prompts = {row.prompt: row.prompt_tokens for row in rows}
             return sum(prompts.values()) + sum(row.response_tokens for row in rows)

@@ -1,11 +1,11 @@
-"""From a batch of rows to the token tensors that a model reads, packed end to end or padded to a rectangle.
+"""Conversion of a batch of rows into the token tensors that a model reads, packed or padded.
 
-Only the positions that predict a token under `response_mask` are kept for the head: prompts, padding and tokens that
-the policy did not sample never reach the vocabulary projection. Packed rows of one prompt share it, and rows with the
-same response share that too: many short answers to a prompt cost little more than the different ones among them.
+The head gets only the positions that predict a token under `response_mask`, so prompts, padding and tokens that the
+policy did not sample never reach the vocabulary projection. Packed rows share their prompt, and also equal responses:
+many short answers to a prompt cost little more than the different ones among them.
 
 Legend: B rows, T response width, R x S the model's input (1 x N packed), M = valid response tokens, without those that
-a token before them stands for.
+equal responses share.
 """
 
 from __future__ import annotations
@@ -22,91 +22,93 @@ from tether.models.layers import Packed, Padded, SequenceRanks, Shared
 from tether.training.text.micro_batches import RowSize
 
 Experts = Literal["chosen", "recorded", "replayed"]
-"""The experts of a mixture that tokens go to: those that the routers choose; these, and they are told; those of
-`RolloutBatch.routed_experts`, where it has any."""
+"""How the experts of a mixture are chosen: by the routers; by the routers, and recorded; or replayed from
+`RolloutBatch.routed_experts` if it has any."""
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The inputs of one forward pass, and where its outputs belong."""
+    """The inputs of one forward pass, and the indices that map its outputs back to the batch."""
 
     input_ids: Tensor  # [R, S]
     position_ids: Tensor  # [R, S]
     layout: AttentionLayout
-    predicts: Tensor  # [M] flat position in R*S that stands just before each valid response token
+    predicts: Tensor  # [M] flat position in R*S just before each valid response token
     targets: Tensor  # [M] those response tokens
-    slots: Tensor  # [M] their flat place in B*T; of a token of several rows, the first
+    slots: Tensor  # [M] their flat position in B*T, the first one for a token of several rows
     source: Tensor  # [B*T] index of the response token in M, -1 where the mask is not set
     ends: Tensor  # [B] flat position in R*S of the last token of each row
     shape: tuple[int, int]  # (B, T)
     ranks: SequenceRanks | None = None
-    """Which share the tokens, if any; `predicts`, `targets` and `slots` then are those of the tokens on this rank, and
-    an end that is elsewhere is -1."""
-    tokens: Tensor | None = None  # [B, W] flat position in R*S of a row's tokens, prompt and response; -1: not here
+    """The ranks that split the tokens, if any; `predicts`, `targets` and `slots` are then those of this rank's tokens,
+    and -1 stands for ends on other ranks."""
+    tokens: Tensor | None = (
+        None  # [B, W] flat position in R*S of a row's tokens, prompt and response; -1: on another rank
+    )
     experts: Tensor | None = None  # [R*S, L, k] that the tokens are sent to, see `RolloutBatch.routed_experts`
 
     def scatter(self, per_token: Tensor) -> Tensor:
-        """[M] -> [B, T], of all ranks, zero where the mask is not set; differentiable."""
-        here = torch.cat([per_token, per_token.new_zeros(1)])
-        here = here.index_select(0, self.source.where(self.source >= 0, len(per_token))).view(self.shape)
-        return here if self.ranks is None else self.ranks.sum(here)
+        """Scatter [M] to [B, T] over all ranks, zero outside the mask; differentiable."""
+        padded = torch.cat([per_token, per_token.new_zeros(1)])
+        local = padded.index_select(0, self.source.where(self.source >= 0, len(per_token))).view(self.shape)
+        return local if self.ranks is None else self.ranks.sum(local)
 
     def by_row(self, experts: Tensor) -> Tensor:
-        """[R*S, L, k] -> [B, W, L, k], of all ranks, -1 beyond the end of a row."""
+        """Arrange experts [R*S, L, k] by row, [B, W, L, k], over all ranks, with -1 beyond the end of a row."""
         assert self.tokens is not None
-        here = torch.where((self.tokens >= 0)[..., None, None], experts[self.tokens.clamp(min=0)], -1)
-        return here if self.ranks is None else self.ranks.max(here)
+        local = torch.where((self.tokens >= 0)[..., None, None], experts[self.tokens.clamp(min=0)], -1)
+        return local if self.ranks is None else self.ranks.max(local)
 
     def shared(self, ranks: SequenceRanks) -> TokenRows:
-        """This rank's slice of packed rows."""
+        """Return this rank's slice of packed rows."""
         tokens = self.input_ids.shape[1]
-        return self.part(torch.arange(*ranks.span(tokens)), Shared(self.layout, tokens, ranks), ranks)
+        return self.select(torch.arange(*ranks.span(tokens)), Shared(self.layout, tokens, ranks), ranks)
 
-    def part(self, places: Tensor, layout: AttentionLayout, ranks: SequenceRanks) -> TokenRows:
-        """The tokens of packed rows that one rank has.
+    def select(self, indices: Tensor, layout: AttentionLayout, ranks: SequenceRanks) -> TokenRows:
+        """Return the tokens of packed rows that one rank has.
 
         Args:
-            places: [n] of its tokens among all of them; those beyond the last are padding.
-            layout: of its tokens.
-            ranks: which share the rows.
+            indices: [n] of the rank's tokens among all tokens; those beyond the last are padding.
+            layout: the layout of the rank's tokens.
+            ranks: the ranks that split the rows.
         """
         tokens = self.input_ids.shape[1]
-        inside = places < tokens
-        place_here = torch.full((tokens,), -1)
-        place_here[places[inside]] = torch.arange(len(places))[inside]
-        predicts = place_here[self.predicts]
-        here = predicts >= 0
-        token_here = torch.cat([torch.where(here, here.cumsum(0) - 1, -1), torch.tensor([-1])])
-        places = places.where(inside, 0)
+        inside = indices < tokens
+        local_index = torch.full((tokens,), -1)
+        local_index[indices[inside]] = torch.arange(len(indices))[inside]
+        predicts = local_index[self.predicts]
+        is_local = predicts >= 0
+        local_token = torch.cat([torch.where(is_local, is_local.cumsum(0) - 1, -1), torch.tensor([-1])])
+        indices = indices.where(inside, 0)
         return TokenRows(
-            input_ids=self.input_ids[:, places].where(inside, 0),
-            position_ids=self.position_ids[:, places].where(inside, 0),
+            input_ids=self.input_ids[:, indices].where(inside, 0),
+            position_ids=self.position_ids[:, indices].where(inside, 0),
             layout=layout,
-            predicts=predicts[here],
-            targets=self.targets[here],
-            slots=self.slots[here],
-            source=token_here[self.source],
-            ends=place_here[self.ends],
+            predicts=predicts[is_local],
+            targets=self.targets[is_local],
+            slots=self.slots[is_local],
+            source=local_token[self.source],
+            ends=local_index[self.ends],
             shape=self.shape,
             ranks=ranks,
-            tokens=None if self.tokens is None else torch.where(self.tokens >= 0, place_here[self.tokens], -1),
-            experts=None if self.experts is None else self.experts[places].where(inside[:, None, None], -1),
+            tokens=None if self.tokens is None else torch.where(self.tokens >= 0, local_index[self.tokens], -1),
+            experts=None if self.experts is None else self.experts[indices].where(inside[:, None, None], -1),
         )
 
 
 def sequence_lengths(batch: RolloutBatch) -> Tensor:
-    """[B] prompt and response tokens of each row."""
+    """Return [B], the prompt and response tokens of each row."""
     return batch.prompt_length + batch.response_length
 
 
 def row_sizes(batch: RolloutBatch) -> list[RowSize]:
-    """The tokens that each row adds to a micro-batch."""
+    """Return the tokens that each row adds to a micro-batch."""
     columns = (batch.uid, batch.prompt_length, batch.response_length)
     return [RowSize(*size) for size in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def padding_row() -> TrainBatch:
-    """A row of two tokens that nothing is learned from, for a rank that waits for the micro-batches of the others."""
+    """Return a row of two tokens that is not trained on, for a rank that waits for the micro-batches of others."""
     one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
     row = RolloutBatch(
         uid=one,
@@ -130,12 +132,12 @@ def token_rows(
     experts: Experts = "chosen",
     merges: bool = True,
 ) -> TokenRows:
-    """Lay the rows out for the model, where the batch lies: in the memory of the host; a slice of them for a rank.
+    """Convert rows into the model's inputs on the CPU, or into one rank's slice of them.
 
-    With `packed` (``use_remove_padding``) no position goes into padding, and a prompt that several rows begin with
-    stands once, before their responses: so many rows cost the layers a single prompt. Equal responses to it stand once
-    too, unless the sampler recorded something about each of their tokens that is replayed, or `merges` is False: a loss
-    of a mixture's routers counts tokens, and would depend on which responses share a micro-batch.
+    With `packed` (``use_remove_padding``) there is no padding, and rows with the same prompt share it, so the layers
+    compute it once. Equal responses to it are shared too, unless the sampler's record of their tokens is replayed, or
+    `merges` is False: the losses of a mixture's routers count tokens, and would depend on which responses share a
+    micro-batch.
     """
     merges = merges and packed and batch.kept is None and experts != "replayed"
     input_ids, position_ids, layout, prompt_start, response_start = (
@@ -148,7 +150,7 @@ def token_rows(
     predicts = torch.where(column == 0, after_prompt[row], response_start[row] + column - 1)
     targets, slots = batch.response_ids[row, column], row * width + column
     first, number = _distinct(predicts, targets) if merges else (torch.arange(len(slots)),) * 2
-    rows_here = TokenRows(
+    all_rows = TokenRows(
         input_ids=input_ids,
         position_ids=position_ids,
         layout=layout,
@@ -164,13 +166,13 @@ def token_rows(
         replayed = None
         if experts == "replayed" and batch.routed_experts is not None:
             replayed = _by_token(batch.routed_experts, tokens, input_ids.numel())
-        rows_here = replace(rows_here, tokens=tokens, experts=replayed)
+        all_rows = replace(all_rows, tokens=tokens, experts=replayed)
     assert packed or ranks is None, "ranks share packed rows only"
-    return rows_here if ranks is None else rows_here.shared(ranks)
+    return all_rows if ranks is None else all_rows.shared(ranks)
 
 
 def _tokens(batch: TrainBatch, prompt_start: Tensor, response_start: Tensor) -> Tensor:
-    """[B, W], see `TokenRows.tokens`."""
+    """Return [B, W], the `TokenRows.tokens`."""
     position = torch.arange(batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
     prompt, length = batch.prompt_length[:, None], sequence_lengths(batch)[:, None]
     tokens = torch.where(
@@ -180,13 +182,13 @@ def _tokens(batch: TrainBatch, prompt_start: Tensor, response_start: Tensor) -> 
 
 
 def _by_token(routed: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """[B, W, L, k] -> [count, L, k]; a token that several rows share goes where it went in the first of them."""
+    """Arrange experts [B, W, L, k] by token, [count, L, k], taking a shared token's from its first row."""
     at = tokens.flatten()
-    here = (at >= 0).nonzero().flatten()
-    owner = torch.full((count,), len(at)).scatter_reduce(0, at[here], here, "amin")
-    known = owner < len(at)
-    by_token = routed.flatten(0, 1)[owner.where(known, 0)]
-    return by_token.where(known[:, None, None], -1)
+    positions = (at >= 0).nonzero().flatten()
+    owner = torch.full((count,), len(at)).scatter_reduce(0, at[positions], positions, "amin")
+    has_owner = owner < len(at)
+    by_token = routed.flatten(0, 1)[owner.where(has_owner, 0)]
+    return by_token.where(has_owner[:, None, None], -1)
 
 
 def _distinct(predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,13 +200,13 @@ def _distinct(predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(batch: TrainBatch, *, merges: bool) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
-    """Tokens, positions, layout, and where each row's prompt and response start.
+    """Return tokens, positions, layout, and where each row's prompt and response start.
 
     Args:
         batch: the rows.
-        merges: equal responses to a prompt stand once.
+        merges: shares equal responses to a prompt.
     """
-    pieces: list[Tensor] = []
+    sequences: list[Tensor] = []
     after: list[int | None] = []
     uid, prompt_length, response_length = (
         column.tolist() for column in (batch.uid, batch.prompt_length, batch.response_length)
@@ -212,28 +214,30 @@ def _packed(batch: TrainBatch, *, merges: bool) -> tuple[Tensor, Tensor, Attenti
     rows_of: dict[int, list[int]] = {}
     for row, prompt in enumerate(uid):
         rows_of.setdefault(prompt, []).append(row)
-    prompt_piece, response_piece = torch.zeros(2, len(uid), dtype=torch.int64)
+    prompt_sequence, response_sequence = torch.zeros(2, len(uid), dtype=torch.int64)
     for rows in rows_of.values():
-        prompt_piece[rows] = shared = len(pieces)
-        pieces.append(batch.prompt_ids[rows[0], : prompt_length[rows[0]]])
+        prompt_sequence[rows] = shared = len(sequences)
+        sequences.append(batch.prompt_ids[rows[0], : prompt_length[rows[0]]])
         after.append(None)
-        piece_of: dict[bytes | int, int] = {}
+        sequence_of: dict[bytes | int, int] = {}
         for row in rows:
             response = batch.response_ids[row, : response_length[row]]
-            response_piece[row] = piece_of.setdefault(response.numpy().tobytes() if merges else row, len(pieces))
-            if response_piece[row] == len(pieces):
-                pieces.append(response)
+            response_sequence[row] = sequence_of.setdefault(
+                response.numpy().tobytes() if merges else row, len(sequences)
+            )
+            if response_sequence[row] == len(sequences):
+                sequences.append(response)
                 after.append(shared)
-    layout = Packed(tuple(map(len, pieces)), tuple(after))
+    layout = Packed(tuple(map(len, sequences)), tuple(after))
     start = torch.tensor([0, *layout.lengths]).cumsum(0)
-    return torch.cat(pieces)[None], layout.position_ids(), layout, start[prompt_piece], start[response_piece]
+    return torch.cat(sequences)[None], layout.position_ids(), layout, start[prompt_sequence], start[response_sequence]
 
 
 def _padded(batch: TrainBatch) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
-    """As `_packed`, one row of the model's input for each of the batch."""
+    """Return the same as `_packed`, with one row of the model's input for each row of the batch."""
     length = sequence_lengths(batch)[:, None]
     position = torch.arange(int(length.max())).expand(len(batch), -1)
-    # A response begins where the prompt ends, in the batch at the end of the widest prompt.
+    # In the input a response begins where its prompt ends, in the batch where the widest prompt ends.
     gap = batch.prompt_ids.shape[1] - batch.prompt_length[:, None]
     column = torch.where(position < batch.prompt_length[:, None], position, position + gap)
     inside = position < length

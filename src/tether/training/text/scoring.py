@@ -1,7 +1,7 @@
-"""Reward models: one score for a whole sequence, and the Bradley-Terry loss on pairs of them.
+"""Reward models: one score for a whole sequence, and the Bradley-Terry loss on pairs of sequences.
 
-A score is read at the last token that is not padding, as transformers' sequence classifiers do. Sequences that begin
-alike are laid out with their common beginning once.
+A score is computed at the last token that is not padding, as in transformers' sequence classifiers. Sequences with the
+same beginning share it.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class PairForward:
         self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
     ) -> PairOutputs:
         """Score both sequences of each row at their last tokens."""
-        pieces: list[Tensor] = []
+        sequences: list[Tensor] = []
         continues: list[int | None] = []
         for row, (ids, mask) in enumerate(zip(batch.response_ids, batch.response_mask, strict=True)):
             first, second = mask.nonzero().flatten().tolist()
             beginning = batch.prompt_ids[row, : batch.prompt_length[row]]
-            pieces += [beginning, ids[: first + 1], ids[first + 1 : second + 1]]
+            sequences += [beginning, ids[: first + 1], ids[first + 1 : second + 1]]
             continues += [None, 3 * row, 3 * row]
-        layout = Packed(tuple(map(len, pieces)), tuple(continues))
+        layout = Packed(tuple(map(len, sequences)), tuple(continues))
         ends = torch.tensor(layout.lengths).cumsum(0).view(-1, 3)[:, 1:] - 1
-        ids = torch.cat(pieces)[None].to(model.device)
+        ids = torch.cat(sequences)[None].to(model.device)
         states = hidden_states(model, ids, layout.position_ids(model.device), layout)[ends.flatten()]
         scores = values_from_hidden(states, value_head_of(model)).view(-1, 2)
         return PairOutputs(chosen=scores[:, 0], rejected=scores[:, 1], batch_size=batch.batch_size)
@@ -84,23 +84,27 @@ class PairForward:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Bradley-Terry: minus the log-probability of the preference, log sigmoid(chosen - rejected), a mean over pairs."""
+    """The Bradley-Terry loss: minus log sigmoid(chosen - rejected), averaged over pairs.
+
+    The margin of a pair is subtracted inside (Llama 2, arXiv 2307.09288, section 3.2.2).
+    """
 
     def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """See `tether.training.protocol.LossFunction`."""
+        """Compute the loss as a `tether.training.protocol.LossFunction`."""
         margin = outputs.chosen - outputs.rejected
-        loss, all_rows = -logsigmoid(margin), torch.ones_like(margin)
+        loss = -logsigmoid(margin - batch.token_level_scores.sum(-1))
+        all_rows = torch.ones_like(margin)
         metrics = {"rm/accuracy": Mean.of(margin > 0, all_rows), "rm/margin": Mean.of(margin, all_rows)}
         total = loss.sum() / sizes.num_sequences
         return LossTerm(total, dict(metrics), {"rm/loss": total})
 
 
 def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> TrainBatch:
-    """A row for each sequence.
+    """Make a batch with a row for each sequence.
 
     Args:
         sequences: token ids, at least one each.
-        prompts: what each one answers; those that answer the same share their common beginning.
+        prompts: the prompt of each sequence; those with the same prompt share their common beginning.
     """
     groups: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -111,26 +115,28 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
         for row in rows:
             uid[row], shared[row] = number, common
     beginnings = [ids[:common] for ids, common in zip(sequences, shared, strict=True)]
-    rests = [ids[common:] for ids, common in zip(sequences, shared, strict=True)]
-    return _rows(uid, beginnings, rests, [[len(rest) - 1] for rest in rests])
+    endings = [ids[common:] for ids, common in zip(sequences, shared, strict=True)]
+    return _rows(uid, beginnings, endings, [[len(ending) - 1] for ending in endings])
 
 
-def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]]) -> TrainBatch:
-    """A row for each pair (chosen, rejected): their common beginning, then what is left of the one and of the other.
+def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[float] = ()) -> TrainBatch:
+    """Make a batch with a row for each pair (chosen, rejected): their common beginning, then both endings.
 
-    The mask is set at the two last tokens, so that no split into micro-batches parts a pair.
+    The mask is set at the last tokens of both, so that a split into micro-batches cannot separate a pair; the score of
+    a row is the margin of its pair, 0 without `margins`.
     """
-    beginnings, rests, ends = [], [], []
+    beginnings, endings, ends = [], [], []
     for chosen, rejected in pairs:
         common = _common_tokens([chosen, rejected])
         beginnings.append(chosen[:common])
-        rests.append(chosen[common:] + rejected[common:])
-        ends.append([len(chosen) - common - 1, len(rests[-1]) - 1])
-    return _rows(list(range(len(pairs))), beginnings, rests, ends)
+        endings.append(chosen[common:] + rejected[common:])
+        ends.append([len(chosen) - common - 1, len(endings[-1]) - 1])
+    return _rows(list(range(len(pairs))), beginnings, endings, ends, margins)
 
 
 def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
-    """Token ids up to the last that is no padding, where transformers' sequence classifiers read the score."""
+    """Return token ids up to the last that is not padding, where transformers' sequence classifiers compute the
+    score."""
     end = len(ids)
     while end > 1 and ids[end - 1] == pad_id:
         end -= 1
@@ -138,19 +144,25 @@ def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
 
 
 def _common_tokens(sequences: Sequence[TokenList]) -> int:
-    """Length of the beginning that all have, which leaves each of them a token."""
+    """Return the length of the longest common beginning that leaves each sequence a token."""
     limit = min(map(len, sequences)) - 1
     return next((at for at in range(limit) if len({ids[at] for ids in sequences}) > 1), limit)
 
 
-def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], marked: list[list[int]]) -> TrainBatch:
+def _rows(
+    uid: list[int],
+    prompts: list[TokenList],
+    responses: list[TokenList],
+    marked: list[list[int]],
+    scores: Sequence[float] = (),
+) -> TrainBatch:
     def padded(rows: list[TokenList]) -> Tensor:
         return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
 
     response_ids, count = padded(responses), len(uid)
     mask = torch.zeros_like(response_ids, dtype=torch.bool)
-    for row, places in enumerate(marked):
-        mask[row, places] = True
+    for row, columns in enumerate(marked):
+        mask[row, columns] = True
     rollout = RolloutBatch(
         uid=torch.tensor(uid),
         prompt_ids=padded(prompts),
@@ -162,28 +174,29 @@ def _rows(uid: list[int], prompts: list[TokenList], responses: list[TokenList], 
         truncated=torch.zeros(count, dtype=torch.bool),
         batch_size=[count],
     )
-    return TrainBatch.assemble(rollout, torch.zeros(count))
+    return TrainBatch.assemble(rollout, torch.tensor(scores) if scores else torch.zeros(count))
 
 
 _OF_ASSISTANTS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Control tokens that are an assistant's to write, and that templates look for in what it said."""
+"""Control tokens that an assistant may write, and that templates look for in its messages."""
 
 
 @dataclass(frozen=True)
 class ConversationReader:
-    """How a reward model reads a response and its prompt."""
+    """Converts a response and its prompt into the token ids that a reward model scores."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    """Its own, whose template formats prompt and response again; None: it reads the policy's token ids as they are."""
+    """The reward model's tokenizer, whose template formats prompt and response again; None passes the policy's token
+    ids on."""
     pad_id: int | None
     vocabulary: int
     max_length: int
-    """Tokens of the longest conversation that it can score."""
+    """Tokens of the longest conversation that the model can score."""
     chat_template: str | None = None
-    """Instead of the tokenizer's."""
+    """A template to use instead of the tokenizer's."""
 
     def ids(self, request: RewardRequest) -> TokenList | RewardError:
-        """Token ids of prompt and response, up to where the score is read."""
+        """Return the token ids of prompt and response, up to the token where the score is computed."""
         assert request.dialogue, "a reward model needs the conversation"
         if self.tokenizer is None:
             assert request.dialogue.response_ids is not None, "the ids of a text that was not sampled"
@@ -203,11 +216,11 @@ class ConversationReader:
         return without_padding(ids, self.pad_id)
 
     def written(self, request: RewardRequest) -> tuple[str | None, TokenList] | RewardError:
-        """The same with the text that a tokenizer reads as these ids; None: there is no such text."""
+        """Return these ids with the text that a tokenizer reads as them, or None if there is no such text."""
         ids = self.ids(request)
         if isinstance(ids, RewardError) or self.tokenizer is None:
             return ids if isinstance(ids, RewardError) else (None, ids)
-        text = decode(self.tokenizer, ids)  # in which a control token that a response spells out is one
+        text = decode(self.tokenizer, ids)  # a control token spelled out in a response becomes one here
         return (text if tokenize([text], self.tokenizer)[0].tolist() == ids else None), ids
 
     @cached_property
@@ -221,9 +234,9 @@ class ConversationReader:
                 "the prompt is token ids without messages, which the reward model's template cannot write; set "
                 "reward_model.model.input_tokenizer=null where both models have the same tokenizer"
             )
-        said = self._control.as_text(response, spared=_OF_ASSISTANTS)
+        content = self._control.as_text(response, spared=_OF_ASSISTANTS)
         try:
-            conversation = [*dialogue.messages, {"role": "assistant", "content": said}]
+            conversation = [*dialogue.messages, {"role": "assistant", "content": content}]
             return write_conversation(conversation, tokenizer, chat_template=self.chat_template)
         except ValueError as error:
             return RewardError(f"of the reward model, {error}")
@@ -231,20 +244,20 @@ class ConversationReader:
 
 @dataclass(frozen=True)
 class RewardModel:
-    """Scores responses: what a run asks a reward model for."""
+    """Scores responses with a reward model."""
 
     engine: Engine[TrainBatch, ScoreOutputs]
     reader: ConversationReader
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[float | RewardError]:
-        """Score of each request, in order, or why it has none."""
-        found: list[float | RewardError] = []
+        """Return the score of each request, in order, or the reason why it has none."""
+        results: list[float | RewardError] = []
         rows: list[int] = []
         sequences: list[TokenList] = []
         prompts: list[tuple[int, ...]] = []
         for row, request in enumerate(requests):
             read = self.reader.ids(request)
-            found.append(read if isinstance(read, RewardError) else math.nan)
+            results.append(read if isinstance(read, RewardError) else math.nan)
             if not isinstance(read, RewardError) and request.dialogue:
                 rows.append(row)
                 sequences.append(read)
@@ -252,5 +265,5 @@ class RewardModel:
         if rows:
             scores = self.engine.infer(score_batch(sequences, prompts), ScoreForward()).scores
             for row, score in zip(rows, scores.tolist(), strict=True):
-                found[row] = score
-        return found
+                results[row] = score
+        return results

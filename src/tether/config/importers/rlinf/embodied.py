@@ -259,6 +259,7 @@ def _env(role: str) -> Table:
             "rewards are taken as the simulator gives them", fine=("raw", "default", None)
         ),
         f"{section}.reward_render_mode": SIMULATOR,
+        f"{section}.use_ordered_reset_state_ids": NoEffect("start states follow from the seed of the section"),
         **_VIDEOS[role],
         f"{section}.data_collection.enabled": Refuses("episodes are not written to files yet", fine=(False, None)),
         f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),

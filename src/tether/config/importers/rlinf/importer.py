@@ -13,7 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 from tether.config.importers.rlinf.embodied import EMBODIED, START, fixed
 from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.importers.rlinf.older_names import with_todays_names
-from tether.config.importers.rlinf.other_simulator import names_task, without_old_policy, without_old_simulator
+from tether.config.importers.rlinf.other_simulator import (
+    names_own_simulator,
+    names_task,
+    without_old_policy,
+    without_old_simulator,
+)
 from tether.config.importers.rlinf.rows import (
     UNSET,
     Checked,
@@ -27,7 +32,7 @@ from tether.config.importers.rlinf.rows import (
 )
 from tether.config.importers.rlinf.text import OLDER_LOSSES, TEXT
 from tether.config.importers.rlinf.values import section_at, values_of
-from tether.config.keys import show
+from tether.config.keys import keys, show
 from tether.config.loading.compose import compose
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import nearest
@@ -53,6 +58,12 @@ OWNERS = {
     "reward": "reward.reward_type",
 }
 """Section -> the key that says which simulator, policy, kind of rows or rule its other keys belong to."""
+REMARKS = {
+    ("algorithm.loss_type", "decoupled_actor_critic"): (
+        "RLinf samples for it while the policy learns; here sampling and learning take turns in embodied runs"
+    ),
+}
+"""Key and value that are accepted -> what differs from RLinf."""
 HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
 """Groups whose presets set up sharding and weight transfer, which one process does without: they may be missing."""
 
@@ -90,6 +101,11 @@ class Imported:
     left_out: tuple[str, ...] = ()
     """Keys of the file that belong to another simulator, task or policy than the one that the overrides name."""
 
+    def remarks(self) -> list[str]:
+        """Return a note on each accepted value that RLinf treats differently."""
+        lines = [line for line in self.lines if line.why and (line.key, str(line.value)) in REMARKS]
+        return [f"{line.key}={show(line.value)}: {line.why}" for line in lines if line.status == "mapped"]
+
     def refusals(self) -> list[Problem]:
         """Return a problem for each key that is not supported."""
         refused = [line for line in self.lines if line.status == "not supported"]
@@ -122,6 +138,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     if task == "embodied":
         left_out += without_old_simulator(tree, own, _means_something)
         left_out += without_old_policy(tree, written, _means_something)
+        own = [override for override in own if not names_own_simulator(override)]
     values, unresolved = values_of(_override(tree, own), TABLES[task])
     values, older = with_todays_names(values)
     imported = _by_their_names(
@@ -210,7 +227,7 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
         fix = f"leave it out, or set {fine}" if fine else "leave it out"
         return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
-        return Line(key, value, "mapped", _converted(row, value, values))
+        return Line(key, value, "mapped", _converted(row, value, values), REMARKS.get((key, str(value)), ""))
     except NotRead as error:
         return Line(key, value, "no effect", why=str(error))
     except Unsupported as error:
@@ -223,7 +240,12 @@ def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
 
 def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
     converted = {name: convert(value, values) for name, convert in row.to.items()}
-    return {name: new for name, new in converted.items() if new is not UNSET}
+    return {name: _for_null(name) if new is None else new for name, new in converted.items() if new is not UNSET}
+
+
+def _for_null(name: str) -> object:
+    """Return the value of a native key for null: false for a flag, as in RLinf's code, where None is not true."""
+    return False if name in keys() and keys()[name].type_text == "true or false" else None
 
 
 def _defaults(table: Table, values: Values) -> Iterator[Line]:

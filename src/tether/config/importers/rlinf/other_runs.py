@@ -54,6 +54,7 @@ OTHERS: Table = {
     **OTHER_KINDS,
     **OTHER_WORKERS,
     "inference.*": ACTOR_COMPUTES,
+    "router_server_args.*": NoEffect("serves the reward model of reward.use_reward_model, which is not supported yet"),
     "actor.debug_nan_checks": NoEffect("gradients that are not finite are always noticed"),
     "actor.pretrained_checkpoint": Refuses("weights of Megatron's are named by actor.model.megatron_checkpoint"),
     "actor.use_torch_fsdp2": MEMORY,

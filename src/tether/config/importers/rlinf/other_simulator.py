@@ -17,6 +17,16 @@ POLICY_NAMES = ("model_type", "model_name")
 """Keys of `actor.model` that name a policy, today and in older files."""
 SHARED_ARGUMENTS = ("maniskill",)
 """Simulators whose constructors take the same arguments for all tasks."""
+NOT_TRANSLATED = ("libero", "metaworld")
+"""Simulators of tether's whose sections in RLinf's files are not translated: overrides set them in tether's keys."""
+OF_NETWORKS = ("mlp_policy", "cnn_policy")
+"""Policies that have none of the options below."""
+OF_LARGE_POLICIES = (
+    "attn_implementation", "center_crop", "gradient_checkpointing", "implement_version", "is_lora", "lora_path",
+    "lora_rank", "low_cpu_mem_usage", "max_prompt_length", "openpi", "unnorm_key", "use_film", "use_proprio",
+    "use_wrist_image", "value_type", "vh_mode",
+)  # fmt: skip
+"""Options of `actor.model` that only policies with a language model read."""
 
 
 def without_old_simulator(
@@ -24,9 +34,9 @@ def without_old_simulator(
 ) -> list[str]:
     """Take out of a file what describes another simulator, or another task, than the overrides name.
 
-    A new ``env.train.env_type`` takes along all that the file's simulator was set up with, and what it alone reads; a
-    new ``env.train.id`` the old task, that of tests among them, and its arguments where they are not the same for all
-    tasks of a simulator.
+    A new ``env.train.env_type``, or one of `NOT_TRANSLATED`, takes along all that the file's simulator was set up with,
+    and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its arguments where they
+    are not the same for all tasks of a simulator.
 
     Args:
         tree: the file, which is changed.
@@ -41,17 +51,19 @@ def without_old_simulator(
     old_type, old_id = train.get("env_type"), _task(train)
     new_type = given.get("env.train.env_type", old_type)
     new_id = next((given[key] for key in _names_of("train") if key in given), old_id)
-    if new_type != old_type:
-        dropped: tuple[str, ...] = OF_SIMULATOR
+    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in given
+    is_new = new_type != old_type or replaces_file
+    if is_new:
+        dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if replaces_file else OF_SIMULATOR
     elif new_id != old_id:
         dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
     else:
         return []
-    own_tests = new_type == old_type and any(key in given for key in _names_of("eval"))
+    own_tests = not is_new and any(key in given for key in _names_of("eval"))
     left_out = []
     for role in ("train",) if own_tests else ("train", "eval"):
         its_own = [name for name in section_at(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]
-        for name in (*dropped, *(its_own if new_type != old_type else ())):
+        for name in (*dropped, *(its_own if is_new else ())):
             section, _, last = f"env.{role}.{name}".rpartition(".")
             holder = section_at(tree, section)
             if last in holder:
@@ -72,11 +84,19 @@ def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable
     if all(old.get(name) == new.get(name) for name in POLICY_NAMES):
         return []
     left_out = []
+    of_old = OF_LARGE_POLICIES if new.get("model_type") in OF_NETWORKS else ()
     for section in ("actor.model", "rollout.model"):
         for name in section_at(written, section):
-            if not is_known(f"{section}.{name}") and section_at(tree, section).pop(name, None) is not None:
+            is_old = name in of_old or not is_known(f"{section}.{name}")
+            if is_old and section_at(tree, section).pop(name, None) is not None:
                 left_out.append(f"{section}.{name}")
     return left_out
+
+
+def names_own_simulator(override: Override) -> bool:
+    """Whether an override sets one of `NOT_TRANSLATED`, which makes it an override in tether's keys."""
+    is_simulator = override.path in ("env.train.env_type", "env.eval.env_type")
+    return is_simulator and not override.delete and override.value in NOT_TRANSLATED
 
 
 def names_task(override: Override) -> bool:

@@ -11,14 +11,16 @@ from tether.config.importers.rlinf.rows import (
     NotRead,
     Unsupported,
     Values,
+    choice,
     given,
     min_lr_ratio,
-    only,
     to,
     whole,
 )
 
 FALLING = ("cosine", "linear")
+SHAPES = {"constant": "constant", "torch_constant": "constant"} | {name: name for name in FALLING}
+"""RLinf's name of a schedule -> tether's. It makes `torch_constant` a ConstantLR of factor 1."""
 
 
 def read_by(backend: str, section: str, convert: Convert) -> Convert:
@@ -99,7 +101,7 @@ def fsdp_schedule(
             raise NotRead(f"{optim}.min_lr_rate goes before it")
         return min_lr_ratio(optim)(value, values)
 
-    shapes = only(("constant", *FALLING), "schedules are constant, linear and cosine")
+    shapes = choice(SHAPES, "there is no such schedule")
     return {
         f"{optim}.lr_scheduler": to(f"{native}.lr_scheduler_type", by=shapes, default=default),
         f"{optim}.lr_warmup_steps": to(f"{native}.lr_warmup_steps", by=warmup),

@@ -37,8 +37,13 @@ FORMATS = Refuses("mixed precision is chosen with actor.model.precision", fine=(
 def folder(value: object, values: Values) -> object:
     """The folder of a run: where logs go, and below it the name of the run."""
     root = path(values.get("runner.output_dir") or values.get("runner.logger.log_path"), values)
-    name = values.get("runner.logger.experiment_name") or values.get("runner.experiment_name")
+    name = values.get("runner.experiment_name") or values.get("runner.logger.experiment_name")
     return UNSET if root is None else f"{root}/{name}" if name else str(root)
+
+
+def name_of_run(value: object, values: Values) -> object:
+    """The name in logs; beside one of the logger's own, RLinf calls the folder by it, see `folder`."""
+    return UNSET if values.get("runner.logger.experiment_name") else value
 
 
 def loggers(value: str | Iterable[str], values: Values) -> object:
@@ -69,7 +74,7 @@ SHARED: Table = {
     "runner.output_dir": to("trainer.default_local_dir", by=folder),
     "runner.logger.project_name": to("trainer.project_name"),
     "runner.logger.experiment_name": to("trainer.experiment_name"),
-    "runner.experiment_name": to("trainer.experiment_name"),
+    "runner.experiment_name": to("trainer.experiment_name", by=name_of_run),
     "runner.logger.logger_backends": to("trainer.logger", by=loggers),
     "runner.logger.swanlab_mode": SERVICE,
     "runner.logger.wandb_entity": SERVICE,

@@ -1,4 +1,4 @@
-"""Models whose weights are in files still: each rank reads its part of them, and none ever holds all."""
+"""Models whose weights are still in files: each rank reads its shard, and no process ever has all of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from tether.models.language.model_path import weight_files
 
 
-class UnreadWeight(nn.Parameter):
-    """Stands for a weight that a file has: of its shape, with the memory of one number."""
+class LazyWeight(nn.Parameter):
+    """Placeholder for a weight in a file, with its shape and the memory of one number."""
 
     file: Path
     key: str
-    """In the file."""
+    """Name of the weight in the file."""
 
 
-def unread_model(
+def lazy_model(
     auto_class: Any,
     path: Path | str,
     config: PreTrainedConfig,
@@ -33,14 +33,14 @@ def unread_model(
     *,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel | None:
-    """A model with `UnreadWeight`s; its buffers, such as rotary frequencies, are computed as its class does.
+    """Return a model with `LazyWeight`s; its buffers, such as rotary frequencies, are computed by its class.
 
     Returns:
-        The model; None where a weight is not in a safetensors file of its own under the name that the model has for it,
-        so that transformers has to load it.
+        The model; None if a weight is not in a safetensors file under its name in the model, so that transformers has
+        to load it.
     """
     files = _weights_of(Path(path))
-    hook = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]  # it may return one
+    hook = register_module_parameter_registration_hook(_without_memory)  # type: ignore[arg-type]  # it may return a parameter
     try:
         model: PreTrainedModel = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     finally:
@@ -50,11 +50,11 @@ def unread_model(
         names.setdefault(id(parameter), []).append(name)
     weights: dict[int, nn.Parameter] = {}
     for parameter in model.parameters():
-        found = [name for name in names[id(parameter)] if name in files]
-        # Tied weights of which both were saved may differ: then they are no longer tied.
-        if len(found) != 1 or files[found[0]][1] != list(parameter.shape):
+        saved_names = [name for name in names[id(parameter)] if name in files]
+        # Tied weights that were both saved may differ: then they are no longer tied.
+        if len(saved_names) != 1 or files[saved_names[0]][1] != list(parameter.shape):
             return None
-        weights[id(parameter)] = _unread(parameter, device, files[found[0]][0], found[0])
+        weights[id(parameter)] = _lazy_weight(parameter, device, files[saved_names[0]][0], saved_names[0])
     wide = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     has_buffers = len(model.state_dict()) != sum(map(len, names.values()))
     if has_buffers or (wide and dtype != torch.float32):
@@ -68,37 +68,38 @@ def unread_model(
     return model.to(device).eval()  # type: ignore[arg-type]  # transformers' own `to` is typed for a decorator
 
 
-def is_unread(model: nn.Module) -> bool:
-    """Whether a weight of it is in a file still."""
-    return any(isinstance(parameter, UnreadWeight) for parameter in model.parameters())
+def has_lazy_weights(model: nn.Module) -> bool:
+    """Return whether a weight of the model is still in a file."""
+    return any(isinstance(parameter, LazyWeight) for parameter in model.parameters())
 
 
 def sources_of(model: nn.Module) -> list[tuple[Path, str] | None]:
-    """Of each parameter, where it is to be read from."""
-    return [(p.file, p.key) if isinstance(p, UnreadWeight) else None for p in model.parameters()]
+    """Return for each parameter the file and key to read it from, or None."""
+    return [(p.file, p.key) if isinstance(p, LazyWeight) else None for p in model.parameters()]
 
 
-def give_memory(module: nn.Module) -> None:
-    """Unread weights get the memory of their shape; what stands there is of no use."""
+def allocate_weights(module: nn.Module) -> None:
+    """Allocate uninitialised memory for lazy weights."""
     for parameter in module.parameters():
-        if isinstance(parameter, UnreadWeight) and not parameter.is_contiguous():
+        if isinstance(parameter, LazyWeight) and not parameter.is_contiguous():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 @torch.no_grad()
-def read_rows(places: Iterable[tuple[tuple[Path, str], int, Tensor]]) -> int:
-    """Fill tensors with rows of weights: where the weight is, its first row, and the tensor; returns the bytes read."""
+def read_rows(requests: Iterable[tuple[tuple[Path, str], int, Tensor]]) -> int:
+    """Fill tensors with rows of weights, given the weight's file and key, its first row, and the tensor; returns the
+    bytes read."""
     by_file: dict[Path, list[tuple[str, int, Tensor]]] = {}
-    for (file, name), first, rows in places:
+    for (file, name), first, rows in requests:
         by_file.setdefault(file, []).append((name, first, rows))
     count = 0
-    for file, wanted in by_file.items():
+    for file, requested in by_file.items():
         with safe_open(file, "pt") as opened:
-            for name, first, rows in wanted:
+            for name, first, rows in requested:
                 if rows.numel():
-                    found = opened.get_slice(name)[first : first + len(rows)]
-                    rows.copy_(found)
-                    count += found.nbytes
+                    values = opened.get_slice(name)[first : first + len(rows)]
+                    rows.copy_(values)
+                    count += values.nbytes
     return count
 
 
@@ -108,17 +109,18 @@ def _without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None
     return nn.Parameter(parameter.to(torch.device("meta")), requires_grad=parameter.requires_grad)
 
 
-def _unread(parameter: nn.Parameter, device: torch.device, file: Path, name: str) -> UnreadWeight:
+def _lazy_weight(parameter: nn.Parameter, device: torch.device, file: Path, name: str) -> LazyWeight:
     one = torch.zeros(1, dtype=parameter.dtype, device=device)
-    found = torch.Tensor._make_subclass(UnreadWeight, one.expand(parameter.shape), parameter.requires_grad)
-    found.file, found.key = file, name
-    return found
+    weight = torch.Tensor._make_subclass(LazyWeight, one.expand(parameter.shape), parameter.requires_grad)
+    weight.file, weight.key = file, name
+    return weight
 
 
 def _weights_of(folder: Path) -> Mapping[str, tuple[Path, list[int]]]:
-    """Name -> file and shape."""
-    found: dict[str, tuple[Path, list[int]]] = {}
+    """Return name -> file and shape."""
+    weights: dict[str, tuple[Path, list[int]]] = {}
     for file in weight_files(folder):
-        with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:  # it is said when all is loaded
-            found |= {name: (file, opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    return found
+        # Reported when the model is loaded by transformers.
+        with suppress(OSError, SafetensorError), safe_open(file, "pt") as opened:
+            weights |= {name: (file, opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return weights

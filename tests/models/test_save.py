@@ -1,0 +1,98 @@
+"""Exported models are read by transformers 4, which many servers and evaluations run with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from tests.tiny import EOS, IM_START, tiny_model, tiny_tokenizer
+from tether.models.language.save import save_tokenizer, write_model
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+ROPES = {
+    "llama": LLAMA3,
+    "qwen2": {"rope_type": "default", "rope_theta": 1000.0},
+    "mistral": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+    "qwen3": {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 64},
+    "gemma3": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+READ = """
+import sys, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+assert transformers.__version__.startswith("4."), transformers.__version__
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.dtype == torch.float32, model.dtype
+    ids = (torch.arange(150) * 7919 + 101) % 260
+    with torch.no_grad():
+        torch.save(model(ids[None]).logits[0], folder + "/logits.pt")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer("<|im_start|>a")["input_ids"][0] == 2
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+"""
+
+
+def write_all(folder: Path) -> dict[Path, torch.nn.Module]:
+    models = {folder / name: tiny_model(name, rope_parameters=rope) for name, rope in ROPES.items()}
+    for path, model in models.items():
+        write_model(model, path)
+        save_tokenizer(tiny_tokenizer(), path)
+    return models
+
+
+def test_renamed_settings_have_both_names(tmp_path: Path) -> None:
+    """And transformers 5 reads what it wrote."""
+    for path, model in write_all(tmp_path).items():
+        assert AutoConfig.from_pretrained(path).rope_parameters == model.config.rope_parameters, path
+    configs = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ROPES}
+    assert configs["llama"]["rope_theta"] == 500000.0
+    assert configs["llama"]["rope_scaling"] == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    assert configs["llama"]["torch_dtype"] == configs["llama"]["dtype"] == "float32"
+    assert configs["qwen2"]["rope_scaling"] is None
+    gemma = configs["gemma3"]
+    assert (gemma["rope_theta"], gemma["rope_local_base_freq"], gemma["rope_scaling"]["factor"]) == (1e6, 500.0, 8.0)
+
+    tokenizer = json.loads((tmp_path / "llama" / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(tokenizer.get("extra_special_tokens"), list)
+    again = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert again.eos_token == EOS
+    assert again(f"{IM_START}a")["input_ids"] == tiny_tokenizer()(f"{IM_START}a")["input_ids"]
+
+
+def test_a_model_without_rotary_positions_is_written_as_it_is(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4))
+    write_model(model, tmp_path)
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.skipif(
+    "TETHER_TEST_TRANSFORMERS_4" not in os.environ,
+    reason="TETHER_TEST_TRANSFORMERS_4: folder of pip install --target, with transformers 4 and what it needs",
+)
+def test_transformers_4_computes_the_same(tmp_path: Path) -> None:
+    models = write_all(tmp_path)
+    environment = os.environ | {"PYTHONPATH": os.environ["TETHER_TEST_TRANSFORMERS_4"]}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, *map(str, models)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ids = (torch.arange(150) * 7919 + 101) % 260
+    for path, model in models.items():
+        with torch.no_grad():
+            expected = model(ids[None]).logits[0]
+        torch.testing.assert_close(torch.load(path / "logits.pt"), expected, rtol=1e-3, atol=1e-3)

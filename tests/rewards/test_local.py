@@ -1,0 +1,44 @@
+"""Rewards that are objects of this process, called in the main thread and in that of a sampler ahead."""
+
+import signal
+import threading
+import time
+
+import math_verify
+
+from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
+from tether.rewards.service import LocalRewards
+
+
+def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+    if solution_str == "loops":
+        while True:
+            time.sleep(0.01)
+    if solution_str == "asks for signals":
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    if solution_str == "$2$":
+        return float(math_verify.verify(math_verify.parse("$2$"), math_verify.parse(solution_str)))
+    return 1.0
+
+
+def outcomes() -> list[RewardOutcome]:
+    texts = ("loops", "asks for signals", "$2$", "is quick")
+    with LocalRewards(reward, 0.2) as rewards:
+        found = rewards.score([RewardRequest("test", text, "1") for text in texts])
+        time.sleep(0.3)  # the deadlines of calls that ended pass by
+        return found
+
+
+def test_a_deadline_ends_calls_in_every_thread() -> None:
+    by_thread = {"main": outcomes()}
+    thread = threading.Thread(target=lambda: by_thread.update(sampler=outcomes()))
+    thread.start()
+    thread.join()
+    for loops, *_, quick in by_thread.values():
+        assert isinstance(loops, RewardError)
+        assert "not done after 0.2 seconds" in loops.message
+        assert isinstance(quick, Score)
+    for in_main, in_sampler in zip(by_thread["main"][1:3], by_thread["sampler"][1:3], strict=True):
+        assert isinstance(in_main, Score)
+        assert isinstance(in_sampler, RewardError)
+        assert "put the function into a file (custom_reward_function.path)" in in_sampler.message
