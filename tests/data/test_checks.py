@@ -7,14 +7,14 @@ from tests.data.conftest import MARKERS, TEMPLATE, record
 from tether.batch import Prompt
 from tether.data.checks import bos_problem, cut_problem, template_problem
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Rows, Source
+from tether.data.rows import Rows, RowSource
 
 Make = Callable[..., PreTrainedTokenizerFast]
 BARE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
 
 def dataset(tokenizer: PreTrainedTokenizerFast, content: str = "What is 1 + 1?", limit: int = 99) -> PromptDataset:
-    rows = Rows([Source("toy", [record(content), record("short")], ())])
+    rows = Rows([RowSource("toy", [record(content), record("short")], ())])
     return PromptDataset(rows, tokenizer, PromptOptions(limit, truncation="right"))
 
 

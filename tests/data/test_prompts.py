@@ -14,7 +14,7 @@ from tests.data.conftest import record, write_jsonl
 from tether.data import chat, prompts
 from tether.data.checks import repeated_problem
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Row, Rows, Source
+from tether.data.rows import Row, Rows, RowSource
 from tether.data.sources import load_rows
 from tether.runtime.terminal import Waiting
 
@@ -22,7 +22,7 @@ Make = Callable[..., PreTrainedTokenizerFast]
 
 
 def rows_of(*contents: str, **changes: Any) -> Rows:
-    return Rows([Source("toy.jsonl", [record(content, **changes) for content in contents], ())])
+    return Rows([RowSource("toy.jsonl", [record(content, **changes) for content in contents], ())])
 
 
 def texts(dataset: PromptDataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
@@ -275,7 +275,7 @@ def test_generated_validation_prompts_that_repeat_or_are_trained_are_left_out(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     def dataset(*contents: str, generated: bool) -> PromptDataset:
-        source = Source("toy", [record(content) for content in contents], (), generated=generated)
+        source = RowSource("toy", [record(content) for content in contents], (), generated=generated)
         return PromptDataset(Rows([source]), tokenizer, PromptOptions(20))
 
     train = dataset("a", "b", "b", generated=True)

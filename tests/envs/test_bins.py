@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.envs import toys
 from tether.envs.make import EnvOptions, make_vector_env
-from tether.envs.spaces.action_bins import CENTERS, NUMBERS, ActionBins, check_bounds
+from tether.envs.spaces.action_bins import CENTERS, NUM_INDICES, ActionBins, check_bounds
 from tether.envs.spaces.coded import CodedEnv
 
 BINS = ActionBins((-1.0, 0.0, 5.0), (1.0, 0.5, 5.0))
@@ -23,7 +23,7 @@ def test_by_hand():
     assert BINS.encode(np.array([9.0, -9.0, 5.0], dtype=np.float32)).tolist() == [254, 0, 0]
 
 
-@given(st.lists(st.integers(0, NUMBERS - 2), min_size=2, max_size=2))
+@given(st.lists(st.integers(0, NUM_INDICES - 2), min_size=2, max_size=2))
 def test_a_bin_comes_back(numbers):
     bins = ActionBins((-1.0, 0.0), (1.0, 0.5))
     assert bins.encode(bins.decode(np.array(numbers))).tolist() == numbers

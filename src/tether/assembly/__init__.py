@@ -1,7 +1,8 @@
-"""Turns a checked configuration into the objects of a run: the only package that reads configuration.
+"""Builds the objects of a run from a validated configuration: the only package that reads configuration.
 
-`run` makes a whole run, `build` its parts from the object of a user's own code; the other modules make what one command
-needs. They load torch and transformers, so that a command imports the one that it needs, when it needs it.
+`build` builds a run of either kind: `run` of text, `control` in simulators. The other modules build what a single
+command
+needs. They load torch and transformers, so a command imports only the one that it needs, when it needs it.
 """
 
 __all__ = [

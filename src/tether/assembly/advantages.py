@@ -1,4 +1,4 @@
-"""From rewards to advantages: the estimator, what it asks of the step, and what is done to rewards before it."""
+"""From rewards to advantages: the estimator, its inputs, and the shaping of rewards before it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tether.trainer.text import value_metrics
 from tether.training import advantage_estimator, policy_loss
 
 OWN_DEFAULT = ("raw",)
-"""Estimators that can whiten, but have a default of their own."""
+"""Estimators that support whitening, but have a different default."""
 
 
 def asks_for(config: RunConfig, what: str) -> bool:
-    """Whether the estimator of a run cannot do without an input, for example ``reward_baselines``."""
+    """Whether the estimator of a run requires an input, for example ``reward_baselines``."""
     return what in needs(advantage_estimator(config.algorithm.adv_estimator))
 
 
 def check_own_functions(config: RunConfig) -> None:
-    """Load the functions that the user's files hold for this run, and call each once on a small batch.
+    """Load the user's functions for this run, and call each once on a small batch.
 
     Raises:
-        ValueError: one that does not work, or an estimator that needs the values of a critic that there is not.
+        ValueError: a function fails, or an estimator needs a critic's values and the run has no critic.
     """
     policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     if asks_for(config, "values") and not config.critic.enable:
@@ -43,7 +43,7 @@ def check_own_functions(config: RunConfig) -> None:
 
 
 def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], dict[str, float]]:
-    """The function that fills in `advantages` and `returns`, and gives metrics."""
+    """Return the function that sets `advantages` and `returns` of a batch and returns metrics."""
     estimator = advantage_estimator(algorithm.adv_estimator)
     weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
     alpha = algorithm.lam_actor_alpha
@@ -78,7 +78,7 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
 
 
 def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
-    """The changes of scores; None where there are none."""
+    """Return the shaping of rewards; None if there is none."""
     penalty, how, scale = _length_penalty(config), config.algorithm.normalize_rewards, config.reward_model.reward_scale
     if penalty is None and how == "none" and scale == 1:
         return None
@@ -87,7 +87,7 @@ def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
 
 
 def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
-    """ReMax's baseline; None for other estimators."""
+    """Return ReMax's baseline; None for other estimators."""
     if not asks_for(config, "reward_baselines"):
         return None
     rollout = config.actor_rollout_ref.rollout
@@ -101,7 +101,7 @@ def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
 
 
 def build_reward_components(config: RunConfig) -> RewardComponents | None:
-    """GDPO's components; None for other estimators."""
+    """Return GDPO's reward components; None for other estimators."""
     return RewardComponents(config.algorithm.gdpo_reward_keys) if asks_for(config, "reward_components") else None
 
 

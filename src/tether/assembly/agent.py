@@ -1,4 +1,4 @@
-"""A saved control policy, with the spaces of its environment, to be asked for actions."""
+"""A saved control policy with the spaces of its environment, for predicting actions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
-    """The `tether.rollout.env.agent.EnvAgent` of a checkpoint, and what makes an environment of ``env.eval``.
+    """Build the `tether.rollout.env.agent.EnvAgent` of a checkpoint, and a factory of environments of ``env.eval``.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         checkpoint: the ``global_step_N`` folder.
-        seed: of the noise that actions are drawn with.
+        seed: seed of the noise for sampling actions.
 
     Raises:
-        ValueError: the environment cannot be made alone, or needs what is not installed.
+        ValueError: the environment cannot be made singly, or a package is missing.
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval

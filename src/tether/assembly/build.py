@@ -1,4 +1,4 @@
-"""From a configuration to a run, of whichever kind it describes."""
+"""Builds a run of the kind that a configuration describes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tether.runtime.user_files import forget_imports
 
 
 def build(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
-    """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
+    """Build everything that a run needs, and resume from a checkpoint according to ``trainer.resume_mode``.
 
     Args:
-        loaded: describes the run.
-        begin: called with what is about to be done, for whoever waits.
+        loaded: the configuration of the run.
+        begin: called with a description of each activity that starts.
 
     Raises:
-        ValueError: the inputs are not usable; see the message.
+        ValueError: the inputs are not usable.
     """
     forget_imports()
     if loaded.config.env.train.id is None:

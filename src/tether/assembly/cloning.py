@@ -1,4 +1,4 @@
-"""From a configuration to what precedes training in a simulator: recorded episodes, and a policy that imitates them."""
+"""Recording of episodes in a simulator, and training of a policy that imitates them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tether.training.control import Cloning, CloningData, CloningOptions, split_
 
 SOURCE = "--from"
 SCRIPTED = "scripted"
-"""The source that is the simulator's own policy."""
+"""The source name of the simulator's own policy."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """Episodes as they are played, and what a file says of them."""
+class EpisodeRecording:
+    """Episodes to record, and metadata for their file."""
 
     episodes: Iterator[Demonstration]
     fps: int
@@ -44,19 +44,19 @@ class Recording:
 
 def build_recording(
     loaded: LoadedConfig, source: str, episodes: int, seed: int | None, *, only_successful: bool
-) -> Recording:
+) -> EpisodeRecording:
     """Play episodes in one of the environments of ``env.train``.
 
     Args:
         loaded: the configuration.
-        source: a checkpoint, whose policy plays without noise; ``file.py:function``; or ``scripted``, the policy that
-            the simulator brings along.
-        episodes: how many.
-        seed: of the start states; None: ``env.train.seed``.
-        only_successful: leave the others out.
+        source: a checkpoint, whose policy acts without noise; ``file.py:function``; or ``scripted``, the simulator's
+            own policy.
+        episodes: number of episodes.
+        seed: seed of the start states; None: ``env.train.seed``.
+        only_successful: drop episodes without success.
 
     Raises:
-        ValueError: the environment cannot be made alone, there is no such source, or its actions do not fit.
+        ValueError: the environment cannot be made singly, the source does not exist, or its actions do not fit.
     """
     config = loaded.config
     set_threads(config.trainer.num_threads)
@@ -64,7 +64,9 @@ def build_recording(
     section = config.env.train
     if section.env_type == "envpool":
         raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
-    options = env_options(section, "env.train", {}, view_of(config))  # first: it says what is missing without Gymnasium
+    options = env_options(
+        section, "env.train", {}, view_of(config)
+    )  # first, because it reports if Gymnasium is missing
     record = importlib.import_module("tether.rollout.env.demonstration_recorder")
     make = importlib.import_module("tether.envs.make")
     env = make.make_one(options)
@@ -85,23 +87,23 @@ def build_recording(
         with closing(env):
             yield from record.record(env, options.id, decide, episodes, first, only_successful=only_successful)
 
-    return Recording(play(), fps, options.id)
+    return EpisodeRecording(play(), fps, options.id)
 
 
 def build_cloning(
     config: RunConfig, folder: Path, options: CloningOptions, held_out: float, quantiles: tuple[float, float]
 ) -> tuple[Cloning, Policy]:
-    """Build a new policy for ``env.train``, and what it learns from recorded episodes by.
+    """Build a new policy for ``env.train`` and its training on recorded episodes.
 
     Args:
         config: the configuration.
-        folder: the dataset.
-        options: of the learning.
-        held_out: share of the episodes that it is measured on.
-        quantiles: of the recorded actions, which become the bounds of action tokens.
+        folder: folder of the dataset.
+        options: options of the training.
+        held_out: share of the episodes for validation.
+        quantiles: quantiles of the recorded actions that become the bounds of action tokens.
 
     Raises:
-        ValueError: the dataset is not usable, or is not of these environments; or the policy has a memory.
+        ValueError: the dataset is not usable or does not fit the environments, or the policy is recurrent.
     """
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
@@ -115,28 +117,28 @@ def build_cloning(
     with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
-        for number, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
-            _refuse_forbidden(env, seen, chosen, f"{folder}: episode {number}")
+        for index, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
+            _refuse_forbidden(env, seen, chosen, f"{folder}: episode {index}")
         kind = config.policy.model_type
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
         policy = new_policy(config, env, bounds or scales)
     spec = policy.spec
-    if isinstance(spec, VlaSpec):  # of a published policy they may be its own
+    if isinstance(spec, VlaSpec):  # a published policy may have its own
         actions = [_bins(spec).encode(columns) for columns in actions]
     chunk = spec.horizon if isinstance(spec, FlowSpec) else spec.num_action_chunks
-    learned, apart = split_episodes(len(episodes), held_out, config.trainer.seed)
+    learned, validation = split_episodes(len(episodes), held_out, config.trainer.seed)
 
     def data(which: list[int]) -> CloningData:
         return windows([obs[i] for i in which], [actions[i] for i in which], chunk)
 
     learn_from = data(learned)
     policy.update_statistics(learn_from.obs)
-    # The noise of a Gaussian stays policy.init_logstd: imitation would shrink it to nothing.
+    # The standard deviation of a Gaussian stays policy.init_logstd, because imitation would shrink it to zero.
     trained = [
         value for name, value in policy.named_parameters() if value.requires_grad and not name.endswith("logstd")
     ]
-    return Cloning(policy, trained, learn_from, data(apart), options, config.trainer.seed), policy
+    return Cloning(policy, trained, learn_from, data(validation), options, config.trainer.seed), policy
 
 
 def _bounds(actions: list[Array], quantiles: tuple[float, float]) -> dict[str, object]:
@@ -155,10 +157,10 @@ def _unchanged(actions: Array) -> Array:
 
 
 def _function(file: str, name: str) -> Callable[[Any, Any], Any]:
-    found = vars(import_python_file(file, SOURCE)).get(name)
-    if not callable(found):
+    function = vars(import_python_file(file, SOURCE)).get(name)
+    if not callable(function):
         raise ValueError(f"{SOURCE}={file}:{name}: the file defines no function {name}(env, obs)")
-    return found
+    return function
 
 
 def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -> list[Observation]:
@@ -169,26 +171,26 @@ def _observations(episodes: list[Demonstration], env: VectorEnv, folder: Path) -
 
 
 def _actions(episode: Demonstration, env: VectorEnv, folder: Path) -> Array:
-    """Actions as the policy decides on them.
+    """Return the actions of an episode in the policy's dtype.
 
     Raises:
-        ValueError: they are of another action space.
+        ValueError: the actions are of a different action space.
     """
-    whole = isinstance(env.actions, DiscreteActions)
-    kind, wanted = episode.actions.dtype.kind, "choices" if whole else "numbers"
-    if episode.actions.shape[1] != env.actions.width or (kind in "iu") != whole:
-        found = f"{episode.actions.shape[1]} columns of {episode.actions.dtype}"
-        raise ValueError(f"{folder}: not recorded in {env.id}: actions of {found}, not {env.actions.width} {wanted}")
-    return episode.actions.astype(np.int64 if whole else np.float32)
+    is_discrete = isinstance(env.actions, DiscreteActions)
+    kind, wanted = episode.actions.dtype.kind, "choices" if is_discrete else "numbers"
+    if episode.actions.shape[1] != env.actions.width or (kind in "iu") != is_discrete:
+        columns = f"{episode.actions.shape[1]} columns of {episode.actions.dtype}"
+        raise ValueError(f"{folder}: not recorded in {env.id}: actions of {columns}, not {env.actions.width} {wanted}")
+    return episode.actions.astype(np.int64 if is_discrete else np.float32)
 
 
 def _refuse_forbidden(env: VectorEnv, obs: Observation, actions: Array, where: str) -> None:
-    """Refuse choices that the recorded masks forbid: the policy could never make them, so their loss is huge.
+    """Refuse actions that the recorded masks forbid: the policy could never choose them, so their loss would be huge.
 
     Raises:
-        ValueError: there is one; names the first.
+        ValueError: the message names the first such action.
     """
-    mask = next((part.name for part in env.layout if part.kind == "mask"), None)
+    mask = next((entry.name for entry in env.layout if entry.kind == "mask"), None)
     if mask is None or not isinstance(env.actions, DiscreteActions):
         return
     offsets = np.cumsum((0, *env.actions.choices[:-1]))

@@ -1,4 +1,4 @@
-"""Parts that text and control runs share; loads no transformers, which control runs never need."""
+"""Components that text and control runs share; does not load transformers, which control runs do not need."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ LossByStep = Callable[[int], tuple[AnyLoss, dict[str, float]]]
 
 @dataclass(frozen=True)
 class Run:
-    """A trainer, and what must be closed after it."""
+    """A trainer with its configuration and resources."""
 
     loaded: LoadedConfig
-    """As it runs: what was left to the machine is decided."""
+    """The configuration of the run, with all automatic values decided."""
     trainer: Trainer
     directory: Path
-    """Checkpoints, logs and samples."""
+    """Folder of checkpoints, logs and samples."""
     resumed_from: Path | None
     resources: ExitStack
-    """Processes of rewards or environments, loggers, and the lock of the folder."""
+    """Processes of rewards or environments, loggers, and the lock of the folder, to close after the run."""
     about: tuple[str, ...]
-    """Lines for the user: what the run learns from."""
+    """Lines for the user that describe the data of the run."""
     preflight: Callable[[], Preflight]
-    """Judges a run that has not begun."""
+    """Checks a run before it begins."""
 
     def close(self) -> None:
-        """End all processes, write what the loggers hold back, and let other runs into the folder."""
+        """End all processes, flush the loggers and release the lock of the folder."""
         self.resources.close()
 
 
 def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
-    """The checkpoints of a run, and the one that it resumes from, verified; None: it begins from scratch.
+    """Return the checkpoint store of a run, and the verified checkpoint to resume from (None: a new run).
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or its models were built with other settings.
+        ValueError: the checkpoint does not exist, is damaged, or was made with different model settings.
     """
     trainer = loaded.config.trainer
     store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
-    given = Path(trainer.resume_from_path) if trainer.resume_from_path else None
-    checkpoint = store.resolve(trainer.resume_mode, given)
+    resume_path = Path(trainer.resume_from_path) if trainer.resume_from_path else None
+    checkpoint = store.resolve(trainer.resume_mode, resume_path)
     if checkpoint:
         check_resumable(checkpoint / "run.yaml", loaded)
     return store, checkpoint
 
 
 def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]:
-    """Return a line about the room that a checkpoint of these models takes; empty where none is saved.
+    """Return a line about the size of a checkpoint of these models; empty if none is saved.
 
-    Weights are stored in float32, and so are the two moments of AdamW of those that are trained.
+    Weights are stored in float32, and so are the two AdamW moments of trained weights.
     """
     trainer, folder = config.trainer, Path(config.trainer.default_local_dir)
     if trainer.save_freq == 0:
@@ -77,10 +77,10 @@ def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]
 
 
 def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:
-    """The configuration of a run with the learning rate that the rollbacks behind it leave.
+    """Return the configuration with the learning rate reduced by earlier rollbacks.
 
     Raises:
-        ValueError: the note of them cannot be read.
+        ValueError: the record of rollbacks cannot be read.
     """
     done = len(rollbacks_of(store.root, checkpoint))
     if not done:
@@ -90,7 +90,7 @@ def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Pa
 
 
 def build_rollbacks(config: TrainerConfig, store: CheckpointStore, checkpoint: Path | None) -> Rollbacks | None:
-    """How a run goes back after a collapse; None where it does not."""
+    """Return the rollback after a collapse; None if the run does not roll back."""
     if config.on_collapse != "rollback":
         return None
     done = rollbacks_of(store.root, checkpoint)
@@ -98,7 +98,7 @@ def build_rollbacks(config: TrainerConfig, store: CheckpointStore, checkpoint: P
 
 
 def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
-    """Open the loggers of a run in its folder, and set aside the checkpoints that do not lead to its start."""
+    """Open the loggers of a run, and set aside checkpoints that are not on the path to its start."""
     trainer = loaded.config.trainer
     info = RunInfo(
         directory=store.root,
@@ -121,7 +121,7 @@ def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, 
 
 
 def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
-    """Optimizer and schedule of one model."""
+    """Return the options of a model's optimizer and schedule."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
     schedule = optim.lr_scheduler_type if optim.lr_decay_style == "constant" else optim.lr_decay_style
     return OptimizerOptions(
@@ -144,27 +144,27 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
 
 
 def build_best_test(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestTest:
-    """Keeps the checkpoint of the best test of a run.
+    """Return the component that keeps the checkpoint with the best evaluation.
 
     Args:
         trainer: section of the configuration.
-        persistence: of the run.
-        checkpoint: the run resumes from it. The checkpoint of a best test that does not lead to it is set aside, also
-            where this run keeps none: it would show another run's as its own.
+        persistence: persistence of the run.
+        checkpoint: the checkpoint that the run resumes from. A best checkpoint that does not lead to it is set aside,
+            because it would belong to a different run.
     """
     root = persistence.store.root
     store = CheckpointStore(root / BEST, keep=1)
     store.resolve("disable")
     if trainer.resume_mode != "auto" and not trainer.val_only:
-        kept, start = store.last_saved(), None
+        best, start = store.last_saved(), None
         if checkpoint is not None and checkpoint.parent.resolve() == root.resolve():
-            start = kept if kept is not None and step_of(kept) <= step_of(checkpoint) else None
+            start = best if best is not None and step_of(best) <= step_of(checkpoint) else None
         store.set_aside(start)
     return BestTest(replace(persistence, store=store) if trainer.keep_best else None, trainer.stop_at_score)
 
 
 def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:
-    """Records some of the steps; None: no step is recorded.
+    """Return the profiler of selected steps; None if no step is profiled.
 
     Raises:
         ValueError: the run has no such step.
@@ -179,17 +179,17 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler |
 
 
 def ranks_line(config: RunConfig) -> str:
-    """A line for the user about several devices."""
+    """Return a line for the user about several devices."""
     return f"{device_count(config)} devices; up to {config.trainer.max_restarts} restarts when one is lost"
 
 
 def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:
-    """When the policy begins to learn."""
+    """Return the warm-up of the critic, which delays the training of the policy."""
     return CriticWarmup(trainer.critic_warmup, trainer.critic_warmup_until_explained_variance)
 
 
 def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
-    """Keywords of every policy loss."""
+    """Return the keyword arguments that all policy losses have."""
     return {
         "tau_pos": actor.tau_pos,
         "tau_neg": actor.tau_neg,
@@ -202,12 +202,12 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
 
 
 def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
-    """`Learner.loss_at`: the losses of a run whose clip range or entropy bonus falls; None: neither does.
+    """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant.
 
     Args:
-        actor: the policy's update.
-        total_steps: training steps.
-        make: the loss of such an update.
+        actor: section of the policy's update.
+        total_steps: number of training steps.
+        make: makes the loss of such a section.
     """
     falls = {
         "clip_ratio_low": actor.clip_ratio_schedule == "linear",
@@ -216,15 +216,15 @@ def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConf
     }
 
     def at(step: int) -> tuple[AnyLoss, dict[str, float]]:
-        left = max(0.0, 1 - step / total_steps)
-        now = {name: getattr(actor, name) * left for name, does in falls.items() if does}
+        remaining = max(0.0, 1 - step / total_steps)
+        now = {name: getattr(actor, name) * remaining for name, does in falls.items() if does}
         return make(actor.model_copy(update=now)), now
 
     return at if any(falls.values()) else None
 
 
 def selection_options(actor: ActorConfig) -> dict[str, float]:
-    """Keywords of the choice of the tokens that the loss treats apart; empty where it makes none."""
+    """Return the keyword arguments that select tokens for separate treatment in the loss; empty without a selection."""
     loss = actor.policy_loss
     if loss.loss_mode not in TOKEN_SELECTIONS:
         return {}

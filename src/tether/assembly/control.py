@@ -1,4 +1,4 @@
-"""From the configuration of an embodied run to its parts."""
+"""Builds the components of a control run from its configuration."""
 
 from __future__ import annotations
 
@@ -63,15 +63,17 @@ from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, Rollout
 from tether.training.engines.flat import FlatEngine
 
 if TYPE_CHECKING:
-    from tether.assembly.groups import Groups
+    from tether.assembly.groups import RankGroups
     from tether.envs.make import EnvOptions
 
 
 def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
-    """With the defaults of the environment's kind of actions, where its id does not tell: one is made to look at.
+    """Return the configuration with defaults for the environment's kind of actions.
+
+    If the id does not determine it, one environment is made to look at its action space.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the environment cannot be made.
     """
     if loaded.undecided is None:
         return loaded
@@ -79,31 +81,33 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     train = config.env.train
     one = train
     if not _has_vector_code_alone(config):
-        own = "auto" if train.vectorization == "vector" else train.vectorization
-        one = train.model_copy(update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": own})
+        vectorization = "auto" if train.vectorization == "vector" else train.vectorization
+        one = train.model_copy(
+            update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
+        )
     with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
         continuous = isinstance(env.actions, ContinuousActions)
     return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
 
 
 def _has_vector_code_alone(config: RunConfig) -> bool:
-    """Whether environments of ``env.train`` are only made together, perhaps always as many of them."""
+    """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
     options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
     alone: bool = importlib.import_module("tether.envs.make").has_vector_code_alone(options)
     return alone
 
 
 def build_control_run(loaded: LoadedConfig) -> Run:
-    """Build everything that an embodied run needs, and resume from a checkpoint where there is one.
+    """Build everything that a control run needs, and resume from a checkpoint if there is one.
 
     Raises:
-        ValueError: the environments cannot be made, no policy fits them, or a checkpoint is of other ones.
+        ValueError: the environments cannot be made, no policy fits them, or the checkpoint is of different ones.
     """
     directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(loaded)
-        loaded = fit_defaults(loaded)  # after what is wrong with the folder: it may take long
+        loaded = fit_defaults(loaded)  # after the checks of the folder, because it can take long
         loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config
         trainer_config, train = config.trainer, config.env.train
@@ -128,7 +132,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             env_seed=train.seed,
             warn=lambda message: loggers.warn(message),
             ranks=trainer_config.devices,
-            transfers=groups.whole.transfers.take if groups else dict,
+            transfers=groups.all_ranks.transfers.take if groups else dict,
             trusts_pickles=trainer_config.trust_checkpoint_pickle,
         )
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
@@ -144,7 +148,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             critic_warmup=build_critic_warmup(trainer_config),
             best=build_best_test(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
-            profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
+            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
@@ -158,7 +162,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         env = roles.env
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
-        # What is collected is copied once, into the rows that are learned from.
+        # Collected steps are copied once, into the rows of the training batch.
         rows = Need("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
         check = partial(
             preflight,
@@ -171,24 +175,26 @@ def build_control_run(loaded: LoadedConfig) -> Run:
 
 @dataclass(frozen=True)
 class ControlRoles:
-    """The environments of a run, the policy, and what acts and learns with it."""
+    """The environments, policy, engine and learner of a run."""
 
     env: VectorEnv
-    """As they were made."""
+    """The environments before any conversion for the policy."""
     policy: Policy
-    """With the weights of the last update."""
+    """The policy, with the weights of the last update."""
     engine: Engine[Any, RolloutOutputs]
     collector: EnvCollector
 
 
 def _roles(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, Groups | None]:
-    """All of them in this process; or with environments and engines on several devices, and the processes there."""
+) -> tuple[ControlRoles, RankGroups | None]:
+    """Build the roles in this process, or on several devices together with the groups of processes."""
     if config.trainer.devices > 1:
         ranks = importlib.import_module("tether.assembly.control_ranks")
-        found: tuple[ControlRoles, Groups] = ranks.roles_on_ranks(config, checkpoint, total_steps, logs, resources)
-        return found
+        roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
+            config, checkpoint, total_steps, logs, resources
+        )
+        return roles_and_groups
     env = make_env(config.env.train, "env.train", pacing_of(config), view_of(config))
     resources.callback(env.close)
     policy = policy_of(config, checkpoint, env)
@@ -197,13 +203,13 @@ def _roles(
 
 
 def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
-    """The policy of a checkpoint, or of a run that begins, on its device.
+    """Return the policy of a checkpoint, or of a new run, on its device.
 
     Raises:
         ValueError: no policy fits the environments.
     """
     policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
-    if config.trainer.device != "auto":  # which is the CPU: what pays depends on the network
+    if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
         policy.to(resolve_device(config.trainer.device))
     actor = config.actor_rollout_ref.actor
     if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
@@ -212,7 +218,7 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
 
 
 def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
-    """Environments like those of training, whole groups of them, for the preflight."""
+    """Return options of a few environments for the preflight, in complete groups."""
     train = config.env.train
     count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
     if train.vectorization == "vector" or _has_vector_code_alone(config):
@@ -224,20 +230,20 @@ def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
 
 
 def _tests(config: RunConfig, *, resumes: bool) -> bool:
-    """The policy is tested in the course of the run, or before it begins."""
+    """Whether the policy is evaluated during or before the run."""
     return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
 
 
 def identity_of(config: RunConfig) -> dict[str, str]:
-    """Fingerprints that must not change between the runs of a checkpoint."""
+    """Return fingerprints that must not change when a checkpoint is resumed."""
     return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 
 def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
-    """The test of a policy in the environments of ``env.eval``, which `envs` closes.
+    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Raises:
-        ValueError: see `make_env`; the policy does not fit them; or what writes videos is not installed.
+        ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
     """
     test, video = config.env.eval, config.env.eval.video_cfg
     pacing = {"chunk": config.policy.num_action_chunks}
@@ -250,7 +256,7 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
 
 
 def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec | FlowSpec) -> None:
-    """Refuse to test a policy where it cannot act."""
+    """Refuse to evaluate a policy in environments that do not fit it."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
     if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
         return
@@ -262,7 +268,7 @@ def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec | FlowSpec) -> None:
 
 
 def video_folder(config: RunConfig) -> Path:
-    """Where the videos of tests are."""
+    """Return the folder of evaluation videos."""
     folder = config.env.eval.video_cfg.video_base_dir
     return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
 
@@ -270,7 +276,7 @@ def video_folder(config: RunConfig) -> Path:
 def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
     try:
         videos = importlib.import_module("tether.rollout.env.video")
-        importlib.import_module("imageio_ffmpeg")  # which imageio looks for at the first picture only
+        importlib.import_module("imageio_ffmpeg")  # imageio would report it only at the first picture
     except ModuleNotFoundError as error:
         raise ValueError(
             f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
@@ -287,18 +293,18 @@ def make_env(
     render: bool = False,
     first: int = 0,
 ) -> VectorEnv:
-    """The environments of a section.
+    """Make the environments of a section.
 
     Args:
-        section: of the configuration.
-        role: its name, for messages.
+        section: section of the configuration.
+        role: name of the section, for messages.
         pacing: fields of `tether.envs.make.Pacing`.
         view: fields of `tether.envs.make.View`.
-        render: the environments can show themselves.
-        first: number of the first of them, where others are on other ranks.
+        render: whether the environments must support rendering.
+        first: index of the first environment, if they are divided among ranks.
 
     Raises:
-        ValueError: see `tether.envs.make.make_vector_env`; or Gymnasium is not installed.
+        ValueError: as in `tether.envs.make.make_vector_env`, or Gymnasium is not installed.
     """
     options = replace(env_options(section, role, pacing, view, render=render), first=first)
     made: VectorEnv = importlib.import_module("tether.envs.make").make_vector_env(options)
@@ -313,7 +319,7 @@ def env_options(
     *,
     render: bool = False,
 ) -> EnvOptions:
-    """The `tether.envs.make.EnvOptions` of a section; for the arguments see `make_env`.
+    """Return the `tether.envs.make.EnvOptions` of a section; the arguments are those of `make_env`.
 
     Raises:
         ValueError: Gymnasium is not installed.
@@ -343,7 +349,7 @@ def env_options(
 
 
 def pacing_of(config: RunConfig) -> dict[str, object]:
-    """Fields of `tether.envs.make.Pacing`."""
+    """Return the fields of `tether.envs.make.Pacing`."""
     train = config.env.train
     return {
         "chunk": config.policy.num_action_chunks,
@@ -354,7 +360,7 @@ def pacing_of(config: RunConfig) -> dict[str, object]:
 
 
 def view_of(config: RunConfig) -> dict[str, object]:
-    """Fields of `tether.envs.make.View`."""
+    """Return the fields of `tether.envs.make.View`."""
     train = config.env.train
     return {
         "drop": train.drop_observations,
@@ -392,7 +398,7 @@ def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
     actor, train, episode_length = config.actor_rollout_ref.actor, config.env.train, None
     if _aggregation(config) == EPISODES_WEIGH_EQUALLY:
         limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
-        episode_length = _given_scale(actor) or limit
+        episode_length = _scale_factor(actor) or limit
     return LearnedDecisions(policy.state_width > 0, episode_length, keeps_observed=policy.normalizer is not None)
 
 
@@ -402,13 +408,13 @@ def _aggregation(config: RunConfig) -> str:
     return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
 
 
-def _given_scale(actor: ActorConfig) -> float | None:
-    """``loss_scale_factor``, where the aggregation that reads it was asked for."""
+def _scale_factor(actor: ActorConfig) -> float | None:
+    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
     return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
 def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
-    """Steps the environments, as the policy acts in them."""
+    """Return the collector, which steps the environments with the policy."""
     return EnvCollector(
         env,
         config.env.train.max_steps_per_rollout_epoch,
@@ -420,13 +426,13 @@ def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCol
 
 
 def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
-    """The engine of a policy.
+    """Build the engine of a policy.
 
     Args:
-        config: of the run.
-        policy: is trained.
-        total_steps: training steps.
-        make: `FlatEngine`, or that of one of several ranks.
+        config: configuration of the run.
+        policy: policy to train.
+        total_steps: number of training steps.
+        make: `FlatEngine`, or the engine of one of several ranks.
     """
     incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
     options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
@@ -434,7 +440,7 @@ def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Calla
 
 
 def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
-    """The learner of a policy and its critic, which share a model."""
+    """Return the learner of a policy and its critic, which share a model."""
     actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(
         actor.ppo_mini_batch_size,
@@ -462,7 +468,7 @@ def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
         options=policy_loss_options(actor),
         selection=selection_options(actor),
         aggregation=_aggregation(config),
-        max_length=_given_scale(actor),
+        max_length=_scale_factor(actor),
         entropy_coeff=actor.entropy_coeff,
         value_coeff=critic.loss_coef,
         cliprange_value=critic.cliprange_value,

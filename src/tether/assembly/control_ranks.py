@@ -1,4 +1,4 @@
-"""Environments and policy of an embodied run on several devices, each of which steps a part and learns from a part."""
+"""Environments and policy of a control run on several devices: each steps its share and learns from its share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.assembly.control import (
     policy_of,
     view_of,
 )
-from tether.assembly.groups import Groups, build_groups
+from tether.assembly.groups import RankGroups, build_groups
 from tether.assembly.policies import env_for_policy
 from tether.config import RunConfig
 from tether.config.schema import TrainEnvConfig
@@ -32,23 +32,23 @@ from tether.runtime.threads import usable_cores
 from tether.training.engines.flat_ranks import FlatRankEngine
 
 ENGINE, ENVS = "actor", "envs"
-"""Parts of each rank."""
+"""Names of each rank's components."""
 
 
 def roles_on_ranks(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, Groups]:
-    """Have the ranks of a run make their parts; the policy here has their weights, and is tested with.
+) -> tuple[ControlRoles, RankGroups]:
+    """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
 
     Args:
-        config: of the run.
-        checkpoint: it resumes from.
-        total_steps: training steps.
-        logs: folder for what the ranks print.
-        resources: ends them.
+        config: configuration of the run.
+        checkpoint: the checkpoint to resume from.
+        total_steps: number of training steps.
+        logs: folder for the output of the ranks.
+        resources: closes the ranks.
 
     Raises:
-        ValueError: see `build_groups` and `make_env`; or an object of this process would be needed there.
+        ValueError: as in `build_groups` and `make_env`, or the ranks would need an object of this process.
     """
     policy_config, id = config.policy, config.env.train.id
     named = {"env.train.id": id, "policy.model_type": policy_config.model_type}
@@ -62,7 +62,7 @@ def roles_on_ranks(
     env: Any = ShardedEnvs(group, ENVS)
     policy = policy_of(config, checkpoint, env)
     engine: Any = ShardedFlatEngine(group, ENGINE)
-    engine.export().copy_to(policy)  # another processor may begin with other bits
+    engine.export().copy_to(policy)  # a different processor may initialize with different bits
     collector: Any = ShardedCollector(
         env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
     )
@@ -72,9 +72,9 @@ def roles_on_ranks(
 def build_control_parts(
     config: RunConfig, checkpoint: Path | None, total_steps: int, names: frozenset[str]
 ) -> dict[str, Any]:
-    """The parts of one rank; called on each."""
+    """Build the components of one rank; called on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # What environments draw from the global generators is another's on each rank.
+    # The global generators, which environments may use, are seeded differently on each rank.
     seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
     train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
     env = make_env(train, "env.train", pacing_of(config), view_of(config), first=first)
@@ -85,13 +85,13 @@ def build_control_parts(
 
 
 def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
-    """The environments of a rank, whole groups of them, and the number of the first.
+    """Return the section of a rank's environments, in complete groups, and the index of the first one.
 
     Args:
-        train: of all.
-        rank: whose.
-        ranks: of the run.
-        on_node: how many of them share the cores of a machine.
+        train: section of all environments.
+        rank: index of the rank.
+        ranks: number of ranks.
+        on_node: number of ranks that share a machine's cores.
     """
     groups = train.total_num_envs // train.group_size
     first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))

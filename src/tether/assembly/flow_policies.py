@@ -1,4 +1,4 @@
-"""From a configuration to a flow-matching policy: a new one, one of a checkpoint's shape, or one of lerobot's files."""
+"""Builds flow-matching policies: new, with a checkpoint's shape, or from lerobot's files."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
 START = "actor_rollout_ref.model.path"
 PROMPT_LENGTH = 200
-"""Tokens of prompts, where a tokenizer makes them and nothing is said."""
+"""Default length of prompts made by a tokenizer."""
 QUANTILES = (0.01, 0.99)
-"""Of recorded numbers, which pi0.5 brings to -1 and 1."""
+"""Quantiles of recorded numbers that pi0.5 scales to -1 and 1."""
 SET_BY_RUN = (
     "value_width", "num_steps", "noise_method", "noise_level", "noise_logvar_range", "joint_logprob", "step_logprobs",
     "detach_critic_input", "train_expert_only", "choices",
 )  # fmt: skip
-"""Fields of the shape in which the policy that a run starts from may be another."""
+"""Fields of the shape that may differ from the policy that a run starts from."""
 FROM_START = (
     "action_scale", "state_scale", "horizon", "latent_dim", "state_dim", "prompt_length", "tokenizer", "image_size",
     "sizes", "empty_cameras",
 )  # fmt: skip
-"""Fields of the shape that a run takes over from the policy that it starts from."""
+"""Fields of the shape that a run copies from the policy that it starts from."""
 
 
 def pretrained_folder(config: RunConfig) -> Path | None:
-    """The folder of a policy in lerobot's format that the run starts from; None: there is none."""
+    """Return the folder of a policy in lerobot's format that the run starts from, or None."""
     path = config.actor_rollout_ref.model.path
-    found = path and importlib.import_module("tether.models.flow.pretrained").is_pretrained(Path(path))
-    return Path(path) if found else None
+    is_pretrained = path and importlib.import_module("tether.models.flow.pretrained").is_pretrained(Path(path))
+    return Path(path) if is_pretrained else None
 
 
 def fields_of(spec: FlowSpec) -> dict[str, object]:
-    """The fields that a run takes over from a policy."""
+    """Return the fields that a run copies from a policy."""
     return {name: getattr(spec, name) for name in FROM_START}
 
 
 def new_flow_policy(
-    config: RunConfig, env: VectorEnv, value_width: int, known: Mapping[str, object] | None = None
+    config: RunConfig, env: VectorEnv, value_width: int, known_fields: Mapping[str, object] | None = None
 ) -> FlowPolicy:
-    """A policy for the environment, with the weights of the seed, or those of lerobot's folder.
+    """Return a policy for the environment, with weights initialized by the seed or of lerobot's folder.
 
     Args:
         config: the configuration.
         env: the environment.
-        value_width: V.
-        known: fields of the shape that are known already: scales of recorded episodes, or `fields_of` a checkpoint.
+        value_width: number of values per observation, V.
+        known_fields: fields of the shape: scales of recorded episodes, or `fields_of` a checkpoint.
 
     Raises:
-        ValueError: the actions are choices; the pictures have no three channels; or the folder's policy does not fit.
+        ValueError: the actions are discrete, the pictures are not RGB, or the folder's policy does not fit.
     """
     policy, actions = config.policy, env.actions
     if not isinstance(actions, ContinuousActions):
@@ -70,7 +70,9 @@ def new_flow_policy(
     _check_pictures(env, policy.model_type)
     folder = pretrained_folder(config)
     fields = _new_fields(config, env) if folder is None else _pretrained_fields(config, env, folder)
-    fields |= {name: value for name, value in (known or {}).items() if folder is None or fields.get(name) is None}
+    fields |= {
+        name: value for name, value in (known_fields or {}).items() if folder is None or fields.get(name) is None
+    }
     width = row_width(_numbers(env.layout))
     fields["action_scale"] = fields["action_scale"] or _scale_of_space(actions)
     fields["state_scale"] = fields["state_scale"] or ((0.0,) * width, (1.0,) * width)
@@ -98,17 +100,17 @@ def new_flow_policy(
 def scales_of_data(
     model_type: str, layout: ObsLayout, obs: Sequence[Observation], actions: Sequence[Array]
 ) -> dict[str, Scale]:
-    """The scales of recorded episodes: pi0 by mean and standard deviation, pi0.5 by quantiles.
+    """Return the scales of recorded episodes: pi0 by mean and standard deviation, pi0.5 by quantiles.
 
     Args:
-        model_type: of the policy.
-        layout: the parts of an observation.
-        obs: [T, ...] of each episode.
-        actions: [T, D] of each episode.
+        model_type: model type of the policy.
+        layout: layout of an observation.
+        obs: observations [T, ...] of each episode.
+        actions: actions [T, D] of each episode.
     """
     torch = importlib.import_module("torch")
     row = importlib.import_module("tether.models.control.observations").FlatRow(_numbers(layout) or layout)
-    seen = {part.name: torch.from_numpy(np.concatenate([episode[part.name] for episode in obs])) for part in layout}
+    seen = {entry.name: torch.from_numpy(np.concatenate([episode[entry.name] for episode in obs])) for entry in layout}
     rows = {"action_scale": np.concatenate(actions)}
     if _numbers(layout):
         rows["state_scale"] = row(seen).numpy()
@@ -121,12 +123,12 @@ def _scale_of_rows(rows: Array, model_type: str) -> Scale:
     else:
         low, high = np.quantile(rows, QUANTILES, axis=0)
         offset, scale = (low + high) / 2, (high - low) / 2
-    scale = np.where(scale < 1e-6, 1.0, scale)  # a column that never moves
+    scale = np.where(scale < 1e-6, 1.0, scale)  # a constant column
     return tuple(offset.tolist()), tuple(scale.tolist())
 
 
 def _scale_of_space(actions: ContinuousActions) -> Scale:
-    """Offset and scale that bring the bounds to -1 and 1; a column without bounds stays as it is."""
+    """Return the offset and scale that map the bounds to -1 and 1; a column without bounds is unchanged."""
     low, high = (np.array(bound or (np.inf,) * actions.width) for bound in (actions.low, actions.high))
     bounded = np.isfinite(low) & np.isfinite(high)
     low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
@@ -134,30 +136,30 @@ def _scale_of_space(actions: ContinuousActions) -> Scale:
 
 
 def _numbers(layout: ObsLayout) -> ObsLayout:
-    return tuple(part for part in layout if part.kind not in ("image", "text", "mask"))
+    return tuple(entry for entry in layout if entry.kind not in ("image", "text", "mask"))
 
 
 def _check_pictures(env: VectorEnv, model_type: str) -> None:
-    pictures = [part for part in env.layout if part.kind == "image"]
+    pictures = [entry for entry in env.layout if entry.kind == "image"]
     if pictures:
         find_pictures(env, model_type)
-    for part in pictures:
-        if part.shape[2] != 3:
+    for entry in pictures:
+        if entry.shape[2] != 3:
             raise ValueError(
-                f"policy.model_type={model_type}: {part.name} of {env.id} has {part.shape[2]} channels; it reads "
-                f"pictures of 3. Leave it out with env.train.drop_observations=[{part.name}]."
+                f"policy.model_type={model_type}: {entry.name} of {env.id} has {entry.shape[2]} channels; it reads "
+                f"pictures of 3. Leave it out with env.train.drop_observations=[{entry.name}]."
             )
 
 
 def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
-    """Of a small policy: no larger than the environment needs."""
+    """Return the fields of a small policy, no larger than the environment requires."""
     policy = config.policy
     backbone = importlib.import_module("tether.models.flow.backbone")
     prompts = importlib.import_module("tether.models.flow.prompts")
     width = row_width(_numbers(env.layout))
-    sides = [max(part.shape[:2]) for part in env.layout if part.kind == "image"]
+    sides = [max(entry.shape[:2]) for entry in env.layout if entry.kind == "image"]
     image_size = 4 * -(-max(sides, default=4) // 4)
-    text = next((part.shape[0] for part in env.layout if part.kind == "text"), 0)
+    text = next((entry.shape[0] for entry in env.layout if entry.kind == "text"), 0)
     longest = PROMPT_LENGTH if policy.tokenizer_path else prompts.max_prompt_length(policy.model_type, text, width)
     length = policy.max_prompt_length or longest
     vocabulary = prompts.FlowPrompts(length, policy.tokenizer_path).vocab_size
@@ -177,41 +179,41 @@ def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
 
 
 def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[str, Any]:
-    """Of lerobot's folder.
+    """Return the fields of the policy in lerobot's folder.
 
     Raises:
-        ValueError: the policy is of another type, or has less room than the environment needs.
+        ValueError: the policy has a different type, or is too small for the environment.
     """
     policy = config.policy
-    found = importlib.import_module("tether.models.flow.pretrained").read_pretrained(folder)
-    if found.model_type != policy.model_type:
-        raise ValueError(f"{START}={folder}: a {found.model_type}; set policy.model_type={found.model_type}")
+    pretrained = importlib.import_module("tether.models.flow.pretrained").read_pretrained(folder)
+    if pretrained.model_type != policy.model_type:
+        raise ValueError(f"{START}={folder}: a {pretrained.model_type}; set policy.model_type={pretrained.model_type}")
     width = row_width(_numbers(env.layout))
-    shown = sum(part.kind == "image" for part in env.layout)
+    shown = sum(entry.kind == "image" for entry in env.layout)
     sizes = (
-        ("actions of a chunk (policy.num_action_chunks)", policy.num_action_chunks, found.horizon),
-        ("columns of an action", env.actions.width, found.latent_dim),
-        ("numbers of an observation", width, found.state_dim),
-        ("pictures", shown, found.cameras),
+        ("actions of a chunk (policy.num_action_chunks)", policy.num_action_chunks, pretrained.horizon),
+        ("columns of an action", env.actions.width, pretrained.latent_dim),
+        ("numbers of an observation", width, pretrained.state_dim),
+        ("pictures", shown, pretrained.cameras),
     )
     for what, needed, room in sizes:
         if needed > room:
             raise ValueError(f"{START}={folder}: {needed} {what} in {env.id}, but the policy has room for {room}")
     fields = {
-        "model_type": found.model_type,
-        "action_scale": found.action_scale,
-        "state_scale": found.state_scale,
-        "horizon": found.horizon,
-        "latent_dim": found.latent_dim,
-        "state_dim": found.state_dim,
-        "prompt_length": found.prompt_length,
-        "tokenizer": _tokenizer(config, folder, found.sizes),
-        "image_size": found.image_size,
-        "sizes": found.sizes,
-        "empty_cameras": found.cameras - shown,
+        "model_type": pretrained.model_type,
+        "action_scale": pretrained.action_scale,
+        "state_scale": pretrained.state_scale,
+        "horizon": pretrained.horizon,
+        "latent_dim": pretrained.latent_dim,
+        "state_dim": pretrained.state_dim,
+        "prompt_length": pretrained.prompt_length,
+        "tokenizer": _tokenizer(config, folder, pretrained.sizes),
+        "image_size": pretrained.image_size,
+        "sizes": pretrained.sizes,
+        "empty_cameras": pretrained.cameras - shown,
     }
     for name, scale, columns in (
-        ("action", found.action_scale, env.actions.width), ("state", found.state_scale, width)
+        ("action", pretrained.action_scale, env.actions.width), ("state", pretrained.state_scale, width)
     ):  # fmt: skip
         if scale is not None and len(scale[0]) != columns:
             raise ValueError(
@@ -221,10 +223,10 @@ def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[
 
 
 def _tokenizer(config: RunConfig, folder: Path, sizes: Mapping[str, int] | None) -> str | None:
-    """The folder of the tokenizer; None: bytes.
+    """Return the folder of the tokenizer; None: bytes.
 
     Raises:
-        ValueError: there is none, and the vocabulary is not that of bytes.
+        ValueError: there is no tokenizer, and the vocabulary is not that of bytes.
     """
     if config.policy.tokenizer_path is not None:
         return config.policy.tokenizer_path

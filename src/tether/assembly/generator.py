@@ -1,4 +1,4 @@
-"""A model to ask. It imports little: whoever asks waits for it."""
+"""Builds a model for generation. Imports little, because the user waits for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tether.runtime.machine import resolve_device, set_threads
 from tether.types import Message
 
 Encode = Callable[[Sequence[Message]], list[int]]
-"""A conversation -> the ids of the templated prompt."""
+"""Encodes a conversation as the token ids of the templated prompt."""
 
 
 def build_generator(
@@ -30,18 +30,18 @@ def build_generator(
     num_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
-    """An engine for a model, its tokenizer, and the encoding of a conversation.
+    """Return an engine for a model, its tokenizer, and the encoding of a conversation.
 
     Args:
         model: a directory, a known name or a hub id.
-        chat_template: instead of the tokenizer's.
+        chat_template: a template to use instead of the tokenizer's.
         template_kwargs: further variables of the template.
-        template_date: date that the template writes, as YYYY-MM-DD; None: today's.
-        num_threads: CPU threads; None: `tether.runtime.threads.num_threads` decides.
-        trust_remote_code: run Python that the model's author ships with it.
+        template_date: date in the template, as YYYY-MM-DD; None: today's.
+        num_threads: CPU threads; None: `tether.runtime.threads.num_threads`.
+        trust_remote_code: whether to run Python code of the model's repository.
 
     Raises:
-        ValueError: there is no such model, or it has no tokenizer.
+        ValueError: the model does not exist, or has no tokenizer.
     """
     set_threads(num_threads)
     path = resolve_model_path(str(model), cache_dir())

@@ -1,4 +1,4 @@
-"""The processes of a run, one for each device, and which of them each model is on."""
+"""The processes of a run, one per device, and the placement of models on them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tether.runtime.ranks import Deadlines, Pool
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The processes of a run, in groups whose ranks know each other."""
+class RankGroups:
+    """The processes of a run, in groups of communicating ranks."""
 
-    whole: Group
-    """All of them, whatever they hold."""
+    all_ranks: Group
+    """The group of all ranks."""
     of: Mapping[str, Group]
-    """Of each model of the run; models on the same devices have the same."""
+    """Name of each model -> its group; models on the same devices share a group."""
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
-        """Have a factory make the models of each group; their names are its last argument."""
+        """Build the models of each group with a factory, whose last argument is their names."""
         for group in {id(group): group for group in self.of.values()}.values():
             group.build(factory, *arguments, frozenset(name for name, mine in self.of.items() if mine is group))
 
 
-def build_groups(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> Groups | None:
-    """The processes of a run, which `resources` ends; None where there is one device.
+def build_groups(config: RunConfig, device: torch.device, logs: Path, resources: ExitStack) -> RankGroups | None:
+    """Start the processes of a run, which `resources` closes; return None for a single device.
 
     Raises:
         ValueError: Ray is not installed, or there are too few devices.
@@ -50,13 +50,13 @@ def build_groups(config: RunConfig, device: torch.device, logs: Path, resources:
             f"{key}={count}: this machine has no CUDA device. Set it to 1, or trainer.device=cpu "
             f"for {device_count(config)} processes on its cores"
         )
-    parts = placed(config)
-    whole = _start_group(
+    ranks_of = placed(config)
+    all_ranks = _start_group(
         devices,
         device.type,
         config.trainer.num_threads,
         logs,
-        together=sorted({*parts.values()}, key=lambda ranks: ranks.start),
+        together=sorted({*ranks_of.values()}, key=lambda ranks: ranks.start),
         options=config.ray_kwargs.ray_init,
         deadlines=Deadlines(
             start=config.trainer.ray_wait_register_center_timeout,
@@ -64,22 +64,22 @@ def build_groups(config: RunConfig, device: torch.device, logs: Path, resources:
             collective=config.actor_rollout_ref.nccl_timeout,
         ),
     )
-    resources.callback(whole.close)
-    groups = {ranks: whole.some(ranks) for ranks in parts.values()}
-    return Groups(whole, {name: groups[ranks] for name, ranks in parts.items()})
+    resources.callback(all_ranks.close)
+    groups = {ranks: all_ranks.some(ranks) for ranks in ranks_of.values()}
+    return RankGroups(all_ranks, {name: groups[ranks] for name, ranks in ranks_of.items()})
 
 
 def _key(devices: tuple[Pool, ...]) -> tuple[str, int]:
-    """The key that asks for several devices, and its value."""
+    """Return the key that configures several devices, and its value."""
     for pool in devices:
         if pool.nodes > 1:
             return f"{pool.section}.nnodes", pool.nodes
-    most = max(devices, key=lambda pool: pool.per_node)
-    return f"{most.section}.n_gpus_per_node", most.per_node
+    largest = max(devices, key=lambda pool: pool.per_node)
+    return f"{largest.section}.n_gpus_per_node", largest.per_node
 
 
 def _start_group(devices: tuple[Pool, ...], device: str, threads: int | None, logs: Path, **options: Any) -> Any:
-    """See `tether.execution.ray_group.RayGroup`, which needs an extra."""
+    """Start a `tether.execution.ray_group.RayGroup`, which requires an extra."""
     key, count = _key(devices)
     try:
         execution = importlib.import_module("tether.execution.ray_group")
@@ -88,8 +88,8 @@ def _start_group(devices: tuple[Pool, ...], device: str, threads: int | None, lo
             f"{key}={count}: several devices need the package {error.name}, which is not installed. Run: "
             f"{pip_install('ray')}, or set {key}=1."
         ) from error
-    here, asked = torch.cuda.device_count(), sum(pool.size for pool in devices)
+    available, requested = torch.cuda.device_count(), sum(pool.size for pool in devices)
     local = execution.is_local(max(pool.nodes for pool in devices), options["options"])
-    if device == "cuda" and asked > here and local:
-        raise ValueError(f"{key}={count}: this machine has {here} CUDA devices. Set it to at most {here}")
+    if device == "cuda" and requested > available and local:
+        raise ValueError(f"{key}={count}: this machine has {available} CUDA devices. Set it to at most {available}")
     return execution.RayGroup(devices, device, threads, logs, **options)

@@ -1,4 +1,4 @@
-"""Everything before the weights: model paths, tokenizer, prompts and rewards, all checked."""
+"""The inputs of a run before any weights: model paths, tokenizer and prompts, all checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.data.chat import dated_template, today
 from tether.data.columns import Columns
 from tether.data.custom import load_custom_dataset, rows_of_object
 from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Agent
+from tether.data.rows import RowAgent
 from tether.models.language.load import is_gguf, load_config, load_tokenizer
 from tether.models.language.model_path import resolve_model_path
 from tether.runtime.cache import cache_dir
@@ -42,11 +42,11 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """Find the models, load the tokenizer, read and tokenize the prompts.
 
     Args:
-        config: of the run.
-        tools: that prompts tell the policy of.
+        config: configuration of the run.
+        tools: schemas of the tools in prompts.
 
     Raises:
-        ValueError: whatever is wrong with paths, files, rows, chat template or data sources.
+        ValueError: paths, files, rows, the chat template or data sources are invalid.
     """
     model, data = config.actor_rollout_ref.model, config.data
     model_path = resolve_model_path(model.path, cache_dir(), weights=reads_weights(config, "actor", "reference"))
@@ -63,7 +63,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     if data.val_files:
         validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
         validation = validation.held_out_from(train)
-    agents = set[tuple[Agent, Agent]]()
+    agents = set[tuple[RowAgent, RowAgent]]()
     datasets = list(filter(None, (train, validation)))
     for prompts in datasets:
         agents |= check_agents(config, prompts, tools)
@@ -72,7 +72,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     check_parts_act(config, datasets)
     check_scoring(config, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
-        if is_gguf(path):  # its tokens and its embeddings are of one file
+        if is_gguf(path):  # one file has both its tokens and its embeddings
             continue
         for prompts in datasets:
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
@@ -80,10 +80,10 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
 
 
 def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
-    """Refuse to split attention among devices that its heads do not allow.
+    """Refuse a number of devices that does not divide the attention heads.
 
     Raises:
-        ValueError: names the key, the heads and the numbers that fit.
+        ValueError: the message names the key, the heads and the valid numbers.
     """
     roles = (
         ("actor_rollout_ref.actor", "actor", policy),
@@ -108,33 +108,33 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
 
 def _check_vocabulary(path: Path | str, prompts: PromptDataset, *, trust_remote_code: bool) -> None:
     vocabulary = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
-    if found := prompts.first_beyond(vocabulary):
+    if problem := prompts.first_beyond(vocabulary):
         raise ValueError(
-            f"{path}: its vocabulary has {vocabulary} tokens, but the prompt of {found}. The tokenizer knows "
+            f"{path}: its vocabulary has {vocabulary} tokens, but the prompt of {problem}. The tokenizer knows "
             "more tokens than the model: use its own (actor_rollout_ref.model.tokenizer_path), or one whose embeddings "
             "were resized after tokens were added."
         )
 
 
 def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; its repository's own code may run where the data or the model is trusted with that."""
+    """Load the tokenizer; its repository's code may run if the data or model section trusts it."""
     trusted = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
     return load_tokenizer(path, trust_remote_code=trusted)
 
 
 def with_template_date(loaded: LoadedConfig, checkpoint: Path | None) -> LoadedConfig:
-    """Return the configuration with the date that the chat template writes: that of the resumed run, else today."""
+    """Return the configuration with the date of the chat template: that of the resumed run, or today."""
     if loaded.config.data.chat_template_date is not None:
         return loaded
     key = "data.chat_template_date"
     day: object = today()
-    if checkpoint is not None:  # null for runs that stored no date
+    if checkpoint is not None:  # null in runs without a stored date
         day = (saved_values(checkpoint / "run.yaml") or {}).get(key)
     return loaded.with_values({key: day}, "the first start of the run")
 
 
 def _dated(tokenizer: PreTrainedTokenizerBase, day: str | None) -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose own template writes that date; the original is stored in checkpoints."""
+    """Return a tokenizer whose template has that date; checkpoints store the original."""
     template = dated_template(tokenizer, None, day)
     if template is None:
         return tokenizer
@@ -152,9 +152,9 @@ def build_dataset(
     shuffle: bool,
     tools: ToolPool | None = None,
 ) -> PromptDataset:
-    """Read `files` and make prompts of their rows, which tell of `tools` where their agent has them.
+    """Read `files` and make prompts of their rows, with `tools` if the row's agent has tools.
 
-    Without a tokenizer, which a custom dataset needs, they have no token ids.
+    Without a tokenizer, which a custom dataset requires, they have no token ids.
     """
     data = config.data
     columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)

@@ -1,4 +1,4 @@
-"""Judges of a run: an endpoint that is asked over HTTP, or a model that answers in this process."""
+"""Judges of a run: an HTTP endpoint, or a model in this process."""
 
 from __future__ import annotations
 
@@ -25,49 +25,54 @@ from tether.runtime.http import check_listening, secret_from
 from tether.runtime.machine import resolve_device
 
 
-def check_judge(key: str, part: JudgePart) -> None:
-    """Refuse a judge that cannot be asked; nothing is loaded.
+def check_judge(key: str, section: JudgePart) -> None:
+    """Refuse an unusable judge, without loading a model.
 
     Raises:
-        ValueError: its template, parser, endpoint, key or model; begins with `key`.
+        ValueError: the template, parser, endpoint, key or model is invalid; the message begins with `key`.
     """
-    judge_of(key, part)
-    if part.base_url is not None:
-        secret_from(part.api_key_env, f"{key}.api_key_env")
-        check_listening(part.base_url, f"{key}.base_url")
+    judge_of(key, section)
+    if section.base_url is not None:
+        secret_from(section.api_key_env, f"{key}.api_key_env")
+        check_listening(section.base_url, f"{key}.base_url")
     else:
-        path = resolve_model_path(str(part.path), cache_dir())
+        path = resolve_model_path(str(section.path), cache_dir())
         if not load_tokenizer(path).chat_template:
             raise ValueError(f"{key}.path={path}: its tokenizer has no chat template, by which a judge is asked")
 
 
-def build_judge(config: RunConfig, key: str, part: JudgePart) -> RemoteRewards | ModelRewards:
-    """Get a judge ready to score.
+def build_judge(config: RunConfig, key: str, section: JudgePart) -> RemoteRewards | ModelRewards:
+    """Build a judge.
 
     Raises:
-        ValueError: see `check_judge`; or the model cannot be loaded.
+        ValueError: as in `check_judge`, or the model cannot be loaded.
     """
-    judge = judge_of(key, part)
-    if part.path is not None:
-        path = resolve_model_path(part.path, cache_dir())
-        engine = load_engine(path, resolve_device(config.trainer.device), part.dtype)
+    judge = judge_of(key, section)
+    if section.path is not None:
+        path = resolve_model_path(section.path, cache_dir())
+        engine = load_engine(path, resolve_device(config.trainer.device), section.dtype)
         context = context_length(load_config(path))
         tokenizer = load_tokenizer(path)
         template = dated_template(tokenizer, None, config.data.chat_template_date)
-        return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, part.max_tokens, context, template)))
+        return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, section.max_tokens, context, template)))
     endpoint = Endpoint(
-        f"{str(part.base_url).rstrip('/')}/chat/completions",
-        secret_from(part.api_key_env, f"{key}.api_key_env"),
-        part.timeout,
-        part.attempts,
+        f"{str(section.base_url).rstrip('/')}/chat/completions",
+        secret_from(section.api_key_env, f"{key}.api_key_env"),
+        section.timeout,
+        section.attempts,
     )
-    options = {"model": part.model, "temperature": part.temperature, "max_tokens": part.max_tokens, **part.extra_body}
+    options = {
+        "model": section.model,
+        "temperature": section.temperature,
+        "max_tokens": section.max_tokens,
+        **section.extra_body,
+    }
     sent = {name: value for name, value in options.items() if value is not None}
-    return RemoteRewards(RemoteJudge(judge, endpoint, sent), part.max_concurrent)
+    return RemoteRewards(RemoteJudge(judge, endpoint, sent), section.max_concurrent)
 
 
 def model_judge(judge: Judge, answers: EngineAnswers) -> BatchJudge:
-    """A judge that answers in this process, and reads control tokens in a response as text."""
+    """Return a judge in this process, which reads control tokens in a response as text."""
     return BatchJudge(judge, answers, answers.control.as_text)
 
 
@@ -75,10 +80,10 @@ class EngineAnswers:
     """Greedy answers of a model in this process.
 
     Args:
-        engine: of the model.
-        tokenizer: its own.
-        max_tokens: of an answer; a longer one is none.
-        context: positions that the model has; None: no limit.
+        engine: engine of the model.
+        tokenizer: tokenizer of the model.
+        max_tokens: maximum tokens of an answer; a longer one is an error.
+        context: maximum positions of the model; None: no limit.
         chat_template: instead of the tokenizer's.
     """
 
@@ -95,14 +100,14 @@ class EngineAnswers:
         self.control = ControlTokens(tokenizer)
 
     def __call__(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[str | RewardError]:
-        """The answer to each, or why there is none."""
+        """Return the answer to each conversation, or an error."""
         read = [self._read(messages) for messages in conversations]
-        asked = [ids for ids in read if not isinstance(ids, RewardError)]
-        answers = iter(self._answer(asked) if asked else [])
+        prompts = [ids for ids in read if not isinstance(ids, RewardError)]
+        answers = iter(self._answer(prompts) if prompts else [])
         return [ids if isinstance(ids, RewardError) else next(answers) for ids in read]
 
     def _read(self, messages: Sequence[dict[str, str]]) -> Any:
-        """Token ids of a conversation, or the error that it is no prompt."""
+        """Return the token ids of a conversation, or the error if it is not a valid prompt."""
         try:
             arguments = {"chat_template": self._chat_template, "add_generation_prompt": True}
             text = write_conversation(messages, self._tokenizer, **arguments)
@@ -125,6 +130,6 @@ class EngineAnswers:
         return answers
 
     def _cut(self, text: str) -> RewardError:
-        """No score, though the text may have one: what was to come might have been another."""
+        """Return the error for a truncated answer, whose score might have been revised later."""
         what = f"the judge did not end its answer within {self._max_tokens} tokens"
         return RewardError(f"{what}; it ends in {end_of(text)!r}")

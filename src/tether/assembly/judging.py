@@ -1,4 +1,4 @@
-"""The prompt and the parser of a judge, read from the configuration; loads no model."""
+"""The prompt and parser of a judge, read from the configuration without loading a model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from tether.config import JudgePart
 from tether.rewards.judge import NUMBER, Judge
 
 TEMPLATES = (".txt", ".md")
-"""Endings of a prompt that is the name of a file."""
+"""Suffixes that mark a prompt as a file name."""
 
 
-def judge_of(key: str, part: JudgePart) -> Judge:
-    """The template and the parser of a part.
+def judge_of(key: str, section: JudgePart) -> Judge:
+    """Return the template and parser of a judge's section.
 
     Raises:
-        ValueError: they cannot work, or the template's file cannot be read; begins with `key`.
+        ValueError: they are invalid, or the file cannot be read; the message begins with `key`.
     """
-    judge = Judge(_text(key, part.prompt), part.system, part.parser or NUMBER, part.scores, part.range)
+    judge = Judge(_text(key, section.prompt), section.system, section.parser or NUMBER, section.scores, section.range)
     judge.check(key)
     return judge
 
 
 def _text(key: str, prompt: str) -> str:
-    """A prompt, or the content of the file that it names."""
+    """Return a prompt, or the content of the file that it names."""
     if not prompt.endswith(TEMPLATES) or "\n" in prompt:
         return prompt
     try:

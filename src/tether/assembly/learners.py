@@ -1,4 +1,4 @@
-"""The policy, the reference and the critic, each with its engine, loss and plan."""
+"""Builds policy, reference and critic, each with its engine, loss and update plan."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ Reference = Callable[[TrainBatch], PolicyOutputs]
 PolicyEngine = Engine[TrainBatch, PolicyOutputs]
 ValueEngine = Engine[TrainBatch, ValueOutputs]
 MakeEngine = Callable[..., Any]
-"""`LocalEngine`, or an engine with the same arguments."""
+"""Makes a `LocalEngine`, or an engine with the same arguments."""
 
 
 Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
-"""The section of a model."""
+"""The configuration section of a model."""
 
 
 def sequence_ranks(config: RunConfig, role: Role) -> int:
-    """Ranks that share each row of tokens."""
+    """Return the number of ranks that share each row of tokens."""
     if isinstance(role, ScoringModelConfig) or device_count(config) == 1:
         return 1
     if config.actor_rollout_ref.actor.strategy == "megatron":
@@ -82,7 +82,9 @@ def sequence_ranks(config: RunConfig, role: Role) -> int:
 
 
 def reference_ranks(config: RunConfig) -> int:
-    """The same of the reference, which with LoRA is the policy's model, and for a full KL is whole on every rank."""
+    """Return the same for the reference, which is the policy's model with LoRA, and replicated on every rank for a full
+    KL.
+    """
     settings = config.actor_rollout_ref
     if settings.model.lora_rank:
         return sequence_ranks(config, settings.actor)
@@ -92,8 +94,9 @@ def reference_ranks(config: RunConfig) -> int:
 def micro_batching(
     *, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str, ranks: int = 1
 ) -> MicroBatching:
-    """Rows of a micro-batch, or tokens under ``use_dynamic_bsz``, of all `ranks` that share them; keys begin with
-    `section` and `kind`.
+    """Return the micro-batching of `ranks` that share rows, from the keys that begin with `section` and `kind`.
+
+    Its size is in rows, or in tokens with ``use_dynamic_bsz``.
     """
     if dynamic:
         key = f"{section}.{kind}_max_token_len_per_gpu"
@@ -104,19 +107,19 @@ def micro_batching(
 def load_policy(
     config: RunConfig, path: Path | str, device: torch.device, checkpoint: Path | None, *, unread: bool = False
 ) -> PreTrainedModel:
-    """The policy to train: from the checkpoint if there is one; with an adapter if ``lora_rank`` asks for it.
+    """Load the policy to train, from the checkpoint if there is one, and with an adapter if ``lora_rank`` is set.
 
-    Where it can, `unread` leaves its weights in their files, see `load_causal_lm`.
+    With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
     """
     model_config = config.actor_rollout_ref.model
     source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else path
-    own = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
+    model_class = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
     model = load_causal_lm(
         source,
         dtype=torch.float32,
         trust_remote_code=model_config.trust_remote_code,
         override_config=model_config.override_config,
-        auto_class=own,
+        auto_class=model_class,
         lazy_device=device if unread else None,
     )
     on_device(model, device)
@@ -124,7 +127,7 @@ def load_policy(
         if checkpoint:
             _lora().load_lora(model, checkpoint / "adapter")
         else:
-            torch.manual_seed(config.trainer.seed)  # peft draws the adapter's start from the global generator
+            torch.manual_seed(config.trainer.seed)  # peft initializes the adapter with the global generator
             _add_lora(model, model_config)
     if model_config.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -132,7 +135,7 @@ def load_policy(
 
 
 def _lora() -> ModuleType:
-    """`tether.models.language.lora`; imported where it is used, since peft is an extra."""
+    """Import `tether.models.language.lora` on first use, because peft is an extra."""
     try:
         return importlib.import_module("tether.models.language.lora")
     except ModuleNotFoundError as error:
@@ -153,7 +156,7 @@ def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """The merged model, which loads anywhere, and the adapter itself, from which training resumes."""
+    """Save the merged model, for use elsewhere, and the adapter, for resuming."""
     lora = _lora()
     lora.save_merged(model, folder)
     lora.save_adapter(model, folder.parent / "adapter")
@@ -161,13 +164,13 @@ def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedMode
 
 
 def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Write a plain Hugging Face directory, or this rank's part of one."""
+    """Write a plain Hugging Face directory, or this rank's shard of one."""
     write_model(model, folder)
     save_tokenizer(tokenizer, folder)
 
 
 def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with the run's chat template, whose variables have the run's values unless a caller sets them."""
+    """Return the tokenizer with the run's chat template; the run's values are the defaults of its variables."""
     kwargs = data.apply_chat_template_kwargs
     if data.chat_template is None and not (kwargs and tokenizer.chat_template):
         return tokenizer
@@ -181,7 +184,7 @@ def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) ->
 
 
 def _set_sampling(model: PreTrainedModel, rollout: RolloutConfig) -> None:
-    """Let the saved policy be sampled from as it is trained, whatever penalties and cuts the first model suggested."""
+    """Save the sampling settings of training with the policy, instead of those that the first model suggested."""
     before = model.generation_config
     top_k = rollout.top_k if rollout.top_k > 0 else model.config.get_text_config().vocab_size  # not all take -1 or 0
     if before is not None:
@@ -205,7 +208,7 @@ def actor_engine(
     incidents: Path,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """The engine of the policy."""
+    """Build the engine of the policy."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
     _set_sampling(model, rollout)
@@ -231,7 +234,7 @@ def actor_engine(
 
 
 def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Learner[TrainBatch, PolicyOutputs]:
-    """The policy's learner."""
+    """Build the policy's learner."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
     return Learner(
@@ -251,7 +254,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
 
 
 def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, PolicyOutputs]:
-    """The loss of an update, which may be another one than the configuration's."""
+    """Return the loss of an update section, which may differ from the configuration's."""
     selection = selection_options(actor)
     return LossSpec(
         PolicyForward(
@@ -269,9 +272,9 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
 def load_reference(
     config: RunConfig, path: Path | str, policy: PreTrainedModel | None, device: torch.device, *, unread: bool = False
 ) -> ReferenceModel | None:
-    """The policy that training started from; None where no KL asks for it.
+    """Load the policy that training started from; None if no KL uses it.
 
-    With LoRA it is the policy with its adapter off, else a frozen model of its own.
+    With LoRA it is the policy with its adapter disabled, otherwise a separate frozen model.
     """
     settings = config.actor_rollout_ref
     if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
@@ -290,7 +293,7 @@ def load_reference(
 
 
 def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
-    """The engine of the reference."""
+    """Build the engine of the reference."""
     settings = config.actor_rollout_ref
     micro = micro_batching(
         dynamic=settings.ref.log_prob_use_dynamic_bsz,
@@ -305,7 +308,7 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
 
 
 def build_reference(config: RunConfig, engine: PolicyEngine) -> Reference:
-    """Log-probabilities of the sampled tokens under the reference."""
+    """Return the reference, which computes log-probabilities of the sampled tokens."""
     settings = config.actor_rollout_ref
     return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
 
@@ -313,7 +316,7 @@ def build_reference(config: RunConfig, engine: PolicyEngine) -> Reference:
 def load_value_model(
     config: RunConfig, path: Path | str, device: torch.device, *, unread: bool = False
 ) -> PreTrainedModel:
-    """The critic at `path`, to train."""
+    """Load the critic at `path` for training."""
     critic = config.critic
     model = load_critic(
         path,
@@ -336,7 +339,7 @@ def critic_engine(
     incidents: Path | None,
     make: MakeEngine = LocalEngine,
 ) -> Any:
-    """The engine that runs and updates the critic."""
+    """Build the engine that runs and updates the critic."""
     critic = config.critic
     packed = critic.model.use_remove_padding
     return make(
@@ -359,7 +362,7 @@ def critic_engine(
 
 
 def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, ValueOutputs]:
-    """The critic's learner."""
+    """Build the critic's learner."""
     critic = config.critic
     packed = critic.model.use_remove_padding
     aggregation = Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length)
@@ -399,7 +402,7 @@ def _update_micro(config: RunConfig, role: ActorConfig | CriticConfig, packed: b
 
 
 def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
-    """Epochs and mini-batches of a role; `responses` a prompt."""
+    """Return the epochs and mini-batches of a role, with `responses` per prompt."""
     return UpdatePlan(
         mini_batch_rows=role.ppo_mini_batch_size * responses,
         epochs=role.ppo_epochs,

@@ -1,4 +1,4 @@
-"""Models and engines, where a configuration names formats and devices."""
+"""Loading of models and engines onto devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tether.rollout.native import NativeEngine, eos_token_ids
 
 
 def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move a model; transformers' own `to` is typed for a decorator that hides its argument."""
+    """Move a model to a device; the type of transformers' own `to` hides its argument."""
     nn.Module.to(model, device)
     return model
 
@@ -22,7 +22,7 @@ def on_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 def load_engine(
     model: Path | str, device: torch.device, dtype: str, *, trust_remote_code: bool = False
 ) -> NativeEngine:
-    """An engine that samples from a model as it lies on the disk."""
+    """Load an engine that samples from a model on disk."""
     formats = DTYPES[number_format(dtype, device)]
     loaded = on_device(load_causal_lm(model, dtype=formats, trust_remote_code=trust_remote_code), device)
     return NativeEngine(loaded, eos_token_ids=eos_token_ids(loaded))

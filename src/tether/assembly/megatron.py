@@ -1,4 +1,4 @@
-"""Runs with ``strategy=megatron``: what is refused before a model loads, and the parts of one rank."""
+"""Runs with ``strategy=megatron``: checks before a model loads, and the components of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.learners import actor_engine, critic_engine, reference_engine
 from tether.assembly.loading import on_device
 from tether.assembly.number_formats import DTYPES
@@ -35,7 +35,7 @@ from tether.training.text import ReferenceModel
 Role = ActorConfig | CriticConfig | RefConfig
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
-"""Entries that tether's own attention and the layout stand in for."""
+"""Entries that tether's attention and the layout replace."""
 
 
 def uses_megatron(config: RunConfig) -> bool:
@@ -44,35 +44,35 @@ def uses_megatron(config: RunConfig) -> bool:
 
 
 def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
-    """Of each model that Megatron holds, the path of its section and the section."""
-    settings, there = config.actor_rollout_ref, models_of(config)
+    """Return each of Megatron's models -> the path of its section and the section."""
+    settings, models = config.actor_rollout_ref, models_of(config)
     sections: dict[str, tuple[str, Role]] = {
         "actor": ("actor_rollout_ref.actor", settings.actor),
         "reference": ("actor_rollout_ref.ref", settings.ref),
         "critic": ("critic", config.critic),
     }
-    return {model: section for model, section in sections.items() if model in there}
+    return {model: section for model, section in sections.items() if model in models}
 
 
 def layout_of(role: Role, section: str) -> MegatronLayout:
-    """The layout that a model has, of which `section` is the path."""
+    """Return the parallel layout of a model; `section` is the path of its section."""
     sizes = role.megatron
-    given, pieces = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
+    overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
     return MegatronLayout(
         tensor=sizes.tensor_model_parallel_size,
         pipeline=sizes.pipeline_model_parallel_size,
-        virtual_pipeline=pieces if pieces != 1 else None,
+        virtual_pipeline=virtual_stages if virtual_stages != 1 else None,
         context=sizes.context_parallel_size,
         expert=sizes.expert_model_parallel_size,
         expert_tensor=sizes.expert_tensor_parallel_size,
         sequence_parallel=sizes.sequence_parallel,
-        first_stage_layers=_layers(given, FIRST, section),
-        last_stage_layers=_layers(given, LAST, section),
+        first_stage_layers=_layers(overrides, FIRST, section),
+        last_stage_layers=_layers(overrides, LAST, section),
     )
 
 
-def _layers(given: dict[str, Any], name: str, section: str) -> int | None:
-    value = given.get(name)
+def _layers(overrides: dict[str, Any], name: str, section: str) -> int | None:
+    value = overrides.get(name)
     if value is not None and (type(value) is not int or value < 1):
         key = f"{section}.megatron.override_transformer_config.{name}"
         raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
@@ -80,21 +80,21 @@ def _layers(given: dict[str, Any], name: str, section: str) -> int | None:
 
 
 def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
-    """Entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
-    given = role.megatron.override_transformer_config
-    found = {name: value for name, value in given.items() if value is not None and name not in NOT_MEGATRONS}
+    """Return the entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
+    configured = role.megatron.override_transformer_config
+    overrides = {name: value for name, value in configured.items() if value is not None and name not in NOT_MEGATRONS}
     model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
-    if "recompute_granularity" not in found and model.enable_gradient_checkpointing:
-        found["recompute_granularity"] = "full"
-    if found.get("recompute_granularity") == "full":
-        found = {"recompute_method": "uniform", "recompute_num_layers": 1} | found
-    if found.get("recompute_granularity") != "selective":
-        found.pop("recompute_modules", None)  # verl's default names some, and switches the granularity off
-    return found
+    if "recompute_granularity" not in overrides and model.enable_gradient_checkpointing:
+        overrides["recompute_granularity"] = "full"
+    if overrides.get("recompute_granularity") == "full":
+        overrides = {"recompute_method": "uniform", "recompute_num_layers": 1} | overrides
+    if overrides.get("recompute_granularity") != "selective":
+        overrides.pop("recompute_modules", None)  # verl's default lists modules, but disables the granularity
+    return overrides
 
 
-def megatron_line(config: RunConfig, groups: Groups) -> list[str]:
-    """A line for the user about what Megatron runs, as the first rank of the actor says; none without it."""
+def megatron_line(config: RunConfig, groups: RankGroups) -> list[str]:
+    """Return a line for the user about Megatron, from the actor's first rank; empty without Megatron."""
     if not uses_megatron(config):
         return []
     group = groups.of["actor"]
@@ -105,14 +105,14 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
     """Refuse what Megatron cannot train, before anything loads.
 
     Args:
-        config: of the run.
-        policy: where the policy's config is.
-        critic: where the critic's is.
-        checkpoint: the run's own, from which actor and critic are read where there is one.
+        config: configuration of the run.
+        policy: location of the policy's config.
+        critic: location of the critic's config.
+        checkpoint: checkpoint of the run from which actor and critic are read, if any.
 
     Raises:
-        ValueError: Megatron is not installed, a model without a mapping, one that the layout cannot split, or weights
-            that are not those of the model.
+        ValueError: Megatron is not installed, a model has no mapping or cannot be split by the layout, or the weights
+            do not fit the model.
     """
     if not uses_megatron(config):
         return
@@ -123,7 +123,7 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         )
     check_version()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it misses apex and Transformer Engine, and goes on without
+        warnings.simplefilter("ignore")  # it warns that apex and Transformer Engine are missing, and works without them
         families = importlib.import_module("tether.models.megatron.families")
     devices = placed(config)
     paths = {"actor": policy, "reference": policy, "critic": critic}
@@ -141,18 +141,18 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         check(layout, hf_config, len(devices[model]), prefix)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of defaults of its own; the ranks' logs have them
+                warnings.simplefilter("ignore")  # about its own defaults; the logs of the ranks have them
                 families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             key = "override_transformer_config"
-            said = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
-            raise ValueError(f"{prefix}{said}") from error
+            message = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
+            raise ValueError(f"{prefix}{message}") from error
         if role.megatron.use_dist_checkpointing and (checkpoint is None or model == "reference"):
             _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
 
 
 def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
-    """Compare a checkpoint of Megatron with the model that is to be read from it."""
+    """Compare a Megatron checkpoint with the model to be read from it."""
     kind = "critic" if isinstance(role, CriticConfig) else "policy"
     try:
         _dist_checkpoint(role, model.config).check(model.config, kind, Unfused(model.state_dict()))
@@ -163,26 +163,26 @@ def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
 
 
 def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
-    """Megatron's checkpoint of a role, opened."""
+    """Open the Megatron checkpoint of a role."""
     kind, sizes = importlib.import_module("tether.models.megatron.dist_checkpoint").DistCheckpoint, role.megatron
     folder = Path(sizes.dist_checkpointing_path or "").expanduser()
     return kind(folder, hf_config.vocab_size, sizes.dist_checkpointing_prefix)
 
 
 def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
-    """The config of a role's model, as the run changes it, of transformers' class: the mapping is of its weights."""
+    """Load a role's model config with the run's changes, as transformers' own class, to which the mapping applies."""
     model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
     trusted, changed = model.trust_remote_code, model.override_config
     return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
 
 
 def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
-    """The parts of one rank, with the models of these names; called on each."""
+    """Build the components of one rank with the named models; called on each rank."""
     engine = importlib.import_module("tether.training.engines.megatron")
     settings, roles = config.actor_rollout_ref, roles_of(config)
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
 
-    def make(model: str, folder: Path, **rest: Any) -> Any:
+    def make(model: str, folder: Path, **kwargs: Any) -> Any:
         name, section = roles[model]
         sizes, trained = section.megatron, not isinstance(section, RefConfig)
         options = engine.MegatronOptions(
@@ -196,35 +196,35 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         weights: Any = folder
         if sizes.use_dist_checkpointing and not (trained and sources.checkpoint):
             weights = _dist_checkpoint(section, _hf_config(config, section, folder))
-        return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **rest)
+        return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **kwargs)
 
     start = _folder(sources.model_path)
     folder = sources.checkpoint / "actor" if sources.checkpoint else start
     hf_config = _hf_config(config, settings.actor, folder)
-    parts: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     if "actor" in names:
         policy = empty_model(folder, hf_config)
         actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make("actor", folder))
-        parts["actor"] = actor
+        components["actor"] = actor
         if settings.rollout.name in SERVERS:
-            parts["card"] = PolicyCard.of(policy)
+            components["card"] = PolicyCard.of(policy)
         else:
-            parts["sampler"] = _sampler(config, policy, sources)
+            components["sampler"] = _sampler(config, policy, sources)
     if "critic" in names:
         where = _folder(sources.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
         of_critic = make("critic", where, role="critic")
-        parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
+        components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
     if "reference" in names:
         dtype = DTYPES[settings.ref.fsdp_config.dtype]
         of_reference = make("reference", start, compute_dtype=dtype)
         alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
-        parts["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
-    return parts
+        components["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
+    return components
 
 
 def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:
-    """The native engine with room for a whole copy of the policy, in the format that it is trained in."""
+    """Return the native engine with memory for a full copy of the policy, in the training dtype."""
     settings = config.actor_rollout_ref
     dtype = DTYPES[settings.actor.fsdp_config.dtype]
     room = (torch.zeros(p.shape, dtype=dtype, device=sources.device) for p in policy.parameters())
@@ -239,7 +239,7 @@ def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> Na
 
 
 def _folder(path: Path | str) -> Path:
-    """The directory of a model, which a hub id first fills."""
+    """Return the directory of a model, downloading it for a hub id."""
     return path if isinstance(path, Path) else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
 
 

@@ -1,4 +1,6 @@
-"""Looks for the files, models and functions that a configuration names, before anything is loaded; imports no torch."""
+"""Checks that the files, models and functions named in a configuration exist, before anything is loaded. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from tether.config import (
 from tether.config.schema import SERVERS
 from tether.config.support.live_keys import is_own_function
 from tether.data.location import expand, locate
-from tether.data.rows import TOOL_AGENT, Agent, agent_of
+from tether.data.rows import TOOL_AGENT, RowAgent, agent_of
 from tether.models.language.model_path import resolve_model_path
 from tether.rewards import check_source, check_truth, has_tests
 from tether.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -60,62 +62,64 @@ _FINDS = f"import importlib.util, sys; sys.exit({_NOT_FOUND} if importlib.util.f
 
 
 FIRST_ROWS = 100
-"""Rows of a file that are looked at where all of them are read soon after."""
+"""Number of rows to check per file if all rows are read soon afterwards."""
 
 
 def missing_inputs(
     config: RunConfig, sections: tuple[str, ...] = ("",), rows: int | None = FIRST_ROWS
 ) -> list[Problem]:
-    """Everything that the configuration names and that is not there. A user's file is parsed, and not run.
+    """Return problems with everything named in a configuration that is missing. User files are parsed, not run.
 
     Args:
-        config: of a run.
-        sections: beginnings of the keys that are looked at.
-        rows: to look at of each file of rows; None: all.
+        config: configuration of a run.
+        sections: prefixes of the keys to check.
+        rows: number of rows to check per file; None: all.
     """
     named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
-        # The same path under several keys is one problem, of the first of them; a hub may take long to say so.
+        # A path under several keys is one problem, of the first key; asking a hub again would take time.
         if is_object(value) or value in problems or not key.startswith(sections):
             continue
         try:
             look(value)
         except ValueError as error:
             named_there, _, what = str(error).partition(": ")
-            found = re.fullmatch(rf"({re.escape(key)}(?:\.\w+)?)(?:=(.*))?", named_there)
-            where = found[1] if found else key
-            if not found or found[2]:
+            match = re.fullmatch(rf"({re.escape(key)}(?:\.\w+)?)(?:=(.*))?", named_there)
+            where = match[1] if match else key
+            if not match or match[2]:
                 what = str(error).removeprefix(f"{where}=")
             problems[value] = Problem(where, what, "")
     return list(problems.values())
 
 
 def missing_anywhere(config: RunConfig, say: Callable[[str], None]) -> list[Problem]:
-    """`missing_inputs` of every row; what is missing on this machine alone goes to `say`, as another one may train."""
+    """Return `missing_inputs` with all rows. What only this machine lacks is passed to `say`, as another may train."""
     problems = missing_inputs(config, rows=None)
-    here = [item for item in problems if item.path == PROGRAMS and config.reward_model.sandbox_fusion.url is None]
-    for item in here:
+    local = [item for item in problems if item.path == PROGRAMS and config.reward_model.sandbox_fusion.url is None]
+    for item in local:
         say(f"this machine cannot train it: {item}")
-    return [item for item in problems if item not in here]
+    return [item for item in problems if item not in local]
 
 
 def missing_reward_inputs(config: RunConfig) -> list[Problem]:
-    """The same of what a reward is tried on where nothing is sampled: without the policy, if it reads texts alone."""
+    """Return `missing_inputs` of a reward trial without sampling; without the policy if the reward reads only texts."""
     reward = ("data.train_files", "custom_reward_function.", "reward_model.")
     return missing_inputs(config, reward if scores_texts_alone(config) else ("",))
 
 
 def scores_texts_alone(config: RunConfig) -> bool:
-    """Whether neither the reward nor the rows need a tokenizer."""
+    """Whether neither the reward nor the rows require a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
     return not models_read_replies(config) and not custom.path and not turns.enable
 
 
 def models_read_replies(config: RunConfig) -> bool:
     """Whether a reward model or a judge scores replies."""
-    parts = config.reward_model.parts
-    judges = not part_problems(parts) and any(isinstance(part, JudgePart) for part in read_parts(parts).values())
+    sections = config.reward_model.parts
+    judges = not part_problems(sections) and any(
+        isinstance(section, JudgePart) for section in read_parts(sections).values()
+    )
     return config.reward_model.enable or judges
 
 
@@ -125,7 +129,7 @@ NO_TEMPLATE = (
     "set reward_model.model.input_tokenizer=null where it has the policy's tokenizer."
 )
 Named = Iterator[tuple[str, str, Callable[[str], object]]]
-"""(key, what it names, a function that raises ValueError where that is not there)"""
+"""(key, named value, function that raises a ValueError if the value is missing)"""
 
 
 def _of_text(config: RunConfig, first: int | None) -> Named:
@@ -142,7 +146,7 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.reward_model.enable and config.reward_model.server.url:
         key = "reward_model.server.url"
         yield key, config.reward_model.server.url, partial(check_address, key=key)
-    sources, agents = set[str](), dict[str, set[tuple[Agent, Agent]]]()
+    sources, agents = set[str](), dict[str, set[tuple[RowAgent, RowAgent]]]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
     else:
@@ -182,20 +186,20 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
 
 
 def _of_parts(config: RunConfig) -> Named:
-    if part_problems(config.reward_model.parts):  # which are told by themselves
+    if part_problems(config.reward_model.parts):  # those are reported separately
         return
-    for name, part in read_parts(config.reward_model.parts).items():
-        if isinstance(part, FunctionPart):
-            named, key = f"{part.path}:{part.name}", f"reward_model.parts.{name}"
+    for name, section in read_parts(config.reward_model.parts).items():
+        if isinstance(section, FunctionPart):
+            named, key = f"{section.path}:{section.name}", f"reward_model.parts.{name}"
             yield f"{key}.path", named, _definition
-            yield f"{key}.name", named, partial(_reward, reward_kwargs=part.reward_kwargs, key=key)
-        elif isinstance(part, JudgePart):
+            yield f"{key}.name", named, partial(_reward, reward_kwargs=section.reward_kwargs, key=key)
+        elif isinstance(section, JudgePart):
             key = f"reward_model.parts.{name}"
-            yield key, key, partial(judge_of, part=part)
-            if part.path is not None:
-                yield f"{key}.path", part.path, _model
-            if part.base_url is not None:
-                yield f"{key}.base_url", part.base_url, partial(check_address, key=f"{key}.base_url")
+            yield key, key, partial(judge_of, section=section)
+            if section.path is not None:
+                yield f"{key}.path", section.path, _model
+            if section.base_url is not None:
+                yield f"{key}.base_url", section.base_url, partial(check_address, key=f"{key}.base_url")
 
 
 def _of_control(config: RunConfig) -> Named:
@@ -228,7 +232,7 @@ SIMULATOR_PACKAGES = {"envpool": "envpool", "metaworld": "metaworld", "maniskill
 
 
 def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Each optional package that the configuration asks for: (key, name that is imported, extra of tether)."""
+    """Yield each optional package that the configuration requires: (key, import name, extra of tether)."""
     if config.trainer.devices > 1:
         yield "trainer.n_gpus_per_node", "ray", "ray"
     yield from (
@@ -248,52 +252,57 @@ def _package(name: str, extra: str) -> None:
 
 
 def _rows(
-    config: RunConfig, first: int | None, sources: set[str], agents: dict[str, set[tuple[Agent, Agent]]], name: str
+    config: RunConfig,
+    first: int | None,
+    sources: set[str],
+    agents: dict[str, set[tuple[RowAgent, RowAgent]]],
+    name: str,
 ) -> None:
-    """Look for a source of rows; of a file, look at the first ones, who answers, and for the rules that score them.
+    """Check a source of rows; for a file, check the first rows, their agents and the rules that score them.
 
-    `sources`: gets the data sources that rules score; `agents`: by name, who answers the rows of it, where that is
-    known; see `check_turns_act`.
+    The data sources that rules score are added to `sources`; the known agents of each source of rows are added to
+    `agents`,
+    for `check_turns_act`.
     """
     kind, turns = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:
         raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
     if kind == "environment":
-        agents[name] = {(Agent(False, name), Agent(False, name))}
+        agents[name] = {(RowAgent(False, name), RowAgent(False, name))}
     if kind != "file":
         return
     rows, rules, defined = rows_of(config, name, first), _rules_score(config), set[str]()
     interactions: Sequence[str] | None = None
-    with suppress(ValueError):  # which is told of its own key
+    with suppress(ValueError):  # reported under its own key
         interactions = interactions_of(config)
-    given = config.reward_model.parts
-    parts = {} if part_problems(given) else read_parts(given)
-    problems, talkers = list[str](), set[tuple[Agent, Agent]]()
-    for row in (rows[number] for number in range(len(rows))):
+    configured = config.reward_model.parts
+    sections = {} if part_problems(configured) else read_parts(configured)
+    problems, row_agents = list[str](), set[tuple[RowAgent, RowAgent]]()
+    for row in (rows[index] for index in range(len(rows))):
         agent = row.agent_name
-        talkers.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
+        row_agents.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
         try:
             if problem := agent_problem(config, row, interactions):
                 raise ValueError(problem)
             if agent is not None and is_own_function(agent) and agent not in defined:
                 _class(EnvironmentSpec(agent))
                 defined.add(agent)
-            if parts:
-                check_has_part(parts, row.data_source)
-            if agent is None and rules:  # else an environment may score it
+            if sections:
+                check_has_part(sections, row.data_source)
+            if agent is None and rules:  # otherwise an environment may score it
                 check_source(row.data_source)
                 sources.add(row.data_source)
                 check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
         except ValueError as error:
             problems.append(f"{row.place}: {error}")
-    agents[name] = talkers
+    agents[name] = row_agents
     if problems:
         more = f" ({len(problems) - 1} more of these rows have problems)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
 
 
 def _programs(config: RunConfig, _: str) -> None:
-    """Whether programs can be run here; a server for them is asked later."""
+    """Check that programs can be run on this machine; a server for them is checked later."""
     sandbox, remote = config.reward_model.sandbox, config.reward_model.sandbox_fusion.url
     server = None if remote is None else Server(remote)
     try:
@@ -303,15 +312,15 @@ def _programs(config: RunConfig, _: str) -> None:
 
 
 def _rules_score(config: RunConfig) -> bool:
-    """Whether rules alone score the replies."""
+    """Whether only rules score the replies."""
     rollout, reward = config.actor_rollout_ref.rollout, config.reward_model
     others = reward.enable or reward.parts or config.custom_reward_function.path
     return not (others or rollout.multi_turn.enable or is_own_function(rollout.agent.default_agent_loop))
 
 
 def rows_of(config: RunConfig, files: str | Sequence[str], first: int | None = None) -> Rows:
-    """Read sources with the columns that the section `data` names; see `load_rows`."""
-    from tether.data.sources import load_rows  # here: it takes a moment to load
+    """Read sources with the columns of the `data` section, by `load_rows`."""
+    from tether.data.sources import load_rows  # imported here, because it takes a moment
 
     data = config.data
     return load_rows(
@@ -329,10 +338,10 @@ def _model(path: str, *, weights: bool = True) -> object:
 
 
 def _reward_model(path: str, *, writes: bool) -> None:
-    """Look for a reward model, and into its files: `writes`, whether its chat template does."""
+    """Check that a reward model exists and fits; `writes`: it needs a chat template."""
     folder = _model(path)
     if not isinstance(folder, Path) or not folder.is_dir():
-        return  # it is looked into once it is there
+        return  # a hub's model is checked after the download
     with reading(folder / "config.json", COPY_AGAIN):
         settings = read_json(folder / "config.json", dict, COPY_AGAIN)
         outputs = settings.get("num_labels", len(settings.get("id2label", "01")))
@@ -345,27 +354,29 @@ def _reward_model(path: str, *, writes: bool) -> None:
 
 
 def server_address(url: str) -> str:
-    """The address of a server that somebody else started, as it is.
+    """Check the address of an external server, and return it unchanged.
 
     Raises:
-        ValueError: it is not of the form http://HOST:PORT or http://HOST, below which all routes of a server are.
+        ValueError: the address is not http://HOST:PORT or http://HOST.
     """
     try:
-        parts = urlsplit(url)
-        whole = parts.scheme == "http" and parts.hostname and parts.port != 0 and not parts.path.strip("/")
-    except ValueError:  # the port is no number
-        whole = False
-    if not whole:
+        address = urlsplit(url)
+        is_complete = (
+            address.scheme == "http" and address.hostname and address.port != 0 and not address.path.strip("/")
+        )
+    except ValueError:  # the port is not a number
+        is_complete = False
+    if not is_complete:
         key = "actor_rollout_ref.rollout.server_urls"
         raise ValueError(f"{key}={url}: is no address of a server; give http://HOST:PORT, without a path")
     return url
 
 
 def server_python(name: str) -> Path:
-    """The interpreter of the environment that a kind of server has.
+    """Return the Python of the environment of a server, vLLM or SGLang.
 
     Raises:
-        ValueError: there is none, or it does not have the package.
+        ValueError: there is no such environment, or it lacks the package.
     """
     try:
         python = environment_of(name, f"TETHER_{name.upper()}")
@@ -394,7 +405,7 @@ def _environment_class(name: str) -> None:
 
 
 def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
-    """Look for every ``FILE.py:Class``, and for the first part of ``package.module.Class``, whose rest would run it."""
+    """Check every ``FILE.py:Class``, and the top-level package of ``package.module.Class``, without importing it."""
     for spec in named:
         try:
             if ":" in spec.class_name:
@@ -406,26 +417,26 @@ def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
 
 
 def _class(spec: ToolSpec | EnvironmentSpec) -> None:
-    """Look for a ``FILE.py:Class``, and for its methods and arguments, where the file itself has all of them."""
+    """Check a ``FILE.py:Class``, and its methods and arguments if the file defines all of them."""
     _definition(spec.class_name)
     file, _, name = spec.class_name.rpartition(":")
     classes = {node.name: node for node in _parsed(file).body if isinstance(node, ast.ClassDef)}
     names, takes, waiting = set[str](), inspect.Signature(), [name]
     while waiting:
-        found = classes.get(waiting.pop())
-        if found is None or found.decorator_list or found.keywords:
+        definition = classes.get(waiting.pop())
+        if definition is None or definition.decorator_list or definition.keywords:
             return
-        here = {*_top_level(found)}
-        if "__new__" in here:
+        defined = {*_top_level(definition)}
+        if "__new__" in defined:
             return
-        if "__init__" in here - names:
-            made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if "__init__" in defined - names:
+            made = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
             if not made or made[-1].decorator_list:
                 return
             del (made[-1].args.posonlyargs or made[-1].args.args)[:1]
             takes = _signature(made[-1].args)
-        names |= here
-        waiting += [base.id if isinstance(base, ast.Name) else "" for base in reversed(found.bases)]
+        names |= defined
+        waiting += [base.id if isinstance(base, ast.Name) else "" for base in reversed(definition.bases)]
     if problem := class_problem(spec, names, takes):
         raise ValueError(f"{spec.class_name} {problem}")
 
@@ -440,7 +451,7 @@ def _path(name: str) -> None:
 
 
 def _environment(named: str) -> None:
-    """Look for the file of ``FILE.py:FUNCTION`` or ``FILE.py:ID``; whether an id is registered is known later."""
+    """Check the file of ``FILE.py:FUNCTION`` or ``FILE.py:ID``; whether an id is registered is checked later."""
     module, _, name = named.rpartition(":")
     if named.endswith(".py") or not name:
         file = named.removesuffix(":")
@@ -450,7 +461,7 @@ def _environment(named: str) -> None:
 
 
 def _wrapper(named: str) -> None:
-    """Look for ``FILE.py:Class``; whether ``module:Class`` is there is known later."""
+    """Check ``FILE.py:Class``; ``module:Class`` is checked later."""
     module, _, name = named.rpartition(":")
     if not (module and name):
         raise ValueError(f"{named}: names no class. Give module:Class or FILE.py:Class.")
@@ -459,7 +470,7 @@ def _wrapper(named: str) -> None:
 
 
 def _definition(named: str) -> None:
-    """Look for ``file.py:name`` among what the file defines or imports."""
+    """Check that a file defines or imports the name in ``file.py:name``."""
     file, _, name = named.rpartition(":")
     names = list(_top_level(_parsed(file)))
     if name not in names and "*" not in names:
@@ -472,15 +483,15 @@ def _reward(
     key: str = "custom_reward_function",
     arguments: Sequence[str] = ARGUMENTS,
 ) -> None:
-    """Check what a reward function takes, where it is a plain ``def`` of the file."""
+    """Check the arguments of a reward function, if it is a plain ``def`` in the file."""
     file, _, name = named.rpartition(":")
-    found = [node for node in _parsed(file).body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if found and not found[-1].decorator_list:
-        check_call(_signature(found[-1].args), Path(file), name, reward_kwargs, key, arguments)
+    functions = [node for node in _parsed(file).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if functions and not functions[-1].decorator_list:
+        check_call(_signature(functions[-1].args), Path(file), name, reward_kwargs, key, arguments)
 
 
 def _signature(arguments: ast.arguments) -> inspect.Signature:
-    """The signature of a function with these arguments, without annotations; a default stands as it is written."""
+    """Return the signature of these arguments, without annotations and with defaults as source text."""
     for argument in ast.walk(arguments):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -493,7 +504,7 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
 
 
 class _Written(str):
-    """An expression, which messages show without quotes."""
+    """Source text of an expression, which messages show without quotes."""
 
     __repr__ = str.__str__
 
@@ -510,7 +521,7 @@ def _parsed(file: str) -> ast.Module:
 
 
 def _top_level(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """Names that a module or class has once it is imported; also those in an `if` or a `try`."""
+    """Yield the names that a module or class defines, including those in an `if` or `try`."""
     open_nodes: list[ast.AST] = [tree]
     while open_nodes:
         for node in ast.iter_child_nodes(open_nodes.pop()):

@@ -1,4 +1,4 @@
-"""The number formats that a configuration leaves to the machine."""
+"""The number formats that a configuration leaves to the machine (``auto``)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ DTYPE_KEYS = (
 
 
 def number_format(name: str, device: torch.device) -> str:
-    """The name itself; for ``auto`` that of the fastest format which is exact enough to train in."""
+    """Return the configured name; for ``auto`` the fastest format that is precise enough for training."""
     if name != "auto":
         return name
     return "bfloat16" if computes_in_bfloat16(device) else "float32"
 
 
 def decided_formats(config: RunConfig, device: torch.device, checkpoint: Path | None = None) -> dict[str, str]:
-    """The keys that say ``auto``, with what that is: as in the checkpoint, else as is fast here."""
+    """Return the keys with ``auto`` and their formats: those of the checkpoint, or the fast ones of this machine."""
     values = values_of(config)
     saved = (saved_values(checkpoint / "run.yaml") if checkpoint else None) or {}
     return {key: str(saved.get(key) or number_format("auto", device)) for key in DTYPE_KEYS if values[key] == "auto"}
 
 
 def formats_line(config: RunConfig, decided: Mapping[str, str]) -> list[str]:
-    """A line about what was left to the machine; it names the sections where others were set."""
+    """Return a line about the automatic formats; it names the sections with other formats."""
     values = values_of(config)
     acting = [key for key in DTYPE_KEYS if why_idle(key, values) is None]
     auto = [key for key in acting if key in decided]

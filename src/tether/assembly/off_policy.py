@@ -1,4 +1,4 @@
-"""Parts between sampling and update: refilling, rollout correction, PF-PPO, critic warm-up, sample files."""
+"""Components between sampling and update: dynamic sampling, rollout correction, PF-PPO, and files of samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_dynamic_sampling(
     sampler: PromptSampler,
     warn: Callable[[str], None],
 ) -> DynamicSampling | None:
-    """Refilling of groups that teach nothing; None where ``filter_groups`` is off."""
+    """Return the replacement of groups without signal; None if ``filter_groups`` is off."""
     groups = config.algorithm.filter_groups
     if not groups.enable:
         return None
@@ -41,9 +41,11 @@ def build_dynamic_sampling(
 
 
 def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorrection | None:
-    """Weights and rejections of a batch; None where there are none, or where the loss makes them itself (bypass)."""
-    asked = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold)
-    if correction.bypass_mode or not any(asked):
+    """Return the correction of a batch by weights and rejections; None without one, or if the loss computes it
+    (bypass).
+    """
+    options = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold)
+    if correction.bypass_mode or not any(options):
         return None
     return RolloutCorrection(
         importance=correction.rollout_is,
@@ -55,10 +57,11 @@ def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorr
 
 
 def old_log_probs_from(config: RunConfig) -> OldLogProbs:
-    """Where the log-probs under the old policy come from.
+    """Return the source of the log-probs under the old policy.
 
-    The update gives them where it makes one optimizer step a rollout, so that its own are the old ones, and where
-    nothing before it reads them or the experts that they are of.
+    The update itself provides them if it makes one optimizer step per rollout, so that its own log-probs are the old
+    ones,
+    and if nothing before it reads them or their experts.
     """
     algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
     if algorithm.rollout_correction.bypass_mode:
@@ -78,7 +81,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
 
 
 def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
-    """Keywords of the policy loss ``bypass_mode`` beside those of the clip."""
+    """Return the keyword arguments of the policy loss ``bypass_mode`` in addition to those of the clip."""
     return {
         "loss_type": correction.loss_type,
         "rollout_is": correction.rollout_is,
@@ -89,7 +92,7 @@ def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
 
 
 def build_policy_filtration(config: RunConfig) -> PolicyFiltration | None:
-    """PF-PPO; None where it is off."""
+    """Return PF-PPO's filtration; None if it is off."""
     if not config.algorithm.use_pf_ppo:
         return None
     options = config.algorithm.pf_ppo
@@ -97,14 +100,14 @@ def build_policy_filtration(config: RunConfig) -> PolicyFiltration | None:
 
 
 def build_rollout_files(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutFiles | None:
-    """Training samples on disk; None where no folder is named."""
+    """Return the writer of training samples to disk; None without a folder."""
     return RolloutFiles(Path(trainer.rollout_data_dir), tokenizer) if trainer.rollout_data_dir else None
 
 
 def _rejection(correction: RolloutCorrectionConfig) -> dict[str, tuple[float, float]]:
     if correction.rollout_rs is None:
         return {}
-    assert correction.rollout_rs_threshold is not None  # a rule of the configuration
+    assert correction.rollout_rs_threshold is not None  # ensured by a rule of the configuration
     lower, bounds = correction.rollout_rs_threshold_lower, str(correction.rollout_rs_threshold).split(",")
     if len(bounds) == 1:
         bounds *= len(correction.rollout_rs)

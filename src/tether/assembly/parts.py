@@ -1,4 +1,4 @@
-"""Parts of which the models of a run, and the sampler of one rank, are made; they travel to where the models are."""
+"""The sources of a run's models, and the sampler of one rank; both are sent to the ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tether.rollout.native import NativeEngine
 
 @dataclass(frozen=True)
 class Sources:
-    """Parts of which the models of a run are made; it travels to where they are."""
+    """Everything to build the models of a run; it is sent to the ranks."""
 
     model_path: Path | str
     critic_path: Path | str
-    """Of the checkpoint, where there is one."""
+    """Path of the critic, in the checkpoint if there is one."""
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Path | None
     device: torch.device
@@ -32,10 +32,10 @@ class Sources:
 
 
 class RankSampler:
-    """Samples on one rank, with a whole copy of the actor's weights.
+    """Samples on one rank, with a full copy of the actor's weights.
 
     Args:
-        engine: that samples.
+        engine: the engine that samples.
         actor: the rank's engine; None on ranks that only sample.
     """
 
@@ -45,12 +45,12 @@ class RankSampler:
             self.refresh()
 
     def refresh(self) -> int:
-        """Take over the weights of this rank's actor; returns their bytes."""
+        """Copy the weights of this rank's actor, and return their size in bytes."""
         assert self._actor is not None
         return self._take(self._actor.export())
 
     def load(self, version: int, weights: StoredWeights) -> int:
-        """Take over weights that ranks of another group have stored; returns their bytes."""
+        """Load weights that ranks of another group have stored, and return their size in bytes."""
         return self._take(weights.update(version))
 
     def _take(self, weights: WeightUpdate) -> int:
@@ -66,15 +66,14 @@ class RankSampler:
         return moved
 
     def generate(self, *arguments: Any) -> RolloutBatch:
-        """See `RolloutEngine.generate`."""
         return self._engine.generate(*arguments)
 
     def ends(self) -> frozenset[int]:
-        """Tokens that end a response."""
+        """Return the stop token ids."""
         return self._engine.eos_token_ids
 
 
-def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **rest: Any) -> Sources:
-    """`rest`: the other fields."""
+def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **fields: Any) -> Sources:
+    """Return the sources of a run's models; `fields` are the other fields."""
     critic = checkpoint / "critic" if checkpoint else inputs.critic_path
-    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **rest)
+    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **fields)

@@ -1,4 +1,4 @@
-"""From a configuration to the policy that a run begins with, and to the environments as it acts in them."""
+"""Builds the policy that a run starts with, and the environments in the form that the policy needs."""
 
 from __future__ import annotations
 
@@ -33,56 +33,56 @@ SET_BY_CHECKPOINT = (
     "target_modules",
     *flow_policies.SET_BY_RUN,
 )
-"""Fields of a policy's shape in which the one that a run starts from may be another."""
+"""Fields of a policy's shape that may differ from the policy that a run starts from."""
 
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
-"""Policies that give actions as the environment takes them."""
+"""Policies whose actions are those of the environment."""
 
 
 def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
-    """The policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
+    """Return the policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
-    The former keeps its statistics of observations: those of demonstrations hardly vary in some entries, and the first
-    rollouts would change what it sees there altogether.
+    The former keeps its observation statistics: some entries hardly vary in demonstrations, so updating the statistics
+    in
+    the first rollouts would change the policy's inputs completely.
 
     Raises:
-        ValueError: no policy fits the environment; or the one that is named is none, or of another shape.
+        ValueError: no policy fits the environment, or the path has no policy or one of a different shape.
     """
     path = config.actor_rollout_ref.model.path
     if not path or _brings_its_own_weights(config):
         return new_policy(config, env)
     start = saved_policy(Path(path), START)
     policy = new_policy(config, env, _known_of(start))
-    _take_over(policy, start, path)
+    _copy_weights(policy, start, path)
     if policy.normalizer:
         policy.normalizer.fixed = True
     return policy
 
 
 def _brings_its_own_weights(config: RunConfig) -> bool:
-    """The run starts from a folder in the layout of others, which a new policy loads."""
+    """Whether the run starts from a published policy, whose weights a new policy loads."""
     kind = config.policy.model_type
     if kind in FLOW_TYPES:
         return flow_policies.pretrained_folder(config) is not None
     return kind in VLA_TYPES and vla_policies.published_folder(config) is not None
 
 
-def new_policy(config: RunConfig, env: VectorEnv, known: Mapping[str, object] | None = None) -> Policy:
-    """A policy for the environment, with the weights of the seed.
+def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, object] | None = None) -> Policy:
+    """Return a policy for the environment, with weights initialized by the seed.
 
     Args:
         config: the configuration.
         env: the environment.
-        known: fields of the shape of a vision-language-action policy, or of a flow-matching one, that are known
-            already.
+        known_fields: known fields of the shape of a vision-language-action or flow-matching policy.
 
     Raises:
-        ValueError: what the environment shows, or its actions, are not for this kind of policy.
+        ValueError: this kind of policy does not support the environment's observations or actions.
     """
     if config.policy.model_type in VLA_TYPES:
-        return vla_policies.new_vla_policy(config, env, _value_width(config), known)
+        return vla_policies.new_vla_policy(config, env, _value_width(config), known_fields)
     if config.policy.model_type in FLOW_TYPES:
-        return flow_policies.new_flow_policy(config, env, _value_width(config), known)
+        return flow_policies.new_flow_policy(config, env, _value_width(config), known_fields)
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
     if policy.use_sde and isinstance(actions, DiscreteActions):
@@ -91,14 +91,14 @@ def new_policy(config: RunConfig, env: VectorEnv, known: Mapping[str, object] | 
         )
     _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
-    rows = [part.name for part in env.layout if part.name not in pictures and part.width]
+    rows = [entry.name for entry in env.layout if entry.name not in pictures and entry.width]
     if missing := [name for name in policy.normalize_only if name not in rows]:
         raise ValueError(
             f"policy.normalize_only: {env.id} shows no {missing[0]} that is read as numbers, but "
             f"{', '.join(rows) or 'none'}. Correct the name, or set policy.normalize_only=[]."
         )
     spec = PolicySpec(
-        obs_dim=row_width(tuple(part for part in env.layout if part.name not in pictures)),
+        obs_dim=row_width(tuple(entry for entry in env.layout if entry.name not in pictures)),
         layout=env.layout,
         choices=actions.choices if isinstance(actions, DiscreteActions) else None,
         action_width=actions.width,
@@ -127,20 +127,20 @@ def new_policy(config: RunConfig, env: VectorEnv, known: Mapping[str, object] | 
 
 
 def _check_mask(env: VectorEnv, chunk: int) -> None:
-    """A part that says which choices are allowed now fits the actions of one step.
+    """Check that an action mask in the observations fits the actions of one step.
 
     Raises:
-        ValueError: it has another number of entries, or the policy decides on several steps at once.
+        ValueError: the number of entries is wrong, or the policy chooses actions of several steps at once.
     """
     actions = env.actions
-    for part in env.layout:
-        if part.kind != "mask":
+    for entry in env.layout:
+        if entry.kind != "mask":
             continue
-        found, alternatives = part.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
-        if found != alternatives:
+        entries, alternatives = entry.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
+        if entries != alternatives:
             raise ValueError(
-                f"{env.id}: its observations have {found} entries of {part.name}, and its actions {alternatives} "
-                f"alternatives. Leave the part out with env.train.drop_observations=[{part.name}], or rename it."
+                f"{env.id}: its observations have {entries} entries of {entry.name}, and its actions {alternatives} "
+                f"alternatives. Leave the part out with env.train.drop_observations=[{entry.name}], or rename it."
             )
         if chunk > 1:
             raise ValueError(
@@ -150,15 +150,15 @@ def _check_mask(env: VectorEnv, chunk: int) -> None:
 
 
 def saved_policy(path: Path, key: str) -> Policy:
-    """The policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last one).
+    """Load the policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last checkpoint).
 
     Args:
         path: the folder.
-        key: that names it, for messages.
+        key: configuration key or option that names it, for messages.
 
     Raises:
-        ValueError: there is no checkpoint of a control policy.
-        CheckpointDamaged: a file of it is not what was saved.
+        ValueError: the folder has no checkpoint of a control policy.
+        CheckpointDamaged: a file differs from what was saved.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -170,10 +170,10 @@ def saved_policy(path: Path, key: str) -> Policy:
 
 
 def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
-    """A function that writes a policy into a folder in the layout of the published policy that it began as.
+    """Return a function that exports a policy in the format of the published policy from which it started.
 
     Raises:
-        ValueError: it began as none, or the folder of that one is gone.
+        ValueError: it did not start from one, or the folder of that policy no longer exists.
     """
     network = None if isinstance(policy, _WITHOUT_TRANSFORMERS) else getattr(policy.spec, "network", None)
     if network is None:
@@ -190,16 +190,16 @@ def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
 
 
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
-    """The environments as the policy acts in them: where it has a code for actions, they take that."""
+    """Return the environments for the policy: if it encodes actions, they accept encoded ones."""
     code = code_of(policy)
-    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.taken:
+    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
     coded: VectorEnv = importlib.import_module("tether.envs.spaces.coded").CodedEnv(env, code)
     return coded
 
 
 def code_of(policy: Policy) -> ActionCode | None:
-    """How the policy writes actions: as tokens, or with the chain that led to them; None: as the environment."""
+    """Return the policy's action encoding: tokens, or a flow's chain of actions; None if actions are not encoded."""
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
     spec, code = policy.spec, None
@@ -208,12 +208,12 @@ def code_of(policy: Policy) -> ActionCode | None:
         code = chains.ChainActions(*spec.action_scale, spec.action_width)
     else:
         code = importlib.import_module("tether.envs.spaces.action_bins").ActionBins(spec.low, spec.high)
-    found: ActionCode = code
-    return found
+    action_code: ActionCode = code
+    return action_code
 
 
 def _known_of(policy: Policy) -> dict[str, object] | None:
-    """Options of `new_policy` that follow from the policy that a run starts from."""
+    """Return the fields for `new_policy` that the policy that a run starts from determines."""
     if isinstance(policy, _WITHOUT_TRANSFORMERS):
         return None
     spec = policy.spec
@@ -224,17 +224,17 @@ def _if_other(size: int, actors: int) -> int | None:
     return None if size == actors else size
 
 
-def _take_over(policy: Policy, start: Policy, path: str) -> None:
-    """Put the weights and statistics of one policy into another; a critic of another width starts untrained.
+def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
+    """Copy the weights and statistics of one policy to another; a critic of a different width starts untrained.
 
     Raises:
-        ValueError: the policies are of different shapes; names the field.
+        ValueError: the policies have different shapes; the message names the field.
     """
     for field, wanted in vars(policy.spec).items():
-        found = getattr(start.spec, field, None)
-        if field not in SET_BY_CHECKPOINT and found != wanted:
+        actual = getattr(start.spec, field, None)
+        if field not in SET_BY_CHECKPOINT and actual != wanted:
             raise ValueError(
-                f"{START}={path}: its policy has {field}={found}, this run {wanted}. Give the policy.* keys, and the "
+                f"{START}={path}: its policy has {field}={actual}, this run {wanted}. Give the policy.* keys, and the "
                 "environment, that it was made with."
             )
     same_critic = start.spec.value_width == policy.spec.value_width

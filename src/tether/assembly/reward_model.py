@@ -1,4 +1,4 @@
-"""The learned reward model of a run: checked by its config and tokenizer, then loaded."""
+"""The learned reward model of a run: checks of its config and tokenizer, and loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.loading import on_device
 from tether.assembly.named_inputs import NO_TEMPLATE
 from tether.assembly.number_formats import DTYPES, number_format
@@ -31,24 +31,25 @@ from tether.training.engines.local import LocalEngine
 from tether.training.text import ConversationReader, MicroBatching, RewardModel, ScoreOutputs
 
 SCORER = "reward_model"
-"""The part of a rank that runs it."""
+"""Name of the rank component that runs it."""
 
 
 def reward_model_path(config: RunConfig) -> Path | str | None:
-    """Where the reward model is; None where the run has none."""
+    """Return the path of the reward model; None if the run has none."""
     model = config.reward_model
     return resolve_model_path(str(model.model.path), cache_dir()) if model.enable else None
 
 
 def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a reward model that cannot read what it is given; no weights are loaded.
+    """Refuse a reward model that cannot read the run's responses, without loading weights.
 
     Args:
-        config: a run without a reward model is fine.
-        policy_tokenizer: whose ids it reads where ``input_tokenizer`` is null.
+        config: configuration of the run, possibly without a reward model.
+        policy_tokenizer: its ids are the model's input if ``input_tokenizer`` is null.
 
     Raises:
-        ValueError: no classifier with one output, no chat template, or a tokenizer with more tokens than the model.
+        ValueError: it is not a classifier with one output, has no chat template, or its vocabulary is smaller than the
+            tokenizer's.
     """
     path, model = reward_model_path(config), config.reward_model.model
     if path is None:
@@ -57,26 +58,26 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
         raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
     settings = load_config(path, trust_remote_code=model.trust_remote_code)
     check_reward_model(f"reward_model.model.path={path}", settings)
-    own = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
-    if model.input_tokenizer is not None and not own.chat_template:
+    tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
+    if model.input_tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(f"reward_model.model.path={path}: {NO_TEMPLATE}")
     whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
-    check_vocabulary(f"reward_model.model.path={path}", settings, own, whose)
+    check_vocabulary(f"reward_model.model.path={path}", settings, tokenizer, whose)
     if model.input_tokenizer is None:
         _check_same_tokens(config, path, policy_tokenizer)
 
 
 def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
-    """Refuse a model that has fewer tokens than its reader may be given.
+    """Refuse a model whose vocabulary is smaller than the tokenizer's.
 
     Args:
-        what: key and path of the model, or what it was named by.
-        settings: of the model.
-        tokenizer: which gives the ids.
-        whose: how the error calls it.
+        what: key and path of the model, for the message.
+        settings: config of the model.
+        tokenizer: tokenizer of the ids.
+        whose: name of the tokenizer in the message.
 
     Raises:
-        ValueError: it has.
+        ValueError: the vocabulary is smaller.
     """
     vocabulary = settings.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
@@ -86,15 +87,15 @@ def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTraine
         )
 
 
-def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewards:
-    """The reward model of a run: on its devices, or behind a server.
+def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
+    """Build the reward model of a run, on its devices or behind a server.
 
     Args:
-        config: of the run.
-        groups: the processes of several devices, which load it as `SCORER`; None: it is loaded here.
+        config: configuration of the run.
+        groups: processes of several devices, which load it as `SCORER`; None: load it in this process.
 
     Raises:
-        ValueError: it cannot be loaded, or nothing answers.
+        ValueError: it cannot be loaded, or the server does not answer.
     """
     path = reward_model_path(config)
     assert path is not None
@@ -111,10 +112,10 @@ def build_reward_model(config: RunConfig, groups: Groups | None = None) -> Rewar
 
 
 def reward_engine(config: RunConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
-    """The engine that runs the reward model.
+    """Build the engine that runs the reward model.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: the model cannot be loaded.
     """
     settings, path = config.reward_model, reward_model_path(config)
     assert path is not None
@@ -154,22 +155,24 @@ def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
 
 
 def _check_same_tokens(config: RunConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse to read the policy's ids where the reward model's own tokenizer, if it has one, writes others."""
+    """Refuse the policy's token ids if the reward model has its own tokenizer and that maps them to other texts."""
     try:
-        own = _tokenizer(config, path)
-    except ValueError:  # it needs none
+        tokenizer = _tokenizer(config, path)
+    except ValueError:  # it does not need a tokenizer
         return
-    theirs, policys = _texts(own), _texts(policy_tokenizer)
-    added = policy_tokenizer.get_added_vocab().keys() | own.get_added_vocab().keys()  # a padding token may differ
+    theirs, policys = _texts(tokenizer), _texts(policy_tokenizer)
+    added = (
+        policy_tokenizer.get_added_vocab().keys() | tokenizer.get_added_vocab().keys()
+    )  # an added token, such as padding, may differ
     for id_ in sorted(theirs.keys() | policys.keys()):
         has, writes = theirs.get(id_), policys.get(id_)
-        ends = has is not None and id_ == policy_tokenizer.eos_token_id  # in each response that is not cut
+        ends = has is not None and id_ == policy_tokenizer.eos_token_id  # it occurs in each complete response
         if has != writes and (ends or not {has, writes} & added):
-            here, there = (f"{text!r}" if text is not None else "none" for text in (has, writes))
+            model_text, policy_text = (f"{text!r}" if text is not None else "none" for text in (has, writes))
             raise ValueError(
                 f"reward_model.model.input_tokenizer=null: {path} has another tokenizer than the policy (token {id_} "
-                f"is {here}, the policy's {there}), so it would not read what the policy wrote. Leave the key out: "
-                "responses are then decoded, and written by its own tokenizer and chat template."
+                f"is {model_text}, the policy's {policy_text}), so it would not read what the policy wrote. Leave the "
+                "key out: responses are then decoded, and written by its own tokenizer and chat template."
             )
 
 

@@ -1,4 +1,4 @@
-"""A reward model to be trained on pairs."""
+"""Builds the training of a reward model on pairs."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from tether.training.text import MicroBatching, PairForward, PairOutputs, Prefer
 
 @dataclass(frozen=True)
 class RewardTrainingOptions:
-    """Settings of the training of a reward model."""
+    """Settings of reward model training."""
 
     lr: float = 1e-5
-    """Of AdamW; after a warm-up over the first 3% of the steps it falls to 0 as a cosine."""
+    """Learning rate of AdamW, with a warm-up over 3% of the steps and a cosine decay to 0."""
     weight_decay: float = 0.0
     epochs: int = 1
     batch_size: int = 64
-    """Pairs an optimizer step."""
+    """Pairs per optimizer step."""
     micro_batch_size: int = 8
-    """Pairs a forward and backward pass; memory and speed alone."""
+    """Pairs per forward and backward pass; affects only memory and speed."""
     max_length: int | None = None
-    """Tokens of prompt and response; None: as many as the model has positions for."""
+    """Maximum tokens of prompt and response; None: the model's maximum."""
     held_out: float = 0.1
-    """Share of the prompts that accuracy is measured on."""
+    """Share of the prompts for measuring accuracy."""
     seed: int = 1
     device: str = "auto"
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    """Whether to recompute activations in the backward pass, to save memory."""
 
 
 def build_reward_training(
@@ -60,33 +60,33 @@ def build_reward_training(
     trained: Path | None = None,
     template_date: str | None = None,
 ) -> Pretraining:
-    """A reward model, from a causal LM or a saved sequence classifier, and the pairs that it learns from.
+    """Build a reward model, from a causal LM or a saved sequence classifier, and its training pairs.
 
     Args:
-        model: what it is made of, whose tokenizer it has.
-        files: of pairs.
-        options: of its training.
-        trained: a checkpoint of this training, to resume from.
-        template_date: date that the chat template writes, as YYYY-MM-DD; None: today's.
+        model: the model to start from, which also provides the tokenizer.
+        files: files of pairs.
+        options: settings of the training.
+        trained: checkpoint of this training to resume from.
+        template_date: date in the chat template, as YYYY-MM-DD; None: today's.
 
     Raises:
-        ValueError: files that hold no pairs, a model that cannot be trained, or options that cannot be meant.
+        ValueError: files contain no pairs, the model cannot be trained, or options are invalid.
     """
     _check(options)
     device = resolve_device(options.device, "--device")
     path = resolve_model_path(model, cache_dir())
-    learned, held_out = split_pairs(load_pairs(files), options.held_out, options.seed)  # before any model is loaded
+    learned, held_out = split_pairs(load_pairs(files), options.held_out, options.seed)  # before loading a model
     tokenizer = load_tokenizer(path)
     seed_rng(options.seed)
     classifier = new_reward_model(trained or path, dtype=torch.float32)
     config = classifier.config
-    check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as the run that takes it does
+    check_vocabulary(f"--model={model}", config, tokenizer, "its tokenizer")  # as a run with this reward model does
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id
     length = _length(options.max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
     template = dated_template(tokenizer, None, template_date)
     learned_batch, held_out_batch = (
-        preference_batch(part, tokenizer, config.pad_token_id, length, template) for part in (learned, held_out)
+        preference_batch(pairs, tokenizer, config.pad_token_id, length, template) for pairs in (learned, held_out)
     )
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(classifier)
@@ -118,7 +118,7 @@ def _check(options: RewardTrainingOptions) -> None:
         raise ValueError(f"--held-out={options.held_out:g}: accuracy is measured on some of the prompts; give a share")
 
 
-def _length(asked: int | None, positions: int | None) -> int:
-    if asked is not None and positions is not None and asked > positions:
-        raise ValueError(f"--max-length={asked}: the model has {positions} positions (max_position_embeddings)")
-    return asked or positions or sys.maxsize
+def _length(configured: int | None, positions: int | None) -> int:
+    if configured is not None and positions is not None and configured > positions:
+        raise ValueError(f"--max-length={configured}: the model has {positions} positions (max_position_embeddings)")
+    return configured or positions or sys.maxsize

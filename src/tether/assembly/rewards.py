@@ -1,11 +1,11 @@
-"""Rewards of a run: rules and functions, a learned reward model, judges, or several of them."""
+"""Builds the rewards of a run: rules, functions, a learned reward model, judges, or a combination."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.judge import build_judge, check_judge
 from tether.assembly.reward_model import build_reward_model
 from tether.assembly.row_agents import row_agent
@@ -24,27 +24,27 @@ PARTS = "reward_model.parts"
 
 
 def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
-    """Refuse prompts whose responses nothing can score, and judges that cannot be asked.
+    """Refuse prompts whose responses cannot be scored, and unusable judges.
 
     Raises:
-        ValueError: a data source without a rule, or without a part of the reward; tests that cannot be read; programs
-            that cannot be run; a judge's template, endpoint or key.
+        ValueError: a data source has no rule or reward, tests cannot be read, programs cannot be run, or a judge's
+            template, endpoint or key is invalid.
     """
-    parts = read_parts(config.reward_model.parts)
-    for name, part in parts.items():
-        if isinstance(part, JudgePart):
-            check_judge(f"{PARTS}.{name}", part)
-    if parts:
-        prompts.check_rows(lambda row: check_has_part(parts, row.data_source))
-    rules = next((part for part in parts.values() if isinstance(part, RulesPart)), None)
-    asks_rules = rules is not None if parts else not config.reward_model.enable
+    sections = read_parts(config.reward_model.parts)
+    for name, section in sections.items():
+        if isinstance(section, JudgePart):
+            check_judge(f"{PARTS}.{name}", section)
+    if sections:
+        prompts.check_rows(lambda row: check_has_part(sections, row.data_source))
+    rules = next((section for section in sections.values() if isinstance(section, RulesPart)), None)
+    asks_rules = rules is not None if sections else not config.reward_model.enable
     if not asks_rules or config.custom_reward_function.path is not None:
         return
     sources: set[str] = set()
 
     def by_rule(row: Row) -> bool:
         in_part = rules is None or rules.data_sources is None or row.data_source in rules.data_sources
-        return in_part and row_agent(config, row).environment is None  # which scores the row itself
+        return in_part and row_agent(config, row).environment is None  # an environment scores its rows itself
 
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
@@ -56,32 +56,33 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 
 
 def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> None:
-    """Refuse parts of the reward that are for rows of a data source that no row has.
+    """Refuse a reward for a data source that no row has.
 
-    A run on some of its rows (`data.train_max_samples`, `data.val_max_samples`) is left alone: the others may have it.
+    A run on a subset of the rows (`data.train_max_samples`, `data.val_max_samples`) is not checked: other rows may have
+    it.
 
     Raises:
-        ValueError: names the part and the source.
+        ValueError: the message names the reward and the source.
     """
     if config.data.train_max_samples != -1 or config.data.val_max_samples != -1:
         return
-    parts = read_parts(config.reward_model.parts)
-    if all(part.data_sources is None for part in parts.values()):
-        return  # without looking at every row
-    there: set[str] = set()
+    sections = read_parts(config.reward_model.parts)
+    if all(section.data_sources is None for section in sections.values()):
+        return  # saves reading every row
+    present: set[str] = set()
     for prompts in datasets:
-        prompts.check_rows(lambda row: there.add(row.data_source))
-    for name, part in parts.items():
-        for source in part.data_sources or ():
-            if source not in there:
+        prompts.check_rows(lambda row: present.add(row.data_source))
+    for name, section in sections.items():
+        for source in section.data_sources or ():
+            if source not in present:
                 raise ValueError(
                     f"{PARTS}.{name}.data_sources: no row has {source!r} as its `data_source`, so nothing would be "
-                    f"scored for it. Correct it, or leave it out.{did_you_mean(source, sorted(there))}"
+                    f"scored for it. Correct it, or leave it out.{did_you_mean(source, sorted(present))}"
                 )
 
 
 def program_options(config: RunConfig) -> ProgramOptions:
-    """How programs in responses are run."""
+    """Return the options for running programs in responses."""
     sandbox, fusion = config.reward_model.sandbox, config.reward_model.sandbox_fusion
     server = None
     if fusion.url is not None:
@@ -91,48 +92,48 @@ def program_options(config: RunConfig) -> ProgramOptions:
 
 
 def _num_workers(config: RunConfig) -> int:
-    """Reward processes: one a core by default, and not more than a server for programs may have requests."""
+    """Return the number of reward processes: by default one per core, or the maximum requests of a program server."""
     fusion = config.reward_model.sandbox_fusion
-    most = fusion.max_concurrent if fusion.url is not None else usable_cores()
-    return config.reward_model.num_workers or min(usable_cores(), most)
+    limit = fusion.max_concurrent if fusion.url is not None else usable_cores()
+    return config.reward_model.num_workers or min(usable_cores(), limit)
 
 
-def build_rewards(config: RunConfig, groups: Groups | None = None) -> Rewards:
-    """Start what scores responses.
+def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
+    """Build and start the rewards.
 
     Args:
-        config: of the run.
-        groups: the processes of several devices, which share the reward model.
+        config: configuration of the run.
+        groups: processes of several devices, which share the reward model.
 
     Raises:
-        ValueError: a function, a reward model or a judge that cannot be loaded.
+        ValueError: a function, a reward model or a judge cannot be loaded.
     """
-    parts = read_parts(config.reward_model.parts)
-    if not parts:
+    sections = read_parts(config.reward_model.parts)
+    if not sections:
         return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
-    # Models first: what they refuse leaves no process behind.
-    order = sorted(parts, key=lambda name: isinstance(parts[name], RulesPart | FunctionPart))
+    # Models first, so that their errors leave no process behind.
+    order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart))
     with ExitStack() as stack:
-        built = {name: stack.enter_context(_build_part(config, name, parts[name], groups)) for name in order}
+        built = {name: stack.enter_context(_build_part(config, name, sections[name], groups)) for name in order}
         stack.pop_all()
-    return CombinedRewards({name: _weighted(part, built[name]) for name, part in parts.items()})
+    return CombinedRewards({name: _weighted(section, built[name]) for name, section in sections.items()})
 
 
-def _weighted(part: RewardPart, rewards: Rewards) -> Part:
-    sources = frozenset(part.data_sources) if part.data_sources is not None else None
-    return Part(rewards, part.weight, part.optional, sources)
+def _weighted(section: RewardPart, rewards: Rewards) -> Part:
+    sources = frozenset(section.data_sources) if section.data_sources is not None else None
+    return Part(rewards, section.weight, section.optional, sources)
 
 
-def _build_part(config: RunConfig, name: str, part: RewardPart, groups: Groups | None) -> Rewards:
-    if isinstance(part, FunctionPart):
-        return _pool(config, CustomReward(part.path, part.name, part.reward_kwargs, key=f"{PARTS}.{name}"))
-    if isinstance(part, JudgePart):
-        return build_judge(config, f"{PARTS}.{name}", part)
-    return _build_rules(config) if isinstance(part, RulesPart) else build_reward_model(config, groups)
+def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankGroups | None) -> Rewards:
+    if isinstance(section, FunctionPart):
+        return _pool(config, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}"))
+    if isinstance(section, JudgePart):
+        return build_judge(config, f"{PARTS}.{name}", section)
+    return _build_rules(config) if isinstance(section, RulesPart) else build_reward_model(config, groups)
 
 
 def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedRewards:
-    """A user's function is loaded and checked in the processes; one that is an object runs here."""
+    """Build the rule or function reward. A function of a file runs in worker processes, an object in this process."""
     custom = config.custom_reward_function
     if config.reward_model.reward_manager == "batch":
         if is_object(custom.path):

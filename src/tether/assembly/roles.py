@@ -1,4 +1,4 @@
-"""Policy, critic, reference and sampler of a text run: in this process, or in shards on several devices."""
+"""Builds policy, critic, reference and sampler of a text run, in this process or sharded over several devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tether.assembly.groups import Groups
+from tether.assembly.groups import RankGroups
 from tether.assembly.learners import (
     Reference,
     Role,
@@ -60,9 +60,9 @@ class Roles:
 
     actor: Learner[TrainBatch, PolicyOutputs]
     critic: Learner[TrainBatch, ValueOutputs] | None
-    """None where the advantage estimator needs no values."""
+    """The critic; None if the advantage estimator needs no values."""
     reference: Reference | None
-    """None where no KL is estimated from it."""
+    """The reference; None if no KL uses it."""
     sampler: RolloutEngine
 
 
@@ -72,20 +72,20 @@ def build_roles(
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
-    groups: Groups | None,
+    groups: RankGroups | None,
 ) -> Roles:
     """Load the models on the devices of a run.
 
     Args:
-        config: of the run.
-        sources: of its models.
-        sampling: how responses are drawn that are trained on.
-        logs: folder for what other processes print.
+        config: configuration of the run.
+        sources: sources of its models.
+        sampling: sampling parameters of training responses.
+        logs: folder for the output of other processes.
         resources: closes servers.
-        groups: the processes of several devices; they load the reward model, too.
+        groups: processes of several devices, which also load the reward model.
 
     Raises:
-        ValueError: models that cannot be loaded or trained.
+        ValueError: models cannot be loaded or trained.
     """
     if groups is None:
         engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
@@ -94,8 +94,8 @@ def build_roles(
         return _roles(config, engines, served or engines["sampler"], sources.total_steps)
     groups.build(build_parts, config, sources)
     assign = balanced if config.trainer.balance_batch else in_order
-    apart = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
-    ahead = apart and config.trainer.async_mode != "off"  # it samples while the actor learns
+    separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
+    ahead = separate and config.trainer.async_mode != "off"  # samples while the actor is trained
     engines = {
         name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
@@ -110,25 +110,25 @@ def build_roles(
         )
     ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
     sampler = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
-    if apart:
+    if separate:
         sampler.load_weights(engines["actor"].export())
     return _roles(config, engines, sampler, sources.total_steps)
 
 
-def _of_first_rank(group: Group, part: str, method: str) -> Any:
-    return group.call(part, method, [(), *[None] * (group.size - 1)])[0]
+def _of_first_rank(group: Group, component: str, method: str) -> Any:
+    return group.call(component, method, [(), *[None] * (group.size - 1)])[0]
 
 
-def _replicas(config: RunConfig, groups: Groups) -> dict[str, Replicas]:
-    """Of each model, which ranks share its rows."""
-    parts = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
+def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
+    """Return for each model which ranks share its rows."""
+    ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
     if config.critic.enable:
-        parts["critic"] = sequence_ranks(config, config.critic)
+        ranks_per_replica["critic"] = sequence_ranks(config, config.critic)
     if asks_reference(config):
-        parts["reference"] = reference_ranks(config)
+        ranks_per_replica["reference"] = reference_ranks(config)
     if uses_megatron(config):
-        return {name: Replicas.asked(groups.of[name], name) for name in parts}
-    return {name: Replicas.in_a_row(groups.of[name].size, each) for name, each in parts.items()}
+        return {name: Replicas.asked(groups.of[name], name) for name in ranks_per_replica}
+    return {name: Replicas.in_a_row(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
 
 
 def _served(
@@ -140,13 +140,13 @@ def _served(
     logs: Path,
     resources: ExitStack,
 ) -> RolloutEngine:
-    """The sampler that servers are behind."""
+    """Return the sampler that uses servers."""
     learner = build_actor(config, actor, sources.total_steps)
     return build_servers(config, learner, card, sources, sampling, logs, resources)
 
 
 def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
-    """The parts of one rank, with the models of these names; called on each."""
+    """Build the components of one rank with the named models; called on each rank."""
     fsdp = importlib.import_module("tether.training.engines.fsdp")
     seed_rng(config.trainer.seed)
     alone = _is_alone(config, names)
@@ -174,14 +174,14 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
         models = _engines(config, sources, make, names, sharded=not alone)
     if "sampler" in models:
         models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
-    parts = models | {"trace": ProcessTrace()}
+    components = models | {"trace": ProcessTrace()}
     if SCORER in names:
-        parts[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
-    return parts
+        components[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
+    return components
 
 
 def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
-    """Whether these models have one device, on which all of them stays: then nothing is cut."""
+    """Whether these models have a single device without offloading, so that nothing is sharded."""
     sections: dict[str, Role] = {
         "actor": config.actor_rollout_ref.actor,
         "critic": config.critic,
@@ -202,12 +202,12 @@ def _sharding_of(role: Role) -> ShardConfig:
 def _engines(
     config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
 ) -> dict[str, Any]:
-    """The named models: the sampler shares weights with `LocalEngine`, and has a copy beside shards."""
+    """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
-    parts: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     policy, reference = None, None
     if names & {"actor", "sampler"}:
-        unread = sharded or "actor" not in names  # the sampler gets its weights from the actor
+        unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
         policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=unread)
         if replays(config):
             follow_choice(policy)
@@ -215,21 +215,21 @@ def _engines(
         reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
     if "actor" in names:
         assert policy is not None
-        parts |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
+        components |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
-        parts["sampler"] = _native(config, _copy_to_sample(config, policy))
+        components["sampler"] = _native(config, _copy_to_sample(config, policy))
     if "critic" in names:
         critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
-        parts["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
+        components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
     if "reference" in names and reference is not None:
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference.model is policy:  # with LoRA
-            make_reference = lambda _, micro, during: parts["actor"].frozen(micro, during)  # noqa: E731
-        elif reference_runs_with_actor(config):  # then it is whole on every rank, as the actor's forward passes need it
+            make_reference = lambda _, micro, during: components["actor"].frozen(micro, during)  # noqa: E731
+        elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
             make_reference = LocalEngine
-        parts["reference"] = reference_engine(config, reference, make_reference)
-    return parts
+        components["reference"] = reference_engine(config, reference, make_reference)
+    return components
 
 
 def _policy_parts(
@@ -242,19 +242,19 @@ def _policy_parts(
     *,
     sharded: bool,
 ) -> dict[str, Any]:
-    """The actor, with what samples beside it."""
+    """Build the actor, with the sampler or the model card for servers."""
     settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
-    apart = sharded or config.trainer.async_mode != "off"  # the sampler's weights are not those that training changes
-    sampling = _copy_to_sample(config, policy) if apart and "sampler" in names else policy
-    parts: dict[str, Any] = {"card": PolicyCard.of(policy)} if served else {}  # while it is whole
-    # Before the sampler, which then finds the weights in the dtype that they are trained in and shares them.
-    parts["actor"] = actor_engine(
+    separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
+    sampling = _copy_to_sample(config, policy) if separate and "sampler" in names else policy
+    components: dict[str, Any] = {"card": PolicyCard.of(policy)} if served else {}  # before it is sharded
+    # Before the sampler, which then shares the weights in their training dtype.
+    components["actor"] = actor_engine(
         config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
     )
     if "sampler" not in names:
-        use_tether_attention(policy)  # for training; the native engine sees to it itself
-        return parts
-    return parts | {"sampler": _native(config, sampling)}
+        use_tether_attention(policy)  # for training; the native engine does it itself
+        return components
+    return components | {"sampler": _native(config, sampling)}
 
 
 def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
@@ -269,9 +269,9 @@ def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
 
 
 def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the policy in the format that it is trained in; of weights that are not read yet, only the room.
+    """Return a copy of the policy in its training dtype, with uninitialized memory for unread weights.
 
-    Buffers keep their own format: rotary frequencies in bfloat16 would turn far tokens by other angles.
+    Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """
     dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], has_lazy_weights(policy)
 

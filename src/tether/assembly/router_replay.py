@@ -1,4 +1,4 @@
-"""Runs that replay the experts of a mixture: what is refused before a model loads, and what each pass does."""
+"""Runs that replay the chosen experts of a mixture: checks before a model loads, and the mode of each pass."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from tether.runtime.objects import held, is_object
 from tether.training.text import Experts
 
 RECOMPUTED: dict[str, Experts] = {"disabled": "chosen", "R2": "recorded", "R3": "replayed"}
-"""Mode -> the experts of the pass that computes the old log-probs."""
+"""Mode -> experts in the pass that computes the old log-probs."""
 UPDATED: dict[str, Experts] = {"disabled": "chosen", "R2": "replayed", "R3": "replayed"}
-"""Mode -> those of the update."""
+"""Mode -> experts in the update."""
 
 
 def replays(config: RunConfig) -> bool:
-    """Whether the update chooses experts as an earlier pass did."""
+    """Whether the update reuses the experts of an earlier pass."""
     return replay_of(config)[1] != "disabled"
 
 
 def check_router_replay(config: RunConfig, policy: Path | str) -> None:
-    """Refuse a policy that has no experts, before it loads.
+    """Refuse a policy without experts, before it loads.
 
     Args:
-        config: of the run.
-        policy: where its config is.
+        config: configuration of the run.
+        policy: location of its config.
 
     Raises:
-        ValueError: there is nothing to replay.
+        ValueError: the policy has no experts.
     """
     key, mode = replay_of(config)
-    if mode == "disabled" or is_gguf(policy):  # a file of its own kind, which tells what it is once it is read
+    if mode == "disabled" or is_gguf(policy):  # a GGUF file, which is checked when it is loaded
         return
     trust = config.actor_rollout_ref.model.trust_remote_code
-    found = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
-    if experts_per_token(found) is None:
+    model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
+    if experts_per_token(model_config) is None:
         raise ValueError(
-            f"{key}={mode}: {type(found).__name__} (actor_rollout_ref.model.path) has no experts, so there is no "
-            f"choice to replay. Leave {key} out, or take a mixture of experts."
+            f"{key}={mode}: {type(model_config).__name__} (actor_rollout_ref.model.path) has no experts, so there is "
+            f"no choice to replay. Leave {key} out, or take a mixture of experts."
         )

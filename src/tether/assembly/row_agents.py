@@ -1,4 +1,4 @@
-"""Who answers the rows of a run between the policy's turns, as far as names tell; imports no torch."""
+"""The agents that answer between the policy's turns, as determined by names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of
 from tether.tools import LIBRARY, read_environments
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
 _NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 
 
-def row_agent(config: RunConfig, row: Row | Prompt) -> Agent:
-    """Who answers a row."""
+def row_agent(config: RunConfig, row: Row | Prompt) -> RowAgent:
+    """Return the agent of a row."""
     return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
 
 
 def interactions_of(config: RunConfig) -> Sequence[str]:
-    """Names that rows of `tool_agent` may give in `extra_info.interaction_kwargs.name`.
+    """Return the valid names in `extra_info.interaction_kwargs.name` of rows of `tool_agent`.
 
     Raises:
         ValueError: the file of `interaction_config_path` cannot be read.
@@ -34,17 +34,17 @@ def interactions_of(config: RunConfig) -> Sequence[str]:
 
 
 def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """The problem with the agent that a row names, as far as names tell; empty: there is none.
+    """Return the problem with the agent named by a row; empty if there is none.
 
     Args:
-        config: of the run.
-        row: of its data.
-        interactions: see `interactions_of`; None: they are not known.
+        config: configuration of the run.
+        row: row of its data.
+        interactions: names of `interactions_of`; None: unknown.
     """
     rollout, name = config.actor_rollout_ref.rollout, row.agent_name
     if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
-        own = "or your own class: FILE.py:CLASS"
-        return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own}"
+        own_class = "or your own class: FILE.py:CLASS"
+        return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own_class}"
     if not rollout.multi_turn.enable:
         return "" if name in (None, SINGLE_TURN) else f"`agent_name` is {name!r}, which {NEEDS_TURNS}"
     if (name or rollout.agent.default_agent_loop) != TOOL_AGENT:
@@ -53,25 +53,27 @@ def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | Non
     objects = {"tools_kwargs": of_tools, "interaction_kwargs": of_interaction}
     if isinstance(of_tools, Mapping):
         objects |= {f"tools_kwargs.{tool}": kwargs or {} for tool, kwargs in of_tools.items()}
-    for key, found in objects.items():
-        if not isinstance(found, Mapping):
-            return f"`extra_info.{key}` is {str(found)[:80]!r}, not an object with keys"
+    for key, settings in objects.items():
+        if not isinstance(settings, Mapping):
+            return f"`extra_info.{key}` is {str(settings)[:80]!r}, not an object with keys"
     wanted = of_interaction.get("name")
     if wanted is not None and interactions is not None and wanted not in interactions:
-        there = f"{TURNS}.interaction_config_path has {', '.join(interactions) or 'none: give interaction_config_path'}"
-        return f"`extra_info.interaction_kwargs.name` is {wanted!r}; {there}"
+        available = (
+            f"{TURNS}.interaction_config_path has {', '.join(interactions) or 'none: give interaction_config_path'}"
+        )
+        return f"`extra_info.interaction_kwargs.name` is {wanted!r}; {available}"
     return ""
 
 
-def check_turns_act(config: RunConfig, agents: set[tuple[Agent, Agent]]) -> None:
-    """Refuse turns, tools and interactions that are asked for where no row of a run has any.
+def check_turns_act(config: RunConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
+    """Refuse configured turns, tools and interactions that no row of a run uses.
 
     Args:
-        config: of the run.
-        agents: who answers its rows, each with who would if all were of `tool_agent`.
+        config: configuration of the run.
+        agents: the agent of each row, paired with its agent if it were of `tool_agent`.
 
     Raises:
-        ValueError: what is asked for, and how rows get it.
+        ValueError: the message says what is configured, and how rows can use it.
     """
     turns, default = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.agent.default_agent_loop"
     if not turns.enable:

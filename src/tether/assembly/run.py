@@ -1,4 +1,4 @@
-"""All parts of a run, put together."""
+"""Builds a text run from all its components."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tether.assembly.common import (
     find_start,
     ranks_line,
 )
-from tether.assembly.groups import Groups, build_groups
+from tether.assembly.groups import RankGroups, build_groups
 from tether.assembly.inputs import Inputs, build_inputs, with_template_date
 from tether.assembly.megatron import check_megatron, megatron_line
 from tether.assembly.number_formats import DTYPES, decided_formats, formats_line
@@ -89,18 +89,18 @@ STORED = (
     TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
     ErrorSample, RewardRequest, Dialogue,
 )  # fmt: skip
-"""Classes of what is stored of batches that were sampled ahead."""
+"""Classes in the stored batches that were sampled ahead."""
 
 
 def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
-    """Build everything that a run needs, and resume from a checkpoint where ``trainer.resume_mode`` says so.
+    """Build everything that a run needs, and resume from a checkpoint according to ``trainer.resume_mode``.
 
-    `begin` is called with what is about to be done, for whoever waits.
+    `begin` is called with a description of each activity that starts.
 
     Raises:
-        ValueError: the inputs are not usable; see the message.
+        ValueError: the inputs are not usable.
     """
-    disable_progress_bar()  # transformers' own, which would appear at every checkpoint
+    disable_progress_bar()  # transformers' progress bars would appear at every checkpoint
     config = loaded.config
     check_own_functions(config)
     set_threads(config.trainer.num_threads)
@@ -136,7 +136,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
         rate = config.reward_model.max_error_rate
         collector = Collector(roles.sampler, rewards, inputs.tokenizer, rate, conversations)
-        loggers = begin_run(loaded, store, schedule, checkpoint)  # after all that may refuse its input
+        loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
         resources.callback(loggers.close)
         filtration, source = build_policy_filtration(config), PromptSource(inputs.train, sampler)
         rollouts = TextRollouts(
@@ -149,7 +149,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             evaluation=_evaluation(config, inputs),
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
-            transfers=groups.whole.transfers.take if groups else dict,
+            transfers=groups.all_ranks.transfers.take if groups else dict,
             moved=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
             prove=_proof(config, roles.sampler, inputs.train),
         )
@@ -169,7 +169,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_test(config.trainer, persistence, checkpoint),
             saver=Saver(config.trainer.async_save),
-            profiler=profiler and replace(profiler, ranks=groups.whole if groups else None),
+            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
@@ -194,8 +194,10 @@ def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
     return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
-def _about(config: RunConfig, inputs: Inputs, groups: Groups | None, learners: Sequence[AnyLearner]) -> Iterator[str]:
-    """Lines for the user: prompts, devices, and the room that checkpoints take."""
+def _about(
+    config: RunConfig, inputs: Inputs, groups: RankGroups | None, learners: Sequence[AnyLearner]
+) -> Iterator[str]:
+    """Return lines for the user about prompts, devices and the size of checkpoints."""
     yield f"training prompts: {inputs.train.report}"
     if inputs.validation is not None:
         yield f"validation prompts: {inputs.validation.report}"
@@ -213,7 +215,7 @@ def _sampling_ahead(
     schedule: Schedule,
     warn: Callable[[str], None],
 ) -> SamplingAhead[Any, Any] | None:
-    """Rollouts that sample while the policy learns; None where both take turns."""
+    """Return the asynchronous sampling; None if sampling and training alternate."""
     config, mode = loaded.config, loaded.config.trainer.async_mode
     if mode == "off":
         return None
@@ -231,7 +233,7 @@ def _sampling_ahead(
 
 
 def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
-    """Whether the batches that wait in a checkpoint are those that this configuration draws; warns where not."""
+    """Whether the stored batches of a checkpoint fit this configuration; warns if not."""
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
     before, now = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT), _scoring_files(loaded.config)
     changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
@@ -242,7 +244,7 @@ def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Pat
 
 
 def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
-    """The comparison of sampler and trainer that comes before the first step; None where a step makes it."""
+    """Return the parity probe of sampler and trainer before the first step; None if a step makes the comparison."""
     if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
     few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
@@ -250,7 +252,7 @@ def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) ->
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:
-    """Inputs of a run, checked for the engine that trains on them."""
+    """Build the inputs of a run, checked for the training engine."""
     begin("reading the data")
     inputs = build_inputs(config, tools)
     begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
@@ -267,7 +269,7 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
-    if reference := stored_weights(config).get("reference"):  # which a resumed run reads, too
+    if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too
         identity[reference[0]] = model_fingerprint(reference[1])
     if isinstance(scores := reward_model_path(config), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
@@ -275,7 +277,7 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
 
 
 def _scoring_files(config: RunConfig) -> dict[str, str]:
-    """Key -> fingerprint of files of the user's that score or answer; a resumed run may have others."""
+    """Return key -> fingerprint of user files that score or answer; they may differ in a resumed run."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     named = {"custom_reward_function.path": [config.custom_reward_function.path or ""]}
     if path := turns.tool_config_path:
@@ -285,7 +287,7 @@ def _scoring_files(config: RunConfig) -> dict[str, str]:
         classes = [environment.class_name for environment in read_environments(path).values()]
         named[f"{TURNS}.interaction_config_path"] = [path, *classes]
     files = {key: [Path(name.partition(":")[0]).expanduser() for name in names] for key, names in named.items()}
-    return {key: " ".join(sha256_of([file for file in found if file.is_file()])) for key, found in files.items()}
+    return {key: " ".join(sha256_of([file for file in paths if file.is_file()])) for key, paths in files.items()}
 
 
 def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
@@ -296,7 +298,9 @@ def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
 
 def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     trainer = config.trainer
-    batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)  # whatever dynamic sampling drops
+    batches_per_epoch = math.ceil(
+        num_prompts / config.data.train_batch_size
+    )  # regardless of what dynamic sampling drops
     total_steps = trainer.total_training_steps or trainer.total_epochs * batches_per_epoch
     if problem := staleness_problem(config, total_steps):
         raise ValueError(str(problem))
@@ -309,7 +313,7 @@ def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """Sampling of the responses that are trained on."""
+    """Return the sampling parameters of training responses."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=rollout.response_length,
@@ -330,7 +334,7 @@ def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
 
 
 def validation_sampling(config: RunConfig) -> SamplingParams:
-    """Sampling of the responses to held-out prompts."""
+    """Return the sampling parameters of validation responses."""
     rollout = config.actor_rollout_ref.rollout
     val = rollout.val_kwargs
     return SamplingParams(
@@ -345,7 +349,7 @@ def validation_sampling(config: RunConfig) -> SamplingParams:
 
 
 def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
-    if config.trainer.async_mode != "off":  # rows of older weights: what is far apart is no fault
+    if config.trainer.async_mode != "off":  # rows of older weights: a large difference is no fault
         return MismatchAlarm(math.inf)
     formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
     return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))

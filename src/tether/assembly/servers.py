@@ -1,4 +1,4 @@
-"""The engine that samples by servers, and the probe that proves it."""
+"""Builds the engine that samples with servers, and its parity probe."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 @dataclass(frozen=True)
 class PolicyCard:
-    """Facts for servers about a policy that may lie in shards elsewhere."""
+    """Facts about a policy for servers, if the policy itself is sharded over other processes."""
 
     config: PreTrainedConfig
     generation_config: GenerationConfig | None
     eos_token_ids: frozenset[int]
     second_names: frozenset[str]
-    """Names of weights that lie in the same memory as one before them: tied ones."""
+    """Names of tied weights, which share memory with an earlier one."""
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> PolicyCard:
-        """Of a whole model, or of one without its weights."""
+        """Return the card of a model, with or without weights."""
         seen: set[int] = set()
         names = set()
         for name, value in policy.state_dict(keep_vars=True).items():
@@ -64,12 +64,12 @@ class PolicyCard:
         return cls(policy.config, policy.generation_config, ends, frozenset(names))
 
     def read(self) -> PolicyCard:
-        """The card itself, which thus travels."""
+        """Return the card itself, for a call from another process."""
         return self
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and response."""
+        """Return the maximum tokens of prompt and response."""
         return context_length(self.config)
 
 
@@ -82,19 +82,19 @@ def build_servers(
     logs: Path,
     resources: ExitStack,
 ) -> ParityProbe:
-    """An engine that samples by servers; they start when the first responses are asked for.
+    """Build an engine that samples with servers, which start at the first request.
 
     Args:
-        config: of the run.
-        actor: whose weights they get, and who is compared with them.
-        policy: its model.
-        sources: where its files lie, and the device that trains.
-        sampling: how responses are drawn that are trained on.
-        logs: folder for what servers print.
-        resources: ends the servers.
+        config: configuration of the run.
+        actor: the engine whose weights they receive, and with which they are compared.
+        policy: card of its model.
+        sources: location of its files, and the training device.
+        sampling: sampling parameters of training responses.
+        logs: folder for the output of servers.
+        resources: closes the servers.
 
     Raises:
-        ValueError: the servers' program is not installed, an address is none, or files of weights cannot be had.
+        ValueError: the server is not installed, an address is invalid, or weight files are not available.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     in_turns = config.trainer.async_mode == "off"
@@ -124,21 +124,21 @@ def build_servers(
     resources.callback(engine.close)
 
     def log_probs(rows: RolloutBatch) -> torch.Tensor:
-        found: torch.Tensor = actor.infer(TrainBatch.assemble(rows, torch.zeros(len(rows)))).log_probs
-        return found
+        log_probs: torch.Tensor = actor.infer(TrainBatch.assemble(rows, torch.zeros(len(rows)))).log_probs
+        return log_probs
 
     formats = (rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
-    every = rollout.parity_freq if in_turns else 0  # the trainer has other weights by then
+    every = rollout.parity_freq if in_turns else 0  # the trainer has newer weights by then
     tolerance = mismatch_tolerance(*(DTYPES[name] for name in formats))
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
 def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) -> None:
-    """Look at servers of somebody else that answer already, before anything is loaded; others are waited for later.
+    """Check external servers that are already running, before anything is loaded; others are awaited later.
 
     Raises:
-        ValueError: one cannot be used, weights have no way from the device that trains, or the policy has no files that
-            servers of tether's own could load.
+        ValueError: a server is not usable, weights cannot be transferred from the training device, or the policy has no
+            files for servers that tether starts.
     """
     settings = config.actor_rollout_ref
     if settings.rollout.name in SERVERS and not settings.rollout.server_urls:
@@ -166,7 +166,7 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
 
 
 def _adapters(config: RunConfig) -> Adapters | None:
-    """Those that travel as such, which they do in files."""
+    """Return the transfer of LoRA adapters by files; None if merged weights are sent."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     in_files = rollout.name == "vllm" and rollout.weight_transfer not in ("distributed", "nccl")
     if model.lora_rank == 0 or model.lora.merge or not in_files:
@@ -187,24 +187,24 @@ def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
 
 
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
-    """Most tokens of prompt and response together."""
+    """Return the maximum tokens of prompt and response together."""
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     return min(longest, context_length(policy) or longest)
 
 
 def _load_format(rollout: RolloutConfig) -> str:
-    """The load format on the command line of the servers that tether starts; dummy: random weights."""
+    """Return the load format for servers that tether starts; dummy: random weights."""
     name = str(rollout.own_options.get("load_format", rollout.load_format))
-    if name.startswith("dummy"):  # in verl also dummy_hf, dummy_megatron and dummy_dtensor
+    if name.startswith("dummy"):  # verl also has dummy_hf, dummy_megatron and dummy_dtensor
         return "dummy"
     return "auto" if name == "hf" else name
 
 
 def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
-    """Refuse to load files that are not there; those of a hub are looked for when they are loaded.
+    """Refuse missing weight files; those of a hub are checked when they are loaded.
 
     Raises:
-        ValueError: names the key and the model.
+        ValueError: the message names the key and the model.
     """
     name = _load_format(rollout)
     if name == "dummy":
@@ -226,24 +226,24 @@ def _has_safetensors(model: Path) -> bool:
 
 
 def _link_files(model: Path | str, folder: Path) -> None:
-    """Put links to the policy's weights beside the config that servers read, which may have entries replaced."""
+    """Link the policy's weights into the folder of the servers' config, whose entries may be overridden."""
     if isinstance(model, str):
         with asking_hugging_face(f"{model}: its weights", "set actor_rollout_ref.rollout.load_format=dummy."):
             model = Path(snapshot_download(model, allow_patterns=[*WEIGHT_FILES]))
-    for link in filter(Path.is_symlink, folder.iterdir()):  # of a run with another model
+    for link in filter(Path.is_symlink, folder.iterdir()):  # left by a run with a different model
         link.unlink()
     for file in weight_files(model):
         (folder / file.name).symlink_to(file.absolute())
 
 
 def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Path) -> list[Launch]:
-    """One server on a CPU; on GPUs as many as the devices of the run have room for.
+    """Return the commands of the servers: one on a CPU, or as many as fit on the run's GPUs.
 
     Raises:
-        ValueError: the servers' program is not installed, there are too few devices, or a hub does not give files.
+        ValueError: the server is not installed, there are too few devices, or a hub refuses files.
     """
     rollout, described = config.actor_rollout_ref.rollout, logs / "model"
-    name, parts, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    name, tensor_parallel, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
     python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
     policy.config.save_pretrained(described)
     add_older_names(described)
@@ -260,27 +260,27 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
     options |= {name: _word(value) for name, value in rollout.own_options.items() if name != "load_format"}
     if not on_gpu:
-        return [launch_of(python, logs / f"{name}.log", options, _on_cores(name, parts))]
-    if ranks % parts:
-        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
+        return [launch_of(python, logs / f"{name}.log", options, _on_cores(name, tensor_parallel))]
+    if ranks % tensor_parallel:
+        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
         raise ValueError(f"{key}: does not divide the devices of the run (trainer.n_gpus_per_node={ranks})")
     names = cuda_names(ranks)
     return [
-        launch_of(python, logs / f"{name}-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(part)})
-        for first in range(0, ranks, parts)
-        if (part := names[first : first + parts])
+        launch_of(python, logs / f"{name}-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
+        for first in range(0, ranks, tensor_parallel)
+        if (devices := names[first : first + tensor_parallel])
     ]
 
 
 def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """The keys as options of vLLM's command line."""
+    """Return options of vLLM's command line."""
     return {
         "model": folder,
         "dtype": rollout.dtype,
         "max_model_len": longest,
         "max_logprobs": max(rollout.top_k, 1),
         "max_num_seqs": rollout.max_num_seqs,
-        "seed": 0,  # every request has its own
+        "seed": 0,  # each request has its own seed
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -288,13 +288,13 @@ def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: 
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "load_format": _load_format(rollout),
-        **_told(rollout),
+        **_routing_options(rollout),
         **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
     }
 
 
 def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """The keys as options of SGLang's command line."""
+    """Return options of SGLang's command line."""
     chunks = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1
     sleeps = rollout.free_cache_engine and on_gpu
     return {
@@ -310,27 +310,29 @@ def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu
         "disable_cuda_graph": rollout.enforce_eager,
         "disable_radix_cache": not rollout.enable_prefix_caching,
         "load_format": _load_format(rollout),
-        "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # ties at the cut come on top
+        "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # room for ties at the threshold
         "enable_memory_saver": sleeps,
         "enable_weights_cpu_backup": sleeps,
-        **_told(rollout),
+        **_routing_options(rollout),
     }
 
 
-def _told(rollout: RolloutConfig) -> dict[str, object]:
-    """Options by which servers of both kinds return the experts of each token."""
+def _routing_options(rollout: RolloutConfig) -> dict[str, object]:
+    """Return the options that make vLLM or SGLang return the experts of each token."""
     return {"enable_return_routed_experts": True} if rollout.enable_rollout_routing_replay else {}
 
 
 def _word(value: object) -> object:
-    """An option as the command line takes it."""
+    """Return an option's value for the command line."""
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value
 
 
-def _on_cores(name: str, parts: int) -> dict[str, str]:
-    """Return the environment of a server on a CPU, with as many threads as the trainer has, which waits meanwhile."""
-    threads = {OMP_NUM_THREADS: str(max(torch.get_num_threads() // parts, 1))}
+def _on_cores(name: str, tensor_parallel: int) -> dict[str, str]:
+    """Return the environment of a server on a CPU, with as many threads as the trainer, which waits meanwhile."""
+    threads = {OMP_NUM_THREADS: str(max(torch.get_num_threads() // tensor_parallel, 1))}
     if name == "sglang":
         return threads | {"SGLANG_USE_CPU_ENGINE": "1"}
-    bind = "nobind" if parts == 1 else "|".join(map(str, range(parts)))  # a core for each parallel part
+    bind = (
+        "nobind" if tensor_parallel == 1 else "|".join(map(str, range(tensor_parallel)))
+    )  # one core per tensor-parallel rank
     return threads | {"VLLM_CPU_OMP_THREADS_BIND": bind, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}

@@ -1,4 +1,4 @@
-"""Parts of a run on their own: to score a checkpoint, to try a reward, to train a critic."""
+"""Single components of a run: to score a checkpoint, to try a reward, to train a critic."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from tether.training.text import CriticLoss
 
 @contextmanager
 def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[Evaluation, Collector]]:
-    """The validation of a configuration for a model: a directory, a GGUF file or a hub id.
+    """Build the validation of a model (a directory, a GGUF file or a hub id) with a configuration.
 
     Raises:
-        ValueError: no ``data.val_files``, or unusable inputs.
+        ValueError: there are no ``data.val_files``, or inputs are not usable.
     """
     config = loaded.config
     if not config.data.val_files:
@@ -74,29 +74,29 @@ class RewardTrial:
     prompts: list[Prompt]
     rewards: Rewards
     sampled: ProbeScores | None
-    """Replies of the policy, conversations among them: `group_size` to each of the first prompts."""
+    """Replies of the policy, possibly conversations: `group_size` to each of the first prompts."""
     group_size: int
     in_turns: bool
-    """The reward is told of conversations."""
+    """Whether the reward receives conversations."""
     cut: Callable[[str], str]
-    """Shortens a reply to ``data.max_response_length`` tokens where a model reads it, whose context has an end."""
+    """Truncates a reply to ``data.max_response_length`` tokens if a model with a limited context reads it."""
 
 
 @contextmanager
 def build_reward_trial(
     config: RunConfig, *, rows: int, samples: int, on_sampled: Callable[[int], None] = lambda done: None
 ) -> Iterator[RewardTrial]:
-    """The reward of a configuration, and what to try it with.
+    """Build the reward of a configuration, and the samples to try it on.
 
     Args:
-        config: its data, reward, and policy.
-        rows: of the training data, spread over it.
-        samples: replies to draw from the policy before it is trained; 0 loads no weights, and no tokenizer where
-            texts alone are scored.
+        config: configuration of data, reward and policy.
+        rows: number of rows, spread over the training data.
+        samples: replies to sample from the untrained policy; with 0 no weights are loaded, and no tokenizer if only
+            texts are scored.
         on_sampled: called with the number of replies so far.
 
     Raises:
-        ValueError: unusable inputs.
+        ValueError: inputs are not usable.
     """
     if config.reward_model.enable and config.reward_model.model.input_tokenizer is None:
         raise ValueError(
@@ -131,9 +131,11 @@ def build_reward_trial(
                 engine = load_engine(path, device, rollout.dtype, trust_remote_code=trusted)
                 conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
                 collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
-                asked = prompts[: max(1, samples // rollout.n)]
+                sampled_prompts = prompts[: max(1, samples // rollout.n)]
                 key = NoiseKey(config.trainer.seed, step=0)
-                scored = collector.collect(asked, sampling_params(config), key, lambda done, _: on_sampled(done))
+                scored = collector.collect(
+                    sampled_prompts, sampling_params(config), key, lambda done, _: on_sampled(done)
+                )
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
             cut: Callable[[str], str] = str
             if tokenizer and models_read_replies(config):
@@ -147,7 +149,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, limit: int, text: str) -> str:
 
 
 def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:
-    """Sampled replies as the audit has them: a conversation is shown with all that was said."""
+    """Return sampled replies for the audit, with the full text of conversations."""
     requests = [
         RewardRequest(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
         for prompt, text in ((scored.prompt_of(row), text) for row, text in enumerate(scored.texts))
@@ -156,22 +158,22 @@ def _probe(scored: ScoredResponses, seconds: list[float]) -> ProbeScores:
 
 
 def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, held_out: float) -> Pretraining:
-    """The critic of a configuration, to be trained on stored rollouts.
+    """Build the training of a configuration's critic on stored rollouts.
 
     Args:
         config: its ``critic`` section, ``algorithm.gamma`` and seed.
-        rollouts: folder that ``trainer.rollout_data_dir`` named.
-        epochs: passes over the rollouts.
-        held_out: share of the prompts that the critic is measured on, and does not learn from.
+        rollouts: folder written by ``trainer.rollout_data_dir``.
+        epochs: number of passes over the rollouts.
+        held_out: share of the prompts for validation of the critic.
 
     Raises:
-        ValueError: no critic for text in this configuration, or unusable rollouts.
+        ValueError: the configuration has no text critic, or the rollouts are not usable.
     """
     if config.env.train.id is not None:
         raise ValueError("env.train.id: embodied runs store no rollouts, so no critic can be trained on them")
     if not config.critic.enable:
         raise ValueError("critic.enable: there is no critic to train; use algorithm.adv_estimator=gae")
-    responses = read_rollouts(rollouts)  # before any model is loaded
+    responses = read_rollouts(rollouts)  # before loading a model
     learned, kept_apart = split_by_prompt(responses, held_out, config.trainer.seed)
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
@@ -188,5 +190,5 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))
-    learned_batch, held_out_batch = (value_batch(part, gamma) for part in (learned, kept_apart))
+    learned_batch, held_out_batch = (value_batch(split, gamma) for split in (learned, kept_apart))
     return Pretraining(learner, learned_batch, held_out_batch, plan, explained, role="critic")

@@ -1,4 +1,4 @@
-"""Conversations of a run: tools, environments, and who answers which row."""
+"""Builds the conversations of a run: tools, environments, and the agents of rows."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tether.config import RunConfig
 from tether.data.chat import dated_template
 from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
-from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Agent, Row, agent_of, own_tools
+from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
 from tether.rollout.turns import Conversations, TurnLimits, TurnTemplate
 from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
 
-_STARTUP = 300.0  # seconds: an environment may load a dataset
+_STARTUP = 300.0  # seconds; an environment may load a dataset
 
 
 def build_tool_pool(config: RunConfig) -> ToolPool | None:
-    """Start the processes of tools and environments; None where every row has one turn.
+    """Start the processes of tools and environments; return None if every row has a single turn.
 
     Raises:
-        ValueError: a configuration of tools that cannot be read, or a class that cannot be loaded.
+        ValueError: the configuration of tools cannot be read, or a class cannot be loaded.
     """
     rollout = config.actor_rollout_ref.rollout
     turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
@@ -46,34 +46,34 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
 
 
 def scored_by_environments(config: RunConfig) -> bool:
-    """Whether rows with an environment are scored by it alone."""
+    """Whether rows with an environment are scored only by it."""
     return config.custom_reward_function.path is None and not config.reward_model.enable
 
 
-def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[Agent, Agent]]:
-    """Refuse rows that name an agent that is not there.
+def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[RowAgent, RowAgent]]:
+    """Refuse rows whose agent does not exist.
 
     Returns:
-        Who answers the rows, each with who would if all were of `tool_agent`.
+        The agents of the rows, each paired with the row's agent if it were of `tool_agent`.
 
     Raises:
-        ValueError: of such rows, up to ten.
+        ValueError: lists up to ten such rows.
     """
-    interactions, told = interactions_of(config), set[str]()
-    agents, known = set[tuple[Agent, Agent]](), set[str]()
+    interactions, reported = interactions_of(config), set[str]()
+    agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
 
     def check(row: Row) -> None:
         if problem := agent_problem(config, row, interactions):
-            if problem in told:  # all rows of a source may have the same
+            if problem in reported:  # all rows of a source may have the same problem
                 return
-            told.add(problem)
+            reported.add(problem)
             raise ValueError(problem)
         agent = row_agent(config, row)
         agents.add((agent, agent_of(TOOL_AGENT, row.extra_info)))
-        own = None if agent.has_tools else agent.environment
-        if tools is not None and own is not None and own not in known:
-            known.add(own)  # one that fails is told once, and not started again for each row
-            tools.check(own)
+        environment = None if agent.has_tools else agent.environment
+        if tools is not None and environment is not None and environment not in checked:
+            checked.add(environment)  # a failing one is reported once, and not started again for each row
+            tools.check(environment)
 
     prompts.check_rows(check)
     return agents
@@ -86,17 +86,17 @@ def build_conversations(
     ends: frozenset[int],
     datasets: Sequence[PromptDataset],
 ) -> Conversations | None:
-    """Who answers the policy between its turns; None where it has one.
+    """Return what answers the policy between its turns; None with a single turn.
 
     Args:
-        config: of the run.
-        tools: what is called and stepped.
-        tokenizer: of the policy.
-        ends: tokens that end what it samples.
+        config: configuration of the run.
+        tools: processes of tools and environments.
+        tokenizer: tokenizer of the policy.
+        ends: ids of the stop tokens.
         datasets: all prompts.
 
     Raises:
-        ValueError: a chat template whose turns cannot be put together.
+        ValueError: turns of the chat template cannot be concatenated.
     """
     if tools is None:
         return None
@@ -110,7 +110,7 @@ def build_conversations(
     if any(agent.has_tools for agent in agents):
         listing.check(["tool"], turns.tokenization_sanity_check_mode)
     rows = [prompt for prompts in datasets for prompt in prompts if row_agent(config, prompt).environment is not None]
-    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # who answers there
+    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # the agents of the rows
     template.check(sorted(roles), turns.tokenization_sanity_check_mode)
     return Conversations(
         pool=tools,

@@ -61,4 +61,4 @@ def list_datasets() -> None:
     from tether.data.published import DATASETS
 
     for name, dataset in DATASETS.items():
-        typer.echo(f"{name:14} {dataset.repository:36} {', '.join(dataset.parts)}")
+        typer.echo(f"{name:14} {dataset.repository:36} {', '.join(dataset.files)}")

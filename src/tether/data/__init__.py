@@ -1,8 +1,8 @@
-"""Prompts: rows of files, hubs and procedural tasks in one layout, templated, and dealt out in a resumable order.
+"""Prompts: rows from files, hubs and procedural tasks in one layout, templated, and sampled in a resumable order.
 
 Read in this order: `rows` (the layout), `sources` (where rows come from), `prompts` (rows to token ids), `sampler`.
-`published` makes files of hubs' datasets. `location` finds out where rows would come from without loading torch: import
-the module that you need.
+`published` converts datasets of hubs to files. `location` finds the source of rows without loading torch, so import the
+module that you need.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Conversations to token ids: the chat template, applied once, and cutting to a length."""
+"""Conversations to token ids: applying the chat template, tokenizing and truncating."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0
-"""Seconds that a chat template may take to write one conversation."""
+"""Timeout for a chat template to render one conversation, in seconds."""
 TEMPLATE_BYTES = 2 << 30
-"""Memory that it may take."""
+"""Memory limit of a chat template, in bytes."""
 LONGEST_TEXT = 2**26
-"""Characters of a conversation."""
+"""Maximum characters of a rendered conversation."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError,
     TimeoutError, MemoryError,
 )  # fmt: skip
-"""Errors that the expressions of a template raise."""
+"""Errors that expressions in a template can raise."""
 
 TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
     "left": lambda ids, length: ids[len(ids) - length :],
     "right": lambda ids, length: ids[:length],
     "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
 }
-"""Cuts to `length` tokens; each is named by what is cut away. `middle` keeps half from each end."""
+"""Truncate to `length` tokens; the key is the side that is removed. `middle` keeps half from each end."""
 
 
 _TODAY = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
@@ -48,21 +48,21 @@ def today() -> str:
 
 
 def dated_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, day: str | None) -> str | None:
-    """Return the chat template with a fixed date in the place of today's, which templates such as Llama 3.2's write.
+    """Return the chat template with a fixed date instead of today's, which templates such as Llama 3.2's contain.
 
     Args:
-        tokenizer: whose chat template is used when `chat_template` is None.
+        tokenizer: provides the chat template if `chat_template` is None.
         chat_template: a Jinja template to use instead.
         day: YYYY-MM-DD; None leaves the template as it is.
 
     Returns:
-        The dated template; `chat_template` where it writes no date.
+        The template with the date; `chat_template` if it contains none.
     """
     template = chat_template or tokenizer.chat_template
     if day is None or not isinstance(template, str):
         return chat_template
     fixed = date.fromisoformat(day)
-    # A function cannot be passed into a template: transformers passes plain values alone.
+    # transformers passes only plain values to a template, no functions.
     dated = _TODAY.sub(lambda call: json.dumps(fixed.strftime(call[2])), template)
     return chat_template if dated == template else dated
 
@@ -70,12 +70,12 @@ def dated_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 def render(
     row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
 ) -> str:
-    """Write a row's conversation as the text that the policy continues.
+    """Render a row's conversation as the text that the policy continues.
 
     Args:
-        row: its messages are rendered, and the opening of the assistant's turn is added. Where the last message is the
+        row: its messages are rendered, followed by the opening of the assistant's turn. If the last message is the
             assistant's, the policy continues it, as in transformers' pipelines.
-        tokenizer: whose chat template is used when `chat_template` is None.
+        tokenizer: provides the chat template if `chat_template` is None.
         chat_template: a Jinja template to use instead.
         template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
 
@@ -98,7 +98,7 @@ def render(
 
 
 def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> str:
-    """Write a conversation as the tokenizer's chat template does, or as `arguments` ask it to.
+    """Render a conversation with the tokenizer's chat template and the `arguments` of `apply_chat_template`.
 
     Raises:
         ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
@@ -117,7 +117,7 @@ def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokeniz
 
 
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
-    """Token ids of rendered texts; no special token is added, since the template writes those that it wants."""
+    """Return the token ids of rendered texts. No special tokens are added, because the template contains them."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -127,7 +127,7 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[T
 def decode(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False
 ) -> str:
-    """Text of one sequence of token ids."""
+    """Return the text of a sequence of token ids."""
     text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
     assert isinstance(text, str)
     return text

@@ -1,6 +1,6 @@
-"""Checks for mistakes in prompts that no single step notices.
+"""Checks for mistakes in prompts that no other step detects.
 
-Each check returns None, or a sentence that names the cause and the fix.
+Each check returns None, or a sentence with the cause and the fix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str 
     """Find a doubled or missing beginning-of-sequence token.
 
     Args:
-        tokenizer: the policy's. It is asked whether it begins plain text with the token; only then is one missed.
+        tokenizer: the policy's. The token counts as missing only if the tokenizer adds it to plain text.
         token_ids: a prompt as the policy reads it, not cut on the left.
     """
     bos = tokenizer.bos_token_id
@@ -44,12 +44,12 @@ def bos_problem(tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds) -> str 
 def template_problem(
     tokenizer: PreTrainedTokenizerBase, token_ids: TokenIds, messages: Sequence[Message]
 ) -> str | None:
-    """Find a prompt that is its messages' bare text: no role, no turn markers.
+    """Find a prompt that is only the text of its messages, without roles or turn markers.
 
     Args:
         tokenizer: the policy's.
         token_ids: a prompt as the policy reads it.
-        messages: what it was rendered from; empty where a custom dataset doesn't tell.
+        messages: messages of the prompt; empty for a custom dataset without them.
     """
     text = tokenizer.decode(token_ids.tolist())
     assert isinstance(text, str)
@@ -69,11 +69,11 @@ def opening_problem(
     chat_template: str | None,
     template_kwargs: Mapping[str, Any],
 ) -> str | None:
-    """Find a chat template that has an opening of the assistant's turn, and does not write it behind a prompt.
+    """Find a chat template that has an opening of the assistant's turn but does not append it to a prompt.
 
     Args:
         tokenizer: the policy's.
-        messages: of a prompt; empty where a custom dataset doesn't tell.
+        messages: messages of a prompt; empty for a custom dataset without them.
         chat_template: a Jinja template instead of the tokenizer's.
         template_kwargs: further variables of the template.
     """
@@ -99,11 +99,11 @@ def turn_end_problem(
     chat_template: str | None,
     template_kwargs: Mapping[str, Any],
 ) -> str | None:
-    """Find a token that ends the assistant's turn, by the chat template or the tokenizer, and no response.
+    """Find a token that ends the assistant's turn in the chat template or tokenizer, but is not a stop token.
 
     Args:
         tokenizer: the policy's.
-        ends: tokens that end a response.
+        ends: ids of the stop tokens.
         chat_template: a Jinja template instead of the tokenizer's.
         template_kwargs: further variables of the template.
     """
@@ -125,7 +125,7 @@ def turn_end_problem(
 
 
 def repeated_problem(report: PromptReport, num_prompts: int) -> str | None:
-    """Find validation prompts that say less than their number: repeats, and prompts that training has, too."""
+    """Find validation prompts that repeat, or that are also training prompts."""
     if not report.num_trained and report.num_distinct == num_prompts:
         return None
     return (
@@ -135,7 +135,7 @@ def repeated_problem(report: PromptReport, num_prompts: int) -> str | None:
 
 
 def cut_problem(report: PromptReport) -> str | None:
-    """Find prompts that lost a part to `max_prompt_length`, and say which part."""
+    """Find prompts that `max_prompt_length` truncated, and say which side was removed."""
     if not report.num_cut:
         return None
     lost = {
@@ -151,7 +151,7 @@ def cut_problem(report: PromptReport) -> str | None:
 
 
 def control_token_problem(report: PromptReport) -> str | None:
-    """Find messages that hold control tokens, which end turns and open others as if the template had written them."""
+    """Find messages that contain control tokens, which act as if the template had written them."""
     if not report.control_tokens:
         return None
     counts = ", ".join(f"{token} in {rows}" for token, rows in report.control_tokens.items())

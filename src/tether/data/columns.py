@@ -1,6 +1,6 @@
-r"""Columns of a source: which hold question and answer, and the published layouts that are known by theirs.
+r"""Columns of a source: which ones contain question and answer, and how published layouts are recognised.
 
-A layout is recognised where a source has its columns and the first row has its mark (`#### N`, `\boxed{...}`).
+A layout is recognised if a source has its columns and the first row contains its mark (`#### N`, `\boxed{...}`).
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ _ANSWERS = ("answer", "solution", "final_answer", "output", "response", "complet
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Rows as a dataset publishes them: a question, and a worked solution that ends in the answer."""
+class PublishedLayout:
+    """A published dataset's rows: a question, and a worked solution that ends with the answer."""
 
     name: str
     question: str
     solution: str
     data_source: str
     mark: str
-    """The mark that the answer is found by, for messages."""
+    """The mark of the answer, for messages."""
     extract: Callable[[str], str | None]
-    """The answer within a solution, or None."""
+    """Extracts the answer from a solution, or None."""
 
 
 def _after_marks(solution: str) -> str | None:
-    found = _MARKED.search(solution)
-    return found[1].replace(",", "").replace("$", "") if found else None
+    match = _MARKED.search(solution)
+    return match[1].replace(",", "").replace("$", "") if match else None
 
 
 def _boxed(solution: str) -> str | None:
-    unbraced = _UNBRACED.findall(solution)  # MATH has a few of these: $\boxed 2$
+    unbraced = _UNBRACED.findall(solution)  # a few of MATH's answers: $\boxed 2$
     return last_boxed(solution) or (unbraced[-1].strip() if unbraced else None)
 
 
 LAYOUTS = (
-    Layout("GSM8K", "question", "answer", "openai/gsm8k", "#### number", _after_marks),
-    Layout("MATH", "problem", "solution", "DigitalLearningGmbH/MATH-lighteval", r"\boxed{...}", _boxed),
+    PublishedLayout("GSM8K", "question", "answer", "openai/gsm8k", "#### number", _after_marks),
+    PublishedLayout("MATH", "problem", "solution", "DigitalLearningGmbH/MATH-lighteval", r"\boxed{...}", _boxed),
 )
 LAYOUT_KEYS = {"answer", *(key for layout in LAYOUTS for key in (layout.question, layout.solution))}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a source's columns, and text that is added to its prompts."""
+    """Names of a source's columns, and text to add to its prompts."""
 
     prompt: str = "prompt"
     data_source: str = "data_source"
     answer: str | None = None
-    """Column of right answers; None: they stand in ``reward_model``."""
+    """Column of correct answers; None: they are in ``reward_model``."""
     default_source: str | None = None
-    """`data_source` of rows that have none; None: each must have one."""
-    layout: Layout | None = None
-    """Extracts the answer from the column; None: the column holds nothing else."""
+    """Default `data_source`; None: each row must have one."""
+    layout: PublishedLayout | None = None
+    """Layout that extracts the answer from the column; None: the column contains only the answer."""
     recognised_as: str = ""
-    """Name of the layout that the source was recognised to have; "": the user named all columns that are read."""
+    """Name of the recognised layout; "": the user named all columns."""
     system: str | None = None
     """Text of a system message before the prompt."""
     suffix: str = ""
-    """Text after the last message, as it is."""
+    """Text appended verbatim to the last message."""
 
     def with_options(self, options: Mapping[str, str]) -> Columns:
-        """Return these columns with the options of one source (`tether.data.location.ROW_OPTIONS`) in their place."""
+        """Return these columns, overridden by the options of one source (`tether.data.location.ROW_OPTIONS`)."""
         return replace(
             self,
             prompt=options.get("question", self.prompt),
@@ -79,10 +79,11 @@ class Columns:
         )
 
     def recognised(self, keys: Sequence[str], first: object) -> Columns:
-        """Return the columns of the layout that `keys` and the row `first` show; these columns where they show none.
+        """Return the columns of the layout recognised by `keys` and the row `first`, or these columns if there is none.
 
-        Keys that the user set stay. A named answer is extracted only if the layout's reward scores the row: a reward
-        function of one's own may want the whole column.
+        Keys set by the user stay. A configured answer column is extracted only if the layout's reward scores the row,
+        because a
+        custom reward function may need the full column.
         """
         if not isinstance(first, Mapping) or (self.answer is None and "reward_model" in keys):
             return self
@@ -96,21 +97,22 @@ class Columns:
                 continue
             default = self.default_source or layout.data_source
             if self.answer is None and layout.solution != "answer" and isinstance(first.get("answer"), str):
-                found = replace(self, answer="answer")  # as in MATH-500
+                columns = replace(self, answer="answer")  # as in MATH-500
             else:
-                found = replace(self, answer=self.answer or layout.solution, layout=layout)
-            return replace(found, prompt=prompt, default_source=default, recognised_as=layout.name)
+                columns = replace(self, answer=self.answer or layout.solution, layout=layout)
+            return replace(columns, prompt=prompt, default_source=default, recognised_as=layout.name)
         return self
 
     def __str__(self) -> str:
-        within = f"{self.layout.mark} in `{self.answer}`" if self.layout else f"`{self.answer}`"
-        return (
-            f"{self.recognised_as} (question `{self.prompt}`, ground truth {within}, data_source {self.default_source})"
-        )
+        truth = f"{self.layout.mark} in `{self.answer}`" if self.layout else f"`{self.answer}`"
+        source = self.default_source
+        return f"{self.recognised_as} (question `{self.prompt}`, ground truth {truth}, data_source {source})"
 
 
 def naming_advice(name: str, keys: Sequence[str], missing: Sequence[str]) -> str:
-    """Say how the `missing` ones of question, answer and data_source are named, with the likely columns of `keys`."""
+    """Return advice on how to name the `missing` ones of question, answer and data_source, with likely columns of
+    `keys`.
+    """
     question = next((key for key in _QUESTIONS if key in keys), "COLUMN")
     answer = next((key for key in _ANSWERS if key in keys and key != question), "COLUMN")
     named = {

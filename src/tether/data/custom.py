@@ -1,4 +1,4 @@
-"""Datasets that the user wrote: a class in a Python file, named by `data.custom_cls.path` and `.name`."""
+"""Custom datasets: a user's class in a Python file, named by `data.custom_cls.path` and `.name`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pyarrow
 from transformers import PreTrainedTokenizerBase
 
 from tether.data.columns import Columns
-from tether.data.rows import Rows, Source
+from tether.data.rows import Rows, RowSource
 from tether.data.sources import ArrowRecords
 from tether.runtime.objects import PREFIX, held
 from tether.runtime.user_files import import_python_file
@@ -17,17 +17,17 @@ from tether.spelling import did_you_mean
 
 
 class CustomDataset(Protocol):
-    """The methods of the user's class; it needs no base class.
+    """The interface of the user's class, which needs no base class.
 
-    It is built once for the training files and once for the validation files, and every item is read once, in
-    order. An item is either a row in the layout of `tether.data.rows`, which is then templated and tokenized like
-    any other, or a `tether.batch.Prompt` whose `token_ids` are used as they are (its `index` is replaced).
+    It is instantiated once for the training files and once for the validation files, and every item is read once, in
+    order. An item is a row in the layout of `tether.data.rows`, which is templated and tokenized like any other, or a
+    `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
     """
 
     def __init__(
         self, *, data_files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Mapping[str, object]
     ) -> None:
-        """Take the files, the policy's tokenizer and the `data` part of the run's config as a mapping."""
+        """Accept the files, the policy's tokenizer and the config's `data` section as a mapping."""
         ...
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class CustomDataset(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> object:
-        """Item `index`, from 0: a row mapping or a `Prompt`."""
+        """Return item `index`: a row as a mapping, or a `Prompt`."""
         ...
 
 
@@ -48,39 +48,39 @@ def load_custom_dataset(
     config: Mapping[str, object],
     columns: Columns | None = None,
 ) -> Rows:
-    """Build the user's dataset (see `CustomDataset`) and read all its items.
+    """Instantiate the user's dataset (a `CustomDataset`) and read all its items.
 
     Args:
         path: the Python file.
-        name: the class in it.
-        files: handed to the class, which reads them.
-        tokenizer: handed to the class.
-        config: handed to the class.
-        columns: the keys of an item; published layouts are recognised by theirs.
+        name: name of the class.
+        files: passed to the class.
+        tokenizer: passed to the class.
+        config: passed to the class.
+        columns: the keys of an item; published layouts are recognised.
 
     Raises:
-        ValueError: no such file or class, a file that cannot be imported, a class without the two methods, no items,
-            or items that break the row layout. What the class itself raises is passed on.
+        ValueError: the file or class is missing or cannot be imported, lacks a method, or has no or invalid items.
+            Errors of the class itself propagate.
     """
     cls = _load_class(path, name)
     data_files = [files] if isinstance(files, str) else list(files)
     dataset: CustomDataset = cls(data_files=data_files, tokenizer=tokenizer, config=config)
     records = [dataset[index] for index in range(len(dataset))]
-    return _rows_of(f"{path}:{name}", records, columns, from_columns=True)  # if its class reads any
+    return _rows_of(f"{path}:{name}", records, columns, from_columns=True)  # if the class reads any
 
 
 def rows_of_object(name: str, columns: Columns | None = None) -> Rows:
-    """The rows of a dataset that is an object of this process (see `tether.runtime.objects`).
+    """Return the rows of a dataset that is an object of this process (`tether.runtime.objects`).
 
     Args:
-        name: stands for it: a sequence of rows, as `CustomDataset` gives them, or a table (a DataFrame of pandas).
-        columns: the keys of an item; published layouts are recognised by theirs.
+        name: name of the object: a sequence of rows like a `CustomDataset`, or a table such as a pandas DataFrame.
+        columns: the keys of an item; published layouts are recognised.
 
     Raises:
-        ValueError: it has no length or no items by number, or items that break the row layout.
+        ValueError: it has no length, cannot be indexed, or has invalid items.
     """
     dataset, argument = held(name), name.removeprefix(PREFIX)
-    if hasattr(dataset, "__arrow_c_stream__"):  # tables of pandas, pyarrow and polars
+    if hasattr(dataset, "__arrow_c_stream__"):  # the tables of pandas, pyarrow and polars
         dataset = _table(dataset, argument)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, str | Mapping):
         splits = f" ({argument}[{next(iter(dataset))!r}])" if isinstance(dataset, Mapping) and dataset else ""
@@ -101,19 +101,19 @@ def _table(table: Any, argument: str) -> ArrowRecords:
 
 
 def _rows_of(name: str, records: Sequence[object], columns: Columns | None, *, from_columns: bool) -> Rows:
-    """Return the rows of records that stand for themselves, in the layout that they show."""
+    """Return the rows of records, in the layout recognised by their keys."""
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
     shown = (columns or Columns()).recognised(tuple(keys), records[0] if records else None)
-    return Rows([Source(name, records, (), columns=shown, from_columns=from_columns)])
+    return Rows([RowSource(name, records, (), columns=shown, from_columns=from_columns)])
 
 
 def _load_class(path: str, name: str) -> type[CustomDataset]:
     module = import_python_file(path, "data.custom_cls.path")
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
+    cls = getattr(module, name, None)
+    if not isinstance(cls, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
         raise ValueError(f"data.custom_cls.name: {path} has no class `{name}`.{did_you_mean(name, classes)}")
     for method in ("__len__", "__getitem__"):
-        if not hasattr(found, method):
+        if not hasattr(cls, method):
             raise ValueError(f"data.custom_cls: `{name}` of {path} has no {method}; a dataset needs it.")
-    return found
+    return cls

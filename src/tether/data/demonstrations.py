@@ -1,4 +1,4 @@
-"""Episodes that a policy can learn from by imitation."""
+"""Demonstrations: episodes for imitation learning."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 TASK = "task"
-"""Name of the observation that is a text: what is to be done."""
+"""Name of the text observation that describes the task."""
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode of T steps."""
+    """A recorded episode of T steps."""
 
     observations: Mapping[str, NDArray[np.generic]]
-    """Name -> [T, ...], before each action: numbers [T, n], pictures [T, H, W, C] of bytes, the `TASK` [T] of text."""
+    """Name -> [T, ...] before each action: vectors [T, n], uint8 pictures [T, H, W, C], the text `TASK` [T]."""
     actions: NDArray[np.generic]
-    """[T, D]: integers for choices, else floats."""
+    """[T, D]: integers for discrete actions, else floats."""
     rewards: NDArray[np.float32]
-    """[T]"""
+    """[T]: rewards of the steps."""
     success: NDArray[np.bool_] | None = None
-    """[T]: the task is solved in this step; None where the environment does not tell."""
+    """[T]: whether the task was solved in the step; None if the environment does not report it."""
 
     def __len__(self) -> int:
         return len(self.actions)

@@ -1,10 +1,10 @@
-"""Rows of an environment of the library `verifiers`: ``verifiers:NAME?argument=value&...``.
+"""Rows of an environment of the `verifiers` library: ``verifiers:NAME?argument=value&...``.
 
-Arguments are those of the environment's ``load_environment`` (numbers, true/false and json are read as such, all else
-is text), and two that are ours:
+Arguments are those of the environment's ``load_environment`` (numbers, true/false and json are parsed, everything else
+is text), and two of tether:
 
     part   `train` (the default) or `eval`: the dataset or the eval_dataset of the environment
-    size   so many rows, the first ones
+    size   number of rows to use, from the first
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tether.data.location import ENVIRONMENT, environment_named_by
-from tether.data.rows import Source
+from tether.data.rows import RowSource
 from tether.tools import verifiers_environment as adapter
 from tether.types import Message
 
 PARTS = ("train", "eval")
 
 
-def read_environment(spec: str, name: str, options: Mapping[str, str]) -> Source:
-    """The rows of an environment, each answered and scored by it.
+def read_environment(spec: str, name: str, options: Mapping[str, str]) -> RowSource:
+    """Read the rows of an environment, which answers and scores them.
 
     Raises:
-        ValueError: an environment that cannot be loaded, or has no such rows.
+        ValueError: the environment cannot be loaded, or has no such rows.
     """
-    part, size = options.get("part", "train"), options.get("size")
-    if part not in PARTS:
-        raise ValueError(f"{spec}: part is `{part}`; it may be {', '.join(PARTS)}.")
+    split, size = options.get("part", "train"), options.get("size")
+    if split not in PARTS:
+        raise ValueError(f"{spec}: part is `{split}`; it may be {', '.join(PARTS)}.")
     if size is not None and not (size.isdecimal() and int(size)):
         raise ValueError(f"{spec}: size is `{size}`, not a whole number above 0.")
     agent = environment_named_by(spec)
     environment = adapter.load(agent.removeprefix(ENVIRONMENT))
-    table = environment.build_dataset() if part == "train" else environment.build_eval_dataset()
+    table = environment.build_dataset() if split == "train" else environment.build_eval_dataset()
     if table is None:
-        raise ValueError(f"{spec}: the environment has no {'dataset' if part == 'train' else 'eval_dataset'}.")
+        raise ValueError(f"{spec}: the environment has no {'dataset' if split == 'train' else 'eval_dataset'}.")
     tools = adapter.tools_of(environment)
     rows = table.select(range(min(int(size), len(table)))) if size else table
     records = [
@@ -44,18 +44,18 @@ def read_environment(spec: str, name: str, options: Mapping[str, str]) -> Source
             "reward_model": {"style": "verifier", "ground_truth": row.get("answer")},
             "agent_name": agent,
             "extra_info": {
-                "split": part,
+                "split": split,
                 "index": index,
                 "verifiers": {"row": {key: row[key] for key in row if key != "prompt"}, "tools": tools},
             },
         }
         for index, row in enumerate(rows)
     ]
-    return Source(spec, records, ())
+    return RowSource(spec, records, ())
 
 
 def _messages(prompt: object, spec: str) -> list[Message]:
-    """The prompt of a row; a table holds null for the keys that other messages have."""
+    """Return the prompt of a row, without the nulls that tables have for keys of other messages."""
     if not isinstance(prompt, list):
         raise ValueError(f"{spec}: the environment asks for the continuation of a text; tether answers messages.")
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]

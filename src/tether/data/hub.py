@@ -7,19 +7,19 @@ from typing import cast
 
 import datasets
 
-from tether.data.rows import Records, Source
+from tether.data.rows import Records, RowSource
 
 
-def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
-    """Download (once) and open one split of a hub dataset.
+def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> RowSource:
+    """Download one split of a hub dataset once, and open it.
 
     Args:
-        spec: what the user wrote, for messages.
+        spec: the user's text, for messages.
         repository: ``owner/name``.
-        options: `split` (may be left out where there is only one), `name` (the configuration), `revision`.
+        options: `split` (optional if there is only one), `name` (the configuration), `revision`.
 
     Raises:
-        ValueError: an unknown split, or a dataset of ModelScope or one that the hub does not give.
+        ValueError: the split is unknown, the dataset is on ModelScope, or the hub does not provide it.
     """
     if repository.startswith("modelscope:"):
         raise ValueError(
@@ -38,4 +38,4 @@ def read_hub(spec: str, repository: str, options: Mapping[str, str]) -> Source:
     if split not in names:
         raise ValueError(f"{spec}: choose a split, {repository}?split=...; it has {', '.join(names)}.")
     table = splits[split]
-    return Source(spec, cast(Records, table), tuple(table.column_names), from_columns=True)
+    return RowSource(spec, cast(Records, table), tuple(table.column_names), from_columns=True)

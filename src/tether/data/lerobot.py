@@ -1,14 +1,14 @@
-"""Datasets of episodes on the disk, in LeRobot's layout.
+"""Datasets of episodes on disk, in LeRobot's format.
 
-Written as its version 2.1, one parquet file an episode, pictures as PNG inside of it::
+Written is version 2.1: one parquet file per episode, with pictures as PNG::
 
     meta/info.json             version, counts, features
-    meta/tasks.jsonl           number -> text of each task
+    meta/tasks.jsonl           index -> text of each task
     meta/episodes.jsonl        length and tasks of each episode
     meta/episodes_stats.jsonl  minimum, maximum, mean and standard deviation of each feature
     data/chunk-000/episode_000000.parquet
 
-Read as 2.0, 2.1 or 3.0, which packs several episodes into a file; pictures that are stored as videos are not.
+Versions 2.0, 2.1 and 3.0, which packs several episodes into a file, can be read; videos cannot.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ CHUNK = 1000
 
 
 def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, robot: str) -> int:
-    """Write episodes as they come; returns how many.
+    """Write episodes as they arrive, and return their number.
 
     Args:
-        folder: new, or empty.
-        episodes: all with the same observations and actions.
-        fps: steps a second.
-        robot: name of the embodiment, or of the environment; also the task where episodes name none.
+        folder: a new or empty folder.
+        episodes: episodes with the same observations and actions.
+        fps: steps per second.
+        robot: name of the embodiment or environment; also the task of episodes without one.
 
     Raises:
-        ValueError: there are files in the folder, or no episode came.
+        ValueError: the folder is not empty, or there are no episodes.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: holds files already. Name a new folder.")
@@ -64,16 +64,16 @@ def write_dataset(folder: Path, episodes: Iterable[Demonstration], *, fps: int, 
     tasks: dict[str, int] = {}
     frames, lengths, features = 0, list[int](), JsonObject()
     with (meta / "episodes.jsonl").open("w") as listed, (meta / "episodes_stats.jsonl").open("w") as measured:
-        for number, episode in enumerate(episodes):
-            columns = _columns(episode, number, frames, fps, tasks, robot)
+        for index, episode in enumerate(episodes):
+            columns = _columns(episode, index, frames, fps, tasks, robot)
             features = {name: _feature(column) for name, column in columns.items()}
-            path = folder / DATA_PATH.format(episode_chunk=number // CHUNK, episode_index=number)
+            path = folder / DATA_PATH.format(episode_chunk=index // CHUNK, episode_index=index)
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_parquet(path, columns, features)
             done = [text for text, task in tasks.items() if task in columns["task_index"]]
-            _line(listed, {"episode_index": number, "tasks": done, "length": len(episode)})
+            _line(listed, {"episode_index": index, "tasks": done, "length": len(episode)})
             stats = {name: _stats(column) for name, column in columns.items()}
-            _line(measured, {"episode_index": number, "stats": stats})
+            _line(measured, {"episode_index": index, "stats": stats})
             frames += len(episode)
             lengths.append(len(episode))
     if not lengths:
@@ -96,36 +96,36 @@ def read_dataset(folder: Path) -> list[Demonstration]:
     """Read all episodes, in order.
 
     Raises:
-        ValueError: it is no such dataset, of another version, with videos, holds a number that is not finite, or its
-            files do not agree: on the episodes and their lengths, or on types and shapes.
+        ValueError: the version or videos are not supported, a value is not finite, or the files are inconsistent in the
+            episodes, their lengths, types or shapes.
     """
     meta = read_meta(folder)
     files = sorted((folder / "data").rglob("*.parquet"))
     if not files:
         raise ValueError(f"{folder / 'data'}: no parquet files here, though {folder / 'meta'} describes some")
-    parts = [read_columns(file, meta) for file in files]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in meta.features}
+    tables = [read_columns(file, meta) for file in files]
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in meta.features}
     order = np.lexsort((columns[FRAME], columns[EPISODE]))
     columns = {name: column[order] for name, column in columns.items()}
-    ends = np.cumsum([len(part[FRAME]) for part in parts])
+    ends = np.cumsum([len(table[FRAME]) for table in tables])
 
-    def place(frame: int) -> str:
-        """The row that a frame stands in."""
+    def locate(frame: int) -> str:
+        """Return the file and row of a frame."""
         i = int(np.searchsorted(ends, order[frame], side="right"))
         return f"{files[i]}: row {order[frame] - (ends[i - 1] if i else 0)}"
 
-    columns[TASK] = _tasks(columns[TASK_INDEX], meta, place)
+    columns[TASK] = _tasks(columns[TASK_INDEX], meta, locate)
     numbers, starts = np.unique(columns[EPISODE], return_index=True)
     stops = [*starts[1:], len(order)]
-    for number, start, stop in zip(numbers, starts, stops, strict=True):
-        _check_frames(int(number), columns[FRAME][start:stop], int(start), place)
+    for index, start, stop in zip(numbers, starts, stops, strict=True):
+        _check_frames(int(index), columns[FRAME][start:stop], int(start), locate)
     _check_lengths(folder, meta, dict(zip(numbers.tolist(), (stops - starts).tolist(), strict=True)))
     episodes = [
         _episode({name: column[start:stop] for name, column in columns.items()})
         for start, stop in zip(starts, stops, strict=True)
     ]
-    for number, episode in zip(numbers, episodes, strict=True):
-        _check_finite(episode, folder, int(number))
+    for index, episode in zip(numbers, episodes, strict=True):
+        _check_finite(episode, folder, int(index))
     return episodes
 
 
@@ -133,12 +133,12 @@ def read_dataset(folder: Path) -> list[Demonstration]:
 
 
 def _columns(
-    episode: Demonstration, number: int, frames: int, fps: int, tasks: dict[str, int], robot: str
+    episode: Demonstration, index: int, frames: int, fps: int, tasks: dict[str, int], robot: str
 ) -> dict[str, Array]:
-    """All columns of an episode; new tasks are added to `tasks`."""
+    """Return all columns of an episode, and add new tasks to `tasks`."""
     steps = np.arange(len(episode))
     texts = episode.observations.get(TASK, np.full(len(episode), robot)).tolist()
-    columns = {OBSERVATION + name: part for name, part in episode.observations.items() if name != TASK}
+    columns = {OBSERVATION + name: values for name, values in episode.observations.items() if name != TASK}
     columns |= {ACTION: episode.actions, REWARD: episode.rewards, DONE: steps == len(episode) - 1}
     if episode.success is not None:
         columns[SUCCESS] = episode.success
@@ -146,7 +146,7 @@ def _columns(
     return columns | {
         "timestamp": (steps / fps).astype(np.float32),
         "frame_index": steps,
-        "episode_index": np.full(len(episode), number),
+        "episode_index": np.full(len(episode), index),
         "index": frames + steps,
         "task_index": task,
     }
@@ -159,7 +159,7 @@ def _feature(column: Array) -> JsonObject:
 
 
 def _write_parquet(path: Path, columns: Mapping[str, Array], features: JsonObject) -> None:
-    # The schema that the library `datasets` gives: by it, LeRobot knows which columns are pictures.
+    # LeRobot recognises pictures by the schema of the `datasets` library.
     schema: pyarrow.Schema = datasets.Features(
         {name: _arrow_feature(feature) for name, feature in features.items()}
     ).arrow_schema
@@ -181,13 +181,13 @@ def _arrow_feature(feature: JsonObject) -> Any:
 
 def _stats(column: Array) -> dict[str, list[float]]:
     values = column.astype(np.float64)
-    if _is_picture(column):  # of each channel, from 0 to 1, as [C, 1, 1]
+    if _is_picture(column):  # per channel, in [0, 1], with the shape [C, 1, 1]
         values = values.reshape(-1, column.shape[-1]) / 255
-        found = {name: getattr(values, name)(axis=0)[:, None, None].tolist() for name in ("min", "max", "mean", "std")}
+        stats = {name: getattr(values, name)(axis=0)[:, None, None].tolist() for name in ("min", "max", "mean", "std")}
     else:
         values = values.reshape(len(values), -1)
-        found = {name: getattr(values, name)(axis=0).tolist() for name in ("min", "max", "mean", "std")}
-    return found | {"count": [len(column)]}
+        stats = {name: getattr(values, name)(axis=0).tolist() for name in ("min", "max", "mean", "std")}
+    return stats | {"count": [len(column)]}
 
 
 def _is_picture(column: Array) -> bool:
@@ -201,38 +201,38 @@ def _line(file: Any, value: JsonObject) -> None:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def _tasks(numbers: Array, meta: Meta, place: Callable[[int], str]) -> Array:
-    """The text of each frame."""
-    for number, first in zip(*np.unique(numbers, return_index=True), strict=True):
-        if number not in meta.tasks:
-            what = f"{TASK_INDEX}={number} is none of the {len(meta.tasks)} tasks that the folder meta lists"
-            raise ValueError(f"{place(int(first))}: {what}. Add it there.")
-    return np.array([meta.tasks[number] for number in numbers.tolist()])
+def _tasks(numbers: Array, meta: Meta, locate: Callable[[int], str]) -> Array:
+    """Return the task's text for each frame."""
+    for index, first in zip(*np.unique(numbers, return_index=True), strict=True):
+        if index not in meta.tasks:
+            what = f"{TASK_INDEX}={index} is none of the {len(meta.tasks)} tasks that the folder meta lists"
+            raise ValueError(f"{locate(int(first))}: {what}. Add it there.")
+    return np.array([meta.tasks[index] for index in numbers.tolist()])
 
 
-def _check_frames(number: int, frames: Array, start: int, place: Callable[[int], str]) -> None:
-    """Refuse an episode, from frame `start` of all on, whose own frames are not 0, 1, 2, ..., once each."""
+def _check_frames(index: int, frames: Array, start: int, locate: Callable[[int], str]) -> None:
+    """Refuse an episode whose frames are not 0, 1, 2, ...; it begins at frame `start` of the dataset."""
     wrong = np.flatnonzero(frames != np.arange(len(frames)))
     if not len(wrong):
         return
     i = int(wrong[0])
     if i and frames[i] == frames[i - 1]:
-        what = f"{FRAME}={frames[i]} of episode {number} is in {place(start + i - 1)}, too"
-        raise ValueError(f"{place(start + i)}: {what}. Take one away, or give each episode a number of its own.")
-    what = f"{FRAME}={frames[i]} where frame {i} of episode {number} is expected"
-    raise ValueError(f"{place(start + i)}: {what}. Fetch the file again, or leave the episode out.")
+        what = f"{FRAME}={frames[i]} of episode {index} is in {locate(start + i - 1)}, too"
+        raise ValueError(f"{locate(start + i)}: {what}. Take one away, or give each episode a number of its own.")
+    what = f"{FRAME}={frames[i]} where frame {i} of episode {index} is expected"
+    raise ValueError(f"{locate(start + i)}: {what}. Fetch the file again, or leave the episode out.")
 
 
-def _check_lengths(folder: Path, meta: Meta, found: Mapping[int, int]) -> None:
-    """Refuse other episodes than the dataset lists."""
+def _check_lengths(folder: Path, meta: Meta, lengths: Mapping[int, int]) -> None:
+    """Refuse episodes that differ from those that the dataset lists."""
     fix = "Fetch the dataset again, or correct the number."
-    listed = found if meta.lengths is None else meta.lengths
-    for number in sorted(found.keys() | listed.keys()):
-        length, rows = listed.get(number, 0), found.get(number, 0)
+    listed = lengths if meta.lengths is None else meta.lengths
+    for index in sorted(lengths.keys() | listed.keys()):
+        length, rows = listed.get(index, 0), lengths.get(index, 0)
         if length != rows:
-            what = f"episode {number} has {length} frames, and {rows} rows in {folder / 'data'}"
+            what = f"episode {index} has {length} frames, and {rows} rows in {folder / 'data'}"
             raise ValueError(f"{meta.listed}: {what}. {fix}")
-    totals = {"total_episodes": len(found), "total_frames": sum(found.values())}
+    totals = {"total_episodes": len(lengths), "total_frames": sum(lengths.values())}
     for name, total in meta.totals.items():
         if total != totals[name]:
             what = f"{name}={total!r}, but {totals[name]} are in {folder / 'data'}"
@@ -248,14 +248,14 @@ def _episode(columns: Mapping[str, Array]) -> Demonstration:
     )
 
 
-def _check_finite(episode: Demonstration, folder: Path, number: int) -> None:
-    """Refuse a number that is not finite, so that no policy learns from it."""
-    numbers = {name: part for name, part in episode.observations.items() if part.dtype.kind == "f"}
+def _check_finite(episode: Demonstration, folder: Path, index: int) -> None:
+    """Refuse values that are not finite, so that no policy learns from them."""
+    numbers = {name: values for name, values in episode.observations.items() if values.dtype.kind == "f"}
     for name, column in (numbers | {ACTION: episode.actions}).items():
         bad = np.argwhere(~np.isfinite(column))
         if len(bad):
             t, entry = bad[0]
             raise ValueError(
-                f"{folder}: episode {number}, frame {t}: entry {entry} of {name} is {column[t, entry]}. "
+                f"{folder}: episode {index}, frame {t}: entry {entry} of {name} is {column[t, entry]}. "
                 "Leave the episode out."
             )

@@ -1,4 +1,4 @@
-"""Columns of one parquet file of a dataset in LeRobot's layout, as arrays of the types and shapes that it describes."""
+"""Columns of one parquet file in LeRobot's format, as arrays of the types and shapes in the metadata."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tether.observations import Array
 from tether.runtime.install import pip_install
 
 FLAT = (EPISODE, FRAME, TASK_INDEX, REWARD, SUCCESS)
-"""Columns [T] of one number a frame; the others are [T, width]."""
+"""Columns [T] of one number per frame; the others are [T, width]."""
 
 
 def read_columns(file: Path, meta: Meta) -> dict[str, Array]:
-    """Read the columns that are needed.
+    """Read the columns of the metadata's features from a file.
 
     Returns:
-        Name -> [T, width] numbers, [T] those of `FLAT`, or [T, H, W, C] pictures of bytes.
+        Name -> numbers [T, width] ([T] for `FLAT`), or uint8 pictures [T, H, W, C].
 
     Raises:
-        ValueError: the file is broken, has no such column, or a row of it does not hold what is described.
+        ValueError: the file is broken, lacks a column, or a row does not match the metadata.
     """
     cells = read_parquet(file, meta.features)
     for name in meta.features:
@@ -36,10 +36,10 @@ def read_columns(file: Path, meta: Meta) -> dict[str, Array]:
 
 
 def png() -> ModuleType:
-    """The module that reads and writes pictures.
+    """Return the module that reads and writes pictures.
 
     Raises:
-        ValueError: it needs Pillow, which is not installed.
+        ValueError: Pillow is not installed.
     """
     try:
         return importlib.import_module("tether.data.png")
@@ -59,16 +59,16 @@ def _column(cells: list[object], name: str, feature: Feature, file: Path) -> Arr
 
 
 def _numbers(cells: list[object], feature: Feature) -> Array | str:
-    """The numbers of frames [T, width], or what is wrong with them."""
+    """Return the numbers of frames [T, width], or a text that says what is wrong."""
     described = f"not {feature.width} numbers, as meta/info.json says. Correct one of them, or leave the episode out."
     try:
-        found = np.array(cells).reshape(len(cells), -1)
+        numbers = np.array(cells).reshape(len(cells), -1)
     except ValueError:  # lists of different lengths
         return described
-    if found.dtype.kind not in "biuf" or found.shape[1] != feature.width:
+    if numbers.dtype.kind not in "biuf" or numbers.shape[1] != feature.width:
         return described
-    cast = found.astype(feature.dtype)
-    fits = cast.dtype.kind == "f" if found.dtype.kind == "f" else np.array_equal(cast, found)
+    cast = numbers.astype(feature.dtype)
+    fits = cast.dtype.kind == "f" if numbers.dtype.kind == "f" else np.array_equal(cast, numbers)
     return cast if fits else f"no {feature.dtype}, the dtype in meta/info.json. Write the dtype of the column there."
 
 

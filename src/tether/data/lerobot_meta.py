@@ -1,4 +1,4 @@
-"""The folder `meta` of a dataset in LeRobot's layout: features, tasks, and the length of each episode."""
+"""The folder `meta` of a dataset in LeRobot's format: features, tasks and episode lengths."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Feature:
     """A column as `info.json` describes it."""
 
     dtype: str
-    """NumPy's name of it, or `image`."""
+    """NumPy dtype, or `image`."""
     shape: tuple[int, ...]
 
     @property
     def width(self) -> int:
-        """Numbers of a frame."""
+        """Number of values per frame."""
         return math.prod(self.shape)
 
 
@@ -41,22 +41,22 @@ class Meta:
     """Metadata of a dataset."""
 
     features: Mapping[str, Feature]
-    """The columns that are read."""
+    """The columns to read."""
     tasks: Mapping[int, str]
-    """Number -> text."""
+    """Index -> text of each task."""
     lengths: Mapping[int, int] | None
-    """Episode -> frames; None: there is no list of episodes."""
+    """Episode -> number of frames; None: the dataset does not list its episodes."""
     listed: Path
-    """The file or folder that lists them."""
+    """The file or folder that lists the episodes."""
     totals: Mapping[str, object]
-    """`total_episodes` and `total_frames`, as far as they are there."""
+    """`total_episodes` and `total_frames`, if present."""
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read and check it.
+    """Read and check the metadata of a dataset.
 
     Raises:
-        ValueError: a file is missing or broken, or describes what is not read: another version, videos.
+        ValueError: a file is missing or broken, or the version or videos are not supported.
     """
     file = folder / "meta" / "info.json"
     if not file.is_file():
@@ -75,16 +75,16 @@ def read_meta(folder: Path) -> Meta:
         if name not in features:
             raise ValueError(f"{file}: features has no {name}. {AGAIN}")
     totals: dict[str, object] = {name: info[name] for name in ("total_episodes", "total_frames") if name in info}
-    lines, files = file.with_name("episodes.jsonl"), file.with_name("episodes")  # the second one in version 3.0
+    lines, files = file.with_name("episodes.jsonl"), file.with_name("episodes")  # version 3.0 has the second one
     listed = lines if lines.is_file() else files
     return Meta(features, _tasks(folder / "meta"), _lengths(listed), listed, totals)
 
 
 def read_parquet(file: Path, names: Collection[str]) -> dict[str, list[object]]:
-    """The cells of these columns, as far as the file has them.
+    """Read the cells of these columns, omitting those that the file lacks.
 
     Raises:
-        ValueError: it is broken.
+        ValueError: the file is broken.
     """
     try:
         table = pyarrow.parquet.read_table(file, partitioning=None)
@@ -119,27 +119,27 @@ def _is_number_type(dtype: object) -> bool:
 
 
 def _tasks(meta: Path) -> dict[int, str]:
-    """The text of each task by its number."""
+    """Read the text of each task by its index."""
     lines, table = meta / "tasks.jsonl", meta / "tasks.parquet"
     if lines.is_file():
         rows = list(_lines(lines))
-    elif table.is_file():  # version 3.0: the text is pandas' index
-        found = _rows(table, (TASK_INDEX, TASK, "__index_level_0__"))
-        rows = [(where, {TASK: row.get("__index_level_0__"), **row}) for where, row in found]
+    elif table.is_file():  # version 3.0: the text is the pandas index
+        table_rows = _rows(table, (TASK_INDEX, TASK, "__index_level_0__"))
+        rows = [(where, {TASK: row.get("__index_level_0__"), **row}) for where, row in table_rows]
     else:
         raise ValueError(f"{lines}: missing, and so is {table.name}: they name the tasks. Fetch the dataset again.")
     tasks: dict[int, str] = {}
     for where, row in rows:
-        number, text = row.get(TASK_INDEX), row.get(TASK)
-        if type(number) is not int or not isinstance(text, str):
+        index, text = row.get(TASK_INDEX), row.get(TASK)
+        if type(index) is not int or not isinstance(text, str):
             raise ValueError(f"{where}: {row} has no whole {TASK_INDEX} and text {TASK}. {AGAIN}")
-        if tasks.setdefault(number, text) != text:
-            raise ValueError(f"{where}: {TASK_INDEX}={number} is {text!r} here and {tasks[number]!r} before. {AGAIN}")
+        if tasks.setdefault(index, text) != text:
+            raise ValueError(f"{where}: {TASK_INDEX}={index} is {text!r} here and {tasks[index]!r} before. {AGAIN}")
     return tasks
 
 
 def _lengths(listed: Path) -> dict[int, int] | None:
-    """The frames of each episode, out of a file of lines or a folder of parquet files."""
+    """Read the number of frames of each episode from a file of JSON lines or a folder of parquet files."""
     if listed.is_file():
         rows = list(_lines(listed))
     elif files := sorted(listed.rglob("*.parquet")):
@@ -158,14 +158,14 @@ def _lengths(listed: Path) -> dict[int, int] | None:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, JsonObject]]:
-    """The rows of a file of JSON lines, each with where it stands."""
+    """Yield the rows of a file of JSON lines, each with its location."""
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             yield f"{file}: line {number}", _parsed(line, f"{file}: line {number}")
 
 
 def _rows(file: Path, names: Collection[str]) -> Iterator[tuple[str, JsonObject]]:
-    """The rows of a parquet file, each with where it stands."""
+    """Yield the rows of a parquet file, each with its location."""
     cells = read_parquet(file, names)
     for number, row in enumerate(zip(*cells.values(), strict=True)):
         yield f"{file}: row {number}", dict(zip(cells, row, strict=True))

@@ -1,6 +1,6 @@
-"""Where rows come from: a file, a procedural task, an environment, a dataset on the hub.
+"""The location of rows: a file, a procedural task, an environment or a dataset on the hub.
 
-Reads nothing and imports no torch.
+This module reads no data and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROCEDURAL, ENVIRONMENT = "reasoning_gym:", "verifiers:"
 SUFFIXES = (".parquet", ".json", ".jsonl")
 DELIMITERS = {".csv": ",", ".tsv": "\\t"}
 ROW_OPTIONS = ("question", "answer", "data_source", "system", "suffix")
-"""Options after the ``?`` of a file or hub dataset: its columns, its reward, and text around its prompts."""
+"""Options after the ``?`` of a file or hub dataset: columns, reward, and text around prompts."""
 OPTIONS = {"file": ROW_OPTIONS, "hub": ("split", "name", "revision", *ROW_OPTIONS)}
 _SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 _REMOTE = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
@@ -31,24 +31,24 @@ PACKAGES = {
     "environment": ("verifiers", "verifiers"),
     "hub": ("datasets", None),
 }
-"""Kind of source -> the package that it needs, and the extra that installs it; None: it is no extra."""
+"""Kind of source -> the package that it requires, and the extra that installs it; None: it is not in an extra."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where rows come from."""
+    """The location of rows."""
 
     kind: Literal["file", "task", "environment", "hub"]
     name: str
     """Path, task, environment, or ``owner/name``."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The options after the ``?``."""
+    """Options after the ``?``."""
 
 
 def expand(spec: str) -> list[str]:
-    """Return the files that a pattern (``dir/*.parquet``) or a folder stands for, sorted; else `spec` itself.
+    """Return the sorted files of a pattern (``dir/*.parquet``) or folder; otherwise `spec` itself.
 
-    Options after a ``?`` are those of each file.
+    Options after a ``?`` apply to each file.
 
     Raises:
         ValueError: nothing matches, or a folder has files of several splits or formats.
@@ -58,42 +58,41 @@ def expand(spec: str) -> list[str]:
     name, query, options = spec.partition("?")
     path = Path(name).expanduser()
     if path.is_dir():
-        found = _files_of(spec, path)
+        files = _files_of(spec, path)
     elif ("*" in name or "[" in name) and not path.exists():
-        found = [Path(file) for file in sorted(glob(str(path), recursive=True)) if Path(file).is_file()]
-        found = [file for file in found if file.suffix in SUFFIXES] or found
-        if not found:
+        files = [Path(file) for file in sorted(glob(str(path), recursive=True)) if Path(file).is_file()]
+        files = [file for file in files if file.suffix in SUFFIXES] or files
+        if not files:
             raise ValueError(f"{spec}: no file matches this pattern, looked for from {Path.cwd()}. Correct it.")
     else:
         return [spec]
-    return [f"{file}{query}{options}" for file in found]
+    return [f"{file}{query}{options}" for file in files]
 
 
 def _files_of(spec: str, folder: Path) -> list[Path]:
-    """Return the files of a folder that belong together, sorted."""
-    found = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
-    if not found:
+    """Return the sorted files of a folder, which must have one split and format."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith("."))
+    if not files:
         inner = sorted(child.name for child in folder.iterdir() if child.is_dir())
         below = f" Name one of its folders ({', '.join(inner[:5])}), or {spec}/**/*.parquet." if inner else ""
         raise ValueError(f"{spec}: a folder without {', '.join(SUFFIXES)} files.{below}")
-    splits = sorted({split[1].lower() for file in found if (split := _SPLIT.search(file.stem))})
-    endings = sorted({file.suffix for file in found})
+    splits = sorted({split[1].lower() for file in files if (split := _SPLIT.search(file.stem))})
+    endings = sorted({file.suffix for file in files})
     for kind, several in (("splits", splits), ("formats", endings)):
         if len(several) > 1:
             pattern = f"{folder / splits[-1]}*" if kind == "splits" else f"{folder}/*{endings[0]}"
             raise ValueError(
                 f"{spec}: a folder with files of several {kind} ({', '.join(several)}): "
-                f"{', '.join(file.name for file in found[:10])}. Name those that you mean, for example {pattern}."
+                f"{', '.join(file.name for file in files[:10])}. Name those that you mean, for example {pattern}."
             )
-    return found
+    return files
 
 
 def locate(spec: str) -> Location:
-    """Find out what kind of source `spec` names; patterns and folders are for `expand`.
+    """Return the location that `spec` describes. `expand` must have resolved patterns and folders.
 
     Raises:
-        ValueError: a file that does not exist, options that cannot be read or are unknown, or a package that
-            is missing.
+        ValueError: the file or a required package is missing, or options are malformed or unknown.
     """
     path = Path(spec).expanduser()
     if spec.startswith(PROCEDURAL):
@@ -109,7 +108,7 @@ def locate(spec: str) -> Location:
     if file.suffix in SUFFIXES:
         if not file.exists():
             raise ValueError(missing_file(file))
-        if not file.is_file():  # a pipe would be waited for
+        if not file.is_file():  # reading a pipe would block
             raise ValueError(f"{spec}: no regular file. Write its rows to one.")
         return _known_options(Location("file", str(file), options), spec)
     if path.exists() or name.count("/") != 1 or name.startswith("/"):
@@ -119,7 +118,7 @@ def locate(spec: str) -> Location:
 
 
 def _conversion(path: Path) -> str:
-    """The command that makes a file which can be read of a table in text."""
+    """Return the command that converts a text table to a supported file."""
     if path.suffix not in DELIMITERS:
         return ""
     parse = f"c.ParseOptions(delimiter={DELIMITERS[path.suffix]!r})"
@@ -129,10 +128,10 @@ def _conversion(path: Path) -> str:
 
 
 def split_query(spec: str) -> tuple[str, dict[str, str]]:
-    """``a?b=1&c=x%20y`` -> ``("a", {"b": "1", "c": "x y"})``.
+    """Split ``a?b=1&c=x%20y`` into ``("a", {"b": "1", "c": "x y"})``.
 
     Raises:
-        ValueError: a part is not key=value, or a key stands twice.
+        ValueError: an option is not key=value, or a key occurs twice.
     """
     name, _, query = spec.partition("?")
     pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
@@ -144,28 +143,28 @@ def split_query(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def environment_named_by(spec: str) -> str:
-    """The name of the environment that answers the rows of a source: without what only chooses rows.
+    """Return the name of the environment that answers a source's rows, without the options that select rows.
 
     Raises:
-        ValueError: options that cannot be read.
+        ValueError: the options are malformed.
     """
     name, options = _split(spec, spec.removeprefix(ENVIRONMENT))
     arguments = urlencode({key: value for key, value in options.items() if key not in ("part", "size")})
     return f"{ENVIRONMENT}{name}?{arguments}" if arguments else f"{ENVIRONMENT}{name}"
 
 
-def _split(spec: str, rest: str) -> tuple[str, dict[str, str]]:
+def _split(spec: str, query: str) -> tuple[str, dict[str, str]]:
     try:
-        return split_query(rest)
+        return split_query(query)
     except ValueError as error:
         raise ValueError(f"{spec}: what follows the ? must read key=value&key=value ({error}).") from error
 
 
 def _known_options(location: Location, spec: str) -> Location:
-    known = OPTIONS[location.kind]
+    names = OPTIONS[location.kind]
     for key in location.options:
-        if key not in known:
-            raise ValueError(f"{spec}: unknown option `{key}`; there are {', '.join(known)}.{did_you_mean(key, known)}")
+        if key not in names:
+            raise ValueError(f"{spec}: unknown option `{key}`; there are {', '.join(names)}.{did_you_mean(key, names)}")
     return location
 
 

@@ -1,9 +1,10 @@
-"""Pairs of responses of which one is preferred: what a reward model learns from.
+"""Preference pairs: the training data of a reward model.
 
-A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text; with `prompt`, a
-conversation or the user's message, they are what follows it. What both conversations repeat of it, all of it as in
-UltraFeedback or its last messages, is read once. Texts without a prompt stand as they are, and are read without a chat
-template, as in Anthropic's hh-rlhf. A number in `margin` is by how much the loss wants the chosen score to be higher.
+A row has `chosen` and `rejected`, each a conversation (a list of {role, content}) or a text. With `prompt`, a
+conversation or the user's message, they continue it; messages of the prompt that both conversations repeat (all of them
+as in UltraFeedback, or the last ones) are read once. Texts without a prompt are used verbatim, without a chat template,
+as in Anthropic's hh-rlhf. A number in `margin` is the margin by which the loss asks the chosen score
+to be higher.
 """
 
 from __future__ import annotations
@@ -28,28 +29,28 @@ from tether.runtime.terminal import shortened
 from tether.types import JsonObject, Message
 
 Side = str | list[JsonObject]
-"""A text, or a conversation."""
+"""A text or a conversation."""
 SIDES = ("chosen", "rejected")
 ECHO = 20
-"""Characters of a prompt with which no two answers begin by chance; a shorter one may be a greeting."""
+"""Minimum characters of a prompt that both answers cannot begin with by chance; a shorter one may be a greeting."""
 TURN = re.compile(r"\n\n(Human|Assistant):")
-"""The beginning of a turn in texts such as hh-rlhf's."""
+"""The start of a turn in texts such as those of hh-rlhf."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two responses to the same prompt."""
+    """Two responses to the same prompt, of which one is preferred."""
 
     chosen: Side
     rejected: Side
     place: str
-    """File and row, for messages."""
+    """File and row, for error messages."""
     margin: float = 0.0
-    """By how much the chosen score is to be above the other."""
+    """Margin by which the chosen score should exceed the other one."""
 
     @property
     def prompt(self) -> str:
-        """The prompt of both answers; where they are texts, the chosen one stands for it."""
+        """The prompt of both responses; for texts, the chosen one."""
         return json.dumps(self.chosen[:-1] if isinstance(self.chosen, list) else self.chosen)
 
 
@@ -57,19 +58,19 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
     """Read the pairs of parquet, json and jsonl files.
 
     Raises:
-        ValueError: a file that is missing or unreadable, or rows that are no pairs; up to ten, by file and row.
+        ValueError: a file is missing or unreadable, or rows are not pairs; lists up to ten rows.
     """
     pairs: list[Pair] = []
     problems: list[str] = []
     for name in (one for spec in files for one in expand(spec)):
-        found = locate(name)
-        if found.kind != "file":
+        location = locate(name)
+        if location.kind != "file":
             raise ValueError(f"{name}: is no file of pairs; give a .jsonl, .json or .parquet file")
-        if found.options:
+        if location.options:
             raise ValueError(f"{name}: a file of pairs has no options; call its columns prompt, chosen and rejected")
-        records = READERS[Path(found.name).suffix](Path(found.name), Columns(), None).records
-        for number in range(len(records)):
-            place, record = f"{name} row {number}", records[number]
+        records = READERS[Path(location.name).suffix](Path(location.name), Columns(), None).records
+        for index in range(len(records)):
+            place, record = f"{name} row {index}", records[index]
             wrong = list(pair_problems(record))
             problems += [f"{place}: {problem}" for problem in wrong]
             if not wrong and isinstance(record, Mapping):
@@ -83,7 +84,7 @@ def load_pairs(files: Sequence[str]) -> list[Pair]:
 def pair_ids(
     pair: Pair, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of the chosen and of the rejected side.
+    """Return the token ids of the chosen and of the rejected side.
 
     Raises:
         ValueError: the tokenizer has no chat template, or it refuses a conversation.
@@ -114,7 +115,7 @@ def _sides(record: Mapping[str, Any]) -> tuple[Side, Side]:
     if prompt is None:
         return chosen, rejected
     before = _conversation(prompt)
-    repeated = _repeated(chosen, before)  # as by the other side: `pair_problems` has seen to that
+    repeated = _repeated(chosen, before)  # both sides repeat the same messages: `pair_problems` checked it
     if repeated == len(before):
         return chosen, rejected
     before = before[: len(before) - repeated]
@@ -130,9 +131,9 @@ def _conversation(prompt: str | Sequence[Message]) -> list[Message]:
 
 
 def _repeated(side: object, before: Sequence[Message]) -> int:
-    """Messages, the last ones of the prompt, that a conversation begins with.
+    """Return how many of the prompt's last messages a conversation begins with.
 
-    Of a conversation that begins with the whole prompt, a system message may come first that the prompt does not have.
+    A conversation that begins with the full prompt may have an additional system message in front.
     """
     if not _is_conversation(side):
         return 0
@@ -144,12 +145,15 @@ def _repeated(side: object, before: Sequence[Message]) -> int:
 
 
 def _same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
-    shown = [[(message["role"], message["content"].strip()) for message in part] for part in (messages, others)]
+    shown = [
+        [(message["role"], message["content"].strip()) for message in conversation]
+        for conversation in (messages, others)
+    ]
     return shown[0] == shown[1]
 
 
 def _repetitions(prompt: str | Sequence[Message], record: Mapping[str, Any]) -> Iterator[str]:
-    """Where the sides repeat of the prompt what would be read twice, or may do so."""
+    """Yield problems with text of the prompt that the sides repeat, so that it would be read twice."""
     before = _conversation(prompt)
     sides: list[Any] = [record.get(name) for name in SIDES]
     chosen, rejected = (_repeated(side, before) for side in sides)
@@ -172,14 +176,23 @@ def _repetitions(prompt: str | Sequence[Message], record: Mapping[str, Any]) -> 
 
 
 def _echo(prompt: str, sides: Sequence[str]) -> str | None:
-    """The beginning of both texts that repeats the prompt, unless that is as short as a greeting, or its last turns."""
+    """Return the prompt, or its last turns, if both texts begin with it; a prompt as short as a greeting does not
+    count.
+    """
     turns = (prompt[turn.start() :].strip() for turn in TURN.finditer(prompt))
-    whole = [prompt.strip()] if len(prompt) >= ECHO else []
-    return next((part for part in (*whole, *turns) if all(side.lstrip().startswith(part) for side in sides)), None)
+    full_prompt = [prompt.strip()] if len(prompt) >= ECHO else []
+    return next(
+        (
+            candidate
+            for candidate in (*full_prompt, *turns)
+            if all(side.lstrip().startswith(candidate) for side in sides)
+        ),
+        None,
+    )
 
 
 def pair_problems(record: object) -> Iterator[str]:
-    """Everything by which a raw row is no pair."""
+    """Yield every reason why a raw row is not a pair."""
     if not isinstance(record, Mapping):
         yield "is no object with `chosen` and `rejected`"
         return
@@ -208,14 +221,14 @@ def pair_problems(record: object) -> Iterator[str]:
     if margin is not None and not (type(margin) in (int, float) and math.isfinite(margin)):
         yield f"`margin` is {shortened(repr(margin), 60)}, not a finite number; write null, or rename the column"
     chosen, rejected = (record.get(side) for side in SIDES)
-    if chosen and rejected and _asked(chosen) != _asked(rejected):
+    if chosen and rejected and _messages_before_answer(chosen) != _messages_before_answer(rejected):
         yield "`chosen` and `rejected` differ before the assistant's first message: they answer different prompts"
     if all(record.get(side) for side in SIDES) and record["chosen"] == record["rejected"]:
         yield "`chosen` and `rejected` are the same, so nothing is preferred; leave it out"
 
 
-def _asked(side: object) -> list[Message]:
-    """The messages of a conversation before the assistant's first."""
+def _messages_before_answer(side: object) -> list[Message]:
+    """Return the messages of a conversation before the assistant's first one."""
     return list(takewhile(lambda message: message["role"] != "assistant", side)) if _is_conversation(side) else []
 
 

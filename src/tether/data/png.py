@@ -1,4 +1,4 @@
-"""Pictures as PNG files in memory, by Pillow."""
+"""Encoding and decoding of PNG pictures in memory, with Pillow."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from PIL import Image
 
 
 def encode_png(picture: NDArray[np.uint8]) -> bytes:
-    """The file of a picture [H, W, C] with 1, 3 or 4 channels."""
+    """Return the PNG file of a picture [H, W, C] with 1, 3 or 4 channels."""
     file = BytesIO()
     Image.fromarray(picture[:, :, 0] if picture.shape[2] == 1 else picture).save(file, "PNG")
     return file.getvalue()
 
 
 def decode_png(data: bytes) -> NDArray[np.uint8]:
-    """The picture [H, W, C] in a file of any format that Pillow reads.
+    """Return the picture [H, W, C] in a file of any format that Pillow supports.
 
     Raises:
-        ValueError: its numbers are no bytes, as those of a depth picture.
-        OSError, SyntaxError: it is broken.
+        ValueError: the pixels are not bytes, for example in a depth picture.
+        OSError, SyntaxError: the file is broken.
     """
     image: Image.Image = Image.open(BytesIO(data))
-    if image.mode in ("1", "P", "CMYK", "YCbCr"):  # whose numbers are no colours, or others
+    if image.mode in ("1", "P", "CMYK", "YCbCr"):  # black and white, palette, and other colour spaces
         image = image.convert("RGB")
     if image.mode not in ("L", "RGB", "RGBA"):
         raise ValueError(f"a picture of mode {image.mode} is not read: store 8 bits of grey, RGB or RGBA.")

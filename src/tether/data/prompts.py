@@ -1,4 +1,4 @@
-"""Rows to prompts: templated, tokenized once, held to a length."""
+"""Rows to prompts: templated, tokenized once, and limited in length."""
 
 from __future__ import annotations
 
@@ -21,96 +21,96 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CHUNK = 512
-"""Rows rendered and tokenized at once."""
+"""Number of rows rendered and tokenized at once."""
 _NO_IDS = as_token_ids((), "token_ids")
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Settings of the way from rows to prompts."""
+    """Settings of the conversion from rows to prompts."""
 
     max_prompt_length: int
-    """Tokens, the template's own included."""
+    """Maximum tokens of a prompt, including those of the template."""
     filter_overlong_prompts: bool = False
-    """Drop longer prompts; the report counts them."""
+    """Whether to drop longer prompts; the report counts them."""
     truncation: str = "error"
-    """Treatment of longer prompts that are not dropped: `error`, or the side cut off: `left`, `right`, `middle`."""
+    """What to do with longer prompts that are not dropped: `error`, or truncate the `left`, `right` or `middle`."""
     max_samples: int = -1
-    """Use this many rows, before any is dropped as too long; -1 uses all."""
+    """Maximum number of rows, before overlong ones are dropped; -1 uses all."""
     shuffle: bool = False
-    """Whether `max_samples` picks rows at random, or takes the first."""
+    """Whether `max_samples` chooses rows at random instead of the first ones."""
     seed: int = 0
-    """Of that pick."""
+    """Seed of that choice."""
     chat_template: str | None = None
     """A Jinja template to use instead of the tokenizer's."""
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     """Further variables of the template."""
     control_tokens_as_text: bool = False
-    """Read control tokens inside messages as text; else they act as if the template had written them."""
+    """Whether to read control tokens inside messages as text; otherwise they act as control tokens."""
     default_agent: str = SINGLE_TURN
-    """Of rows that name none."""
+    """Agent of rows without an `agent_name`."""
     tools: Sequence[Mapping[str, object]] = ()
-    """Schemas that the template lists in prompts of rows whose agent has tools."""
+    """Tool schemas for the prompts of rows whose agent has tools."""
 
     def template_kwargs(self, row: Row) -> Mapping[str, object]:
-        """Variables of the template for a row."""
+        """Return the template's variables for a row."""
         listed = self.tools if (row.agent_name or self.default_agent) == TOOL_AGENT else row.tools
         return {"tools": list(listed), **self.chat_template_kwargs} if listed else self.chat_template_kwargs
 
 
 @dataclass(frozen=True)
 class PromptReport:
-    """Counts of the rows kept and dropped; lengths are in tokens."""
+    """Counts of the rows used and dropped; lengths are in tokens."""
 
     num_rows: int
-    """In the files."""
+    """Rows in the files."""
     num_chosen: int
-    """Left after `max_samples`."""
+    """Rows after `max_samples`."""
     num_dropped: int
-    """Longer than `max_prompt_length`, and left out."""
+    """Rows longer than `max_prompt_length` that were dropped."""
     num_cut: int
-    """Longer than `max_prompt_length`, and cut to it."""
+    """Rows longer than `max_prompt_length` that were truncated."""
     longest: int
-    """The longest prompt before dropping and cutting."""
+    """Length of the longest prompt before dropping and truncating."""
     max_prompt_length: int
     truncation: str
     control_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Control token -> rows whose messages hold it, where it acts as one."""
+    """Control token -> number of rows whose messages contain it, if it acts as a control token."""
     num_distinct: int = 0
-    """Different prompts among those that are used."""
+    """Distinct prompts among those used."""
     num_repeated: int = 0
-    """Generated validation prompts left out since they repeat, or since training has them."""
+    """Generated validation prompts dropped because they repeat, or are also training prompts."""
     num_trained: int = 0
-    """Validation prompts that training has, too, and that were kept."""
+    """Validation prompts used although they are also training prompts."""
     recognised: tuple[str, ...] = ()
     """Sources whose layout was recognised by their columns."""
 
     def __str__(self) -> str:
-        kept = self.num_chosen - self.num_dropped - self.num_repeated
-        distinct = f" ({self.num_distinct} distinct)" if self.num_distinct < kept else ""
-        parts = [f"{kept} prompts{distinct} of {self.num_rows} rows"]
+        num_used = self.num_chosen - self.num_dropped - self.num_repeated
+        distinct = f" ({self.num_distinct} distinct)" if self.num_distinct < num_used else ""
+        counts = [f"{num_used} prompts{distinct} of {self.num_rows} rows"]
         if self.num_repeated:
-            parts.append(f"{self.num_repeated} repeated or in training left out")
+            counts.append(f"{self.num_repeated} repeated or in training left out")
         if self.num_dropped:
-            parts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
+            counts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
         if self.num_cut:
-            parts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
-        return "; ".join([", ".join(parts), f"the longest has {self.longest} tokens", *self.recognised])
+            counts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
+        return "; ".join([", ".join(counts), f"the longest has {self.longest} tokens", *self.recognised])
 
 
 class PromptDataset:
-    """The prompts of a dataset: ``len(dataset)`` of them, ``dataset[i]`` a `Prompt`.
+    """The prompts of a dataset, a sequence of `Prompt`.
 
-    Token ids are made once, here; the rest of a prompt is read from its row when asked for.
+    Token ids are computed once, by the constructor; the other fields of a prompt are read from its row on access.
 
     Args:
         rows: from `tether.data.sources.load_rows` or `tether.data.custom.load_custom_dataset`.
-        tokenizer: the policy's; None: prompts get no token ids, for a reward that reads texts.
-        options: see `PromptOptions`.
+        tokenizer: the policy's; None: prompts have no token ids, for a reward that reads texts.
+        options: settings of the conversion.
 
     Raises:
-        ValueError: an unknown truncation, a tokenizer without a chat template, a conversation that the template
-            refuses, prompts that are too long under ``truncation="error"``, or no prompt left.
+        ValueError: the truncation is unknown, the tokenizer has no chat template, the template refuses a conversation,
+            prompts are too long under ``truncation="error"``, or no prompt remains.
     """
 
     def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, options: PromptOptions) -> None:
@@ -121,11 +121,11 @@ class PromptDataset:
         limit = options.max_prompt_length
         chosen = choose_rows(len(rows), options)
         encoded = _encode(rows, chosen, tokenizer, options) if tokenizer else [_NO_IDS] * len(chosen)
-        overlong = [at for at, ids in enumerate(encoded) if len(ids) > limit]
+        overlong = [i for i, ids in enumerate(encoded) if len(ids) > limit]
         dropped = set(overlong) if options.filter_overlong_prompts else set()
         if options.truncation == "error" and not options.filter_overlong_prompts:
-            raise_problems([_too_long(rows[chosen[at]], len(encoded[at]), limit) for at in overlong])
-        kept = [at for at in range(len(chosen)) if at not in dropped]
+            raise_problems([_too_long(rows[chosen[i]], len(encoded[i]), limit) for i in overlong])
+        used = [i for i in range(len(chosen)) if i not in dropped]
         self.report = PromptReport(
             num_rows=len(rows),
             num_chosen=len(chosen),
@@ -139,60 +139,61 @@ class PromptDataset:
             if tokenizer and not options.control_tokens_as_text
             else {},
         )
-        if not kept:
+        if not used:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
         self._rows = rows
-        self._numbers = [chosen[at] for at in kept]
-        self._token_ids = [_cut(encoded[at], limit, options.truncation) for at in kept]
+        self._row_indices = [chosen[i] for i in used]
+        self._token_ids = [_cut(encoded[i], limit, options.truncation) for i in used]
         self.report = replace(self.report, num_distinct=len(self._keys()))
 
     def _keys(self) -> set[bytes]:
         return {ids.tobytes() for ids in self._token_ids}
 
     def held_out_from(self, train: PromptDataset) -> PromptDataset:
-        """This dataset as validation data of a run that trains on `train`.
+        """Return this dataset as the validation data of a run that trains on `train`.
 
-        Generated prompts that repeat, or that `train` has, are left out. Those of files stay, so that a score is that
-        of the file, and are counted in the report.
+        Generated prompts that repeat or are also in `train` are dropped. Prompts of files are only counted in the
+        report,
+        so that a score is that of the file.
 
         Raises:
-            ValueError: nothing is left.
+            ValueError: no prompt remains.
         """
-        trained, kept = train._keys(), list[int]()
+        trained, used = train._keys(), list[int]()
         seen = set[bytes]()
-        for position, (number, ids) in enumerate(zip(self._numbers, self._token_ids, strict=True)):
+        for position, (index, ids) in enumerate(zip(self._row_indices, self._token_ids, strict=True)):
             key = ids.tobytes()
-            if not self._rows.is_generated(number) or (key not in trained and key not in seen):
-                kept.append(position)
+            if not self._rows.is_generated(index) or (key not in trained and key not in seen):
+                used.append(position)
             seen.add(key)
-        if not kept:
+        if not used:
             raise ValueError(
                 "data.val_files: training has every one of these questions. Generate the two with part=train and "
                 "part=test, which share none."
             )
         held_out = copy(self)
-        held_out._numbers = [self._numbers[position] for position in kept]
-        held_out._token_ids = [self._token_ids[position] for position in kept]
+        held_out._row_indices = [self._row_indices[position] for position in used]
+        held_out._token_ids = [self._token_ids[position] for position in used]
         held_out.report = replace(
             self.report,
             num_distinct=len(held_out._keys()),
-            num_repeated=len(self) - len(kept),
+            num_repeated=len(self) - len(used),
             num_trained=sum(ids.tobytes() in trained for ids in held_out._token_ids),
         )
         return held_out
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._row_indices)
 
     def __getitem__(self, position: int) -> Prompt:
-        row = self._rows[self._numbers[position]]
+        row = self._rows[self._row_indices[position]]
         return Prompt(
             token_ids=self._token_ids[position],
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             messages=row.messages,
             extra_info=row.extra_info,
-            index=self._numbers[position],
+            index=self._row_indices[position],
             agent_name=row.agent_name,
         )
 
@@ -200,14 +201,14 @@ class PromptDataset:
         return (self[position] for position in range(len(self)))
 
     def check_rows(self, check: Callable[[Row], None]) -> None:
-        """Call `check` with the row of every prompt.
+        """Call `check` with the row of each prompt.
 
         Raises:
-            ValueError: what it raised, with the row's place, of up to ten rows.
+            ValueError: `check` raised one; lists up to ten rows with their locations.
         """
         problems = []
-        for number in self._numbers:
-            row = self._rows[number]
+        for index in self._row_indices:
+            row = self._rows[index]
             try:
                 check(row)
             except ValueError as error:
@@ -215,16 +216,16 @@ class PromptDataset:
         raise_problems(problems)
 
     def first_beyond(self, vocabulary: int) -> str | None:
-        """Name the first prompt with a token id that a model of `vocabulary` tokens cannot read, and that id."""
-        for number, ids in zip(self._numbers, self._token_ids, strict=True):
+        """Describe the first prompt with a token id outside of a model's vocabulary of `vocabulary` tokens."""
+        for number, ids in zip(self._row_indices, self._token_ids, strict=True):
             if len(ids) and ids.max() >= vocabulary:
                 return f"{self._rows[number].place} has the token {ids.max()}"
         return None
 
     def fingerprint(self) -> str:
-        """Return a hash of all that training sees of the data: token ids, source, ground truth and extra_info.
+        """Return a hash of the data that training uses: token ids, source, ground truth and extra_info.
 
-        Paths don't count, so moved files stay the same data; options and the template count by what they change.
+        Paths do not matter, so moved files are the same data; options and the template matter only by their effect.
         """
         digest = hashlib.sha256()
         for prompt in self:
@@ -235,7 +236,7 @@ class PromptDataset:
 
 
 def choose_rows(num_rows: int, options: PromptOptions) -> list[int]:
-    """Row numbers that `max_samples` leaves, in ascending order."""
+    """Return the indices of the rows that `max_samples` selects, in ascending order."""
     if not 0 < options.max_samples < num_rows:
         return list(range(num_rows))
     if not options.shuffle:

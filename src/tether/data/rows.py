@@ -1,14 +1,14 @@
-"""The row layout that every data source is brought to.
+"""The row layout to which every data source is converted.
 
-It is verl's: one prompt a row, with what the reward needs beside it::
+It is verl's: one prompt per row, with the inputs of the reward::
 
     data_source   "openai/gsm8k"                                  which reward scores the reply
     prompt        [{"role": "user", "content": "1 + 1?"}]         or a string: one user message
     reward_model  {"style": "rule", "ground_truth": "2"}          any other style needs no ground truth
-    extra_info    {"split": "train", "index": 0}                  optional, handed to the reward as it is
+    extra_info    {"split": "train", "index": 0}                  optional, passed to the reward unchanged
 
-Other columns are not read, unless the user names them or the source has a published layout (`tether.data.columns`).
-Rows are counted from 0, within their file.
+Other columns are ignored, unless the user names them or the source has a published layout (`tether.data.columns`). Row
+indices start at 0 in each file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 MEDIA_KEYS = ("images", "videos")
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
-"""verl's names of the ways in which prompts are answered: once, or in turns with tools."""
+"""verl's agent names: a single answer, or turns with tools."""
 LAYOUT = (
     "A row needs `prompt` (a list of {role, content}, or a string), `data_source` and "
     "`reward_model` {style, ground_truth}; `extra_info` is optional"
@@ -40,40 +40,41 @@ LAYOUT = (
 _USUAL_COLUMNS = ("prompt", "reward_model", "data_source")
 _USUAL = Columns()
 _NAMED_BY = {"question": "data.prompt_key", "answer": "data.answer_key", "data_source": "data.reward_fn_key"}
-"""Settings that name a column otherwise, for messages."""
+"""Settings that rename a column, for messages."""
 
 
 class Records(Protocol):
-    """The raw rows of one source, read when asked for."""
+    """The raw rows of one source, read on access."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
         ...
 
     def __getitem__(self, number: int, /) -> object:
-        """Row `number` as a mapping in the layout above; a custom dataset may give a `Prompt` instead."""
+        """Return row `number` as a mapping in the layout above; a custom dataset may return a `Prompt` instead."""
         ...
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """One file, hub dataset or procedural task."""
 
     name: str
     records: Records
     keys: tuple[str, ...]
-    """The names of the columns in the source; empty where every row stands for itself."""
+    """Names of the source's columns; empty if each row has its own."""
     generated: bool = False
-    """The rows were drawn at random, so that they may repeat."""
+    """Whether the rows were generated at random, so that they may repeat."""
     columns: Columns = field(default_factory=Columns)
     from_columns: bool = False
-    """The rows come, or may come, from columns of one type (Parquet, `datasets`), whose mappings have the keys of all
-    rows, and null for those that they were written without."""
+    """Whether the rows come from typed columns (Parquet, `datasets`), whose mappings have the keys of all rows, with
+    null for
+    missing ones."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, checked."""
+    """A validated row."""
 
     messages: tuple[JsonObject, ...]
     data_source: str
@@ -82,67 +83,66 @@ class Row:
     number: int
     extra_info: ExtraInfo = field(default_factory=dict)
     token_ids: TokenIds | None = None
-    """Set where a custom dataset did the templating itself."""
+    """Token ids, if a custom dataset applied the template itself."""
     agent_name: str | None = None
-    """Who answers the policy between its turns; None: the default of the run."""
+    """Name of the agent that answers the policy between its turns; None: the run's default."""
     from_columns: bool = False
-    """See `Source`."""
+    """Whether the row comes from typed columns, as in `RowSource`."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]]:
-        """See `own_tools`."""
         return own_tools(self.extra_info)
 
     @property
     def place(self) -> str:
-        """Where the row stands, for error messages."""
+        """File and index of the row, for error messages."""
         return f"{self.file} row {self.number}"
 
 
 @dataclass(frozen=True)
-class Agent:
-    """Who answers a row."""
+class RowAgent:
+    """What answers the policy between its turns."""
 
     has_tools: bool
     environment: str | None
-    """Name of a class that answers every turn, or those without a call."""
+    """Name of a class that answers each turn (with tools: each turn without a tool call)."""
 
 
-def agent_of(name: str, extra_info: ExtraInfo) -> Agent:
+def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
     """Read a row's agent.
 
     Args:
         name: `agent_name` of the row, or the default.
-        extra_info: of the row.
+        extra_info: `extra_info` of the row.
     """
     if name == SINGLE_TURN:
-        return Agent(False, None)
+        return RowAgent(False, None)
     if name == TOOL_AGENT:
         wanted = extra_info.get("interaction_kwargs")
-        return Agent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
-    return Agent(False, name)
+        return RowAgent(True, wanted.get("name") if isinstance(wanted, Mapping) else None)
+    return RowAgent(False, name)
 
 
 def own_tools(extra_info: Mapping[str, Any]) -> Sequence[Mapping[str, object]]:
-    """Schemas of the tools that a row's environment has of its own, see `tether.data.environment_rows`."""
-    own = extra_info.get("verifiers")
-    return own.get("tools", ()) if isinstance(own, Mapping) else ()
+    """Return the schemas of the tools of a row's environment (`tether.data.environment_rows`)."""
+    environment = extra_info.get("verifiers")
+    return environment.get("tools", ()) if isinstance(environment, Mapping) else ()
 
 
 class Rows:
-    """The rows of all sources, end to end, parsed when asked for.
+    """The concatenated rows of all sources, parsed on access.
 
     Args:
-        sources: at least one.
-        problems: what is known to be wrong already, to be reported together with what is found here.
+        sources: one or more sources.
+        problems: known problems, to report together with those of the rows.
 
     Raises:
-        ValueError: rows that break the layout, up to ten of them by file, row number and fix.
+        ValueError: rows are invalid; lists up to ten with file, index and fix.
     """
 
-    def __init__(self, sources: Sequence[Source], problems: Sequence[str] = ()) -> None:
-        found = [problem for source in sources for problem in _source_problems(source)]
-        raise_problems([*problems, *found])
+    def __init__(self, sources: Sequence[RowSource], problems: Sequence[str] = ()) -> None:
+        row_problems = [problem for source in sources for problem in _source_problems(source)]
+        raise_problems([*problems, *row_problems])
         self.sources = tuple(sources)
         self._ends = list(accumulate(len(source.records) for source in sources))
 
@@ -158,11 +158,11 @@ class Rows:
         return _to_row(source.records[number], source, number)
 
     def recognised(self) -> list[str]:
-        """Sources that were recognised by their columns, with what is read of them."""
+        """Return descriptions of the sources whose layout was recognised by their columns."""
         return [f"{source.name} is read as {source.columns}" for source in self.sources if source.columns.recognised_as]
 
     def is_generated(self, index: int) -> bool:
-        """Whether row `index` comes from a procedural source."""
+        """Whether row `index` was generated by a procedural task."""
         return self.sources[bisect_right(self._ends, index)].generated
 
     def __iter__(self) -> Iterator[Row]:
@@ -179,7 +179,7 @@ def raise_problems(problems: Sequence[str]) -> None:
     raise ValueError("\n".join(shown))
 
 
-def _source_problems(source: Source) -> list[str]:
+def _source_problems(source: RowSource) -> list[str]:
     columns = source.columns
     if not len(source.records):
         return [f"{source.name}: no rows. Name a file with at least one, or take it off the list."]
@@ -205,7 +205,7 @@ def _source_problems(source: Source) -> list[str]:
 
 
 def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
-    """Everything by which a raw row breaks the layout."""
+    """Yield every problem of a raw row with the layout."""
     if _is_prompt(record):
         if len(record.token_ids) == 0:
             yield "a Prompt without token_ids."
@@ -224,8 +224,8 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
     if isinstance(prompt, str | list):
         yield from half_characters(prompt, columns.prompt)
     if not isinstance(source := _source_of(record, columns), str):
-        found = f"no `{columns.data_source}`" if source is None else f"`{columns.data_source}` is {source!r:.80}"
-        yield f"{found}. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
+        what = f"no `{columns.data_source}`" if source is None else f"`{columns.data_source}` is {source!r:.80}"
+        yield f"{what}. It names the reward, for example openai/gsm8k (see data.reward_fn_key)."
     elif _CONTROL.search(source):
         yield f"`{columns.data_source}` is {source!r:.80}, with a control character. Correct the row."
     if columns.answer is None:
@@ -242,7 +242,7 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
 
 
 def _is_prompt(record: object) -> TypeGuard[Prompt]:
-    """Whether a custom dataset gave a prompt; a row of a file is none, and asking that loads no torch."""
+    """Whether a row is a custom dataset's `Prompt`. Rows of files are tested first, so that torch is not imported."""
     if isinstance(record, Mapping):
         return False
     from tether.batch import Prompt
@@ -268,20 +268,20 @@ def _role(message: object) -> object:
 
 
 def half_characters(prompt: Any, key: str) -> Iterator[str]:
-    """Half characters in a text or conversation, cut inside an emoji or decoded wrongly. No tokenizer takes them."""
+    """Yield problems with lone surrogates in a text or conversation, which no tokenizer accepts."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt if isinstance(m, Mapping)]
     for text in texts:
-        if isinstance(text, str) and (found := _SURROGATE.search(text)):
+        if isinstance(text, str) and (match := _SURROGATE.search(text)):
             yield (
-                f"`{key}` holds half a character ({found[0]!a} at position {found.start()}), which no encoding "
+                f"`{key}` holds half a character ({match[0]!a} at position {match.start()}), which no encoding "
                 "can write. The text was cut inside a character; write the row again from its source."
             )
 
 
 def _reward_problems(reward_model: object) -> Iterator[str]:
     if not isinstance(reward_model, Mapping):
-        found = "no `reward_model`" if reward_model is None else f"`reward_model` is {reward_model!r:.80}"
-        yield f"{found}, so no ground truth. Give {{style, ground_truth}}."
+        what = "no `reward_model`" if reward_model is None else f"`reward_model` is {reward_model!r:.80}"
+        yield f"{what}, so no ground truth. Give {{style, ground_truth}}."
     elif reward_model.get("style", "rule") == "rule" and _is_missing(reward_model.get("ground_truth")):
         yield "no `reward_model.ground_truth`. A row of style `rule` needs one; rows of style `model` need none."
 
@@ -297,7 +297,7 @@ def _answer_problems(answer: object, columns: Columns) -> Iterator[str]:
 
 
 def _is_missing(value: object) -> bool:
-    """Whether a value is none, or the NaN that tables write for one."""
+    """Whether a value is None, or the NaN that tables have in its place."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -315,7 +315,7 @@ def _truth(record: JsonObject, columns: Columns) -> object:
     return answer[0] if isinstance(answer, list) else answer
 
 
-def _to_row(record: Any, source: Source, number: int) -> Row:
+def _to_row(record: Any, source: RowSource, number: int) -> Row:
     columns = source.columns
     if _is_prompt(record):
         return Row(
@@ -336,7 +336,7 @@ def _to_row(record: Any, source: Source, number: int) -> Row:
     if columns.suffix:
         messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + columns.suffix}]
     return Row(
-        # A parquet struct holds null for the keys that other messages have; templates ask whether a key is there.
+        # A parquet struct has null for the keys of other messages, but templates test whether a key exists.
         messages=tuple({key: value for key, value in message.items() if value is not None} for message in messages),
         data_source=_source_of(record, columns),
         ground_truth=_truth(record, columns),

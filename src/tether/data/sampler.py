@@ -9,19 +9,20 @@ from tether.keyed_random import permutation
 
 
 class PromptSampler:
-    """Deals out row numbers, epoch after epoch, each row exactly once an epoch; resumable at every batch.
+    """Yields batches of row indices, each row exactly once per epoch; resumable after each batch.
 
-    The order of an epoch depends on (seed, epoch) alone, so the whole state is which epoch it is and how many of its
-    rows are out. The batch size may differ after a resume.
+    The order of an epoch depends only on (seed, epoch), so the state is the epoch and the number of rows consumed. The
+    batch size may differ after a resume.
 
-    The last batch of an epoch holds what is left, which may be less than `batch_size`; nothing is dropped, and no
-    batch mixes two epochs. A `batch_size` above `num_prompts` gives the whole dataset.
+    The last batch of an epoch may be smaller than `batch_size`; no row is dropped, and no batch mixes two epochs. With
+    a
+    `batch_size` above `num_prompts`, a batch is the full dataset.
 
     Args:
         num_prompts: size of the dataset, at least 1.
-        batch_size: rows a batch, at least 1.
-        shuffle: False deals rows in their own order.
-        seed: only shuffling uses it.
+        batch_size: rows per batch, at least 1.
+        shuffle: whether to shuffle the rows in each epoch.
+        seed: seed of the shuffling.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -36,16 +37,16 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next batch belongs to."""
+        """The epoch of the next batch, from 0."""
         return self._epoch
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch, a short last one included."""
+        """Number of batches per epoch, including a short last one."""
         return -(-self._num_prompts // self.batch_size)
 
     def next_batch(self) -> list[int]:
-        """Return the row numbers of the next batch: between 1 and `batch_size` of them."""
+        """Return the row indices of the next batch: between 1 and `batch_size`."""
         batch = self._order[self._cursor : self._cursor + self.batch_size].tolist()
         self._cursor += len(batch)
         if self._cursor == self._num_prompts:
@@ -55,14 +56,14 @@ class PromptSampler:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return where it stands: the epoch of the next batch, and how many rows of it are out."""
+        """Return the state: the epoch of the next batch, and the number of its rows consumed."""
         return {"epoch": self._epoch, "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a `state_dict` of a sampler over the same data with the same seed.
+        """Continue from the `state_dict` of a sampler with the same data and seed.
 
         Raises:
-            ValueError: a cursor beyond the dataset, which therefore isn't the same.
+            ValueError: the position is beyond the dataset, which therefore differs.
         """
         if not 0 <= state["cursor"] < self._num_prompts:
             raise ValueError(

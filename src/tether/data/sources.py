@@ -1,4 +1,4 @@
-"""Where rows come from: parquet, json and jsonl files, the Hugging Face hub, procedural tasks, environments."""
+"""Reading of rows from parquet, json and jsonl files, the Hugging Face hub, procedural tasks and environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow.parquet
 
 from tether.data.columns import LAYOUT_KEYS, Columns
 from tether.data.location import expand, locate
-from tether.data.rows import MEDIA_KEYS, Rows, Source
+from tether.data.rows import MEDIA_KEYS, Rows, RowSource
 
 
 def load_rows(
@@ -28,57 +28,59 @@ def load_rows(
     data_source: str | None = None,
     first: int | None = None,
 ) -> Rows:
-    """Read every source of `files`, in list order, as one dataset.
+    """Read all sources of `files`, in list order, as one dataset.
 
     Args:
         files: one source or several, of mixed kinds:
-            a path that ends in .parquet, .json (a list, or one object a line) or .jsonl, a pattern or a folder of such;
+            a path that ends in .parquet, .json (a list, or one object per line) or .jsonl, or a pattern or folder of
+            these;
             ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
-            either with ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` of its own after the ``?``;
+            both with optional ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` after the ``?``;
             ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.data.procedural`);
             ``verifiers:environment?argument=value&...`` (see `tether.data.environment_rows`).
-        prompt_key: the column that holds the prompt.
-        reward_fn_key: the column that says which reward scores the row.
-        answer_key: the column that holds the right answer, or a list with it alone; None: ``reward_model`` does.
-        data_source: which reward scores rows without that column; None: each row must have it.
-        first: rows to read of each file, for a look at it; None: all.
+        prompt_key: column of the prompt.
+        reward_fn_key: column of the reward's name.
+        answer_key: column of the correct answer, or of a list with only it; None: it is in ``reward_model``.
+        data_source: reward's name for rows without that column; None: each row must have it.
+        first: maximum rows to read per file, for a preview; None: all.
 
     Raises:
-        ValueError: a source that is missing, unreadable, empty or not in the row layout, or rows that break it;
-            all problems found, up to ten.
+        ValueError: a source is missing, unreadable or empty, or rows are invalid; lists up to ten problems.
     """
     names = [files] if isinstance(files, str) else list(files)
     if not names:
         raise ValueError("data files: the list is empty. Name at least one file.")
     columns = Columns(prompt_key, reward_fn_key, answer_key, data_source)
-    sources: list[Source] = []
+    sources: list[RowSource] = []
     problems: list[str] = []
     for name in names:
         try:
             sources += [_read(spec, columns, first) for spec in expand(name)]
-        except ValueError as error:  # reported together with the other files' problems
+        except ValueError as error:  # reported together with the problems of other files
             problems.append(str(error))
     return Rows(sources, problems)
 
 
-def _read(spec: str, columns: Columns, first: int | None) -> Source:
-    found = locate(spec)
-    # Adapters are imported when their source is first asked for, so that nobody else pays for their packages.
-    if found.kind == "task":
-        return importlib.import_module("tether.data.procedural").read_task(spec, found.name, found.options)
-    if found.kind == "environment":
-        return importlib.import_module("tether.data.environment_rows").read_environment(spec, found.name, found.options)
-    columns = columns.with_options(found.options)
-    if found.kind == "file":
-        source = READERS[Path(found.name).suffix](Path(found.name), columns, first)
+def _read(spec: str, columns: Columns, first: int | None) -> RowSource:
+    location = locate(spec)
+    # Adapters are imported on first use, so that other sources do not load their packages.
+    if location.kind == "task":
+        return importlib.import_module("tether.data.procedural").read_task(spec, location.name, location.options)
+    if location.kind == "environment":
+        return importlib.import_module("tether.data.environment_rows").read_environment(
+            spec, location.name, location.options
+        )
+    columns = columns.with_options(location.options)
+    if location.kind == "file":
+        source = READERS[Path(location.name).suffix](Path(location.name), columns, first)
     else:
-        source = importlib.import_module("tether.data.hub").read_hub(spec, found.name, found.options)
+        source = importlib.import_module("tether.data.hub").read_hub(spec, location.name, location.options)
     shown = source.records[0] if len(source.records) else None
     return replace(source, columns=columns.recognised(source.keys, shown))
 
 
 class ArrowRecords:
-    """Rows of an arrow table, turned into Python objects one at a time."""
+    """Rows of an arrow table, converted to Python objects one at a time."""
 
     def __init__(self, table: pyarrow.Table) -> None:
         self._table = table
@@ -90,7 +92,7 @@ class ArrowRecords:
         return self._table.slice(number, 1).to_pylist(maps_as_pydicts="strict")[0]
 
 
-def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Source:
+def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> RowSource:
     wanted = {
         columns.prompt,
         columns.data_source,
@@ -105,11 +107,11 @@ def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Sou
         keys = pyarrow.parquet.read_schema(path).names
         if twice := [key for key in wanted if keys.count(key) > 1]:
             raise ValueError(f"{path}: several columns are named `{twice[0]}`. Leave one, or rename the others.")
-        held = [key for key in keys if key in wanted]
-        table = pyarrow.parquet.read_table(path, columns=held) if first is None else _beginning(path, held, first)
+        present = [key for key in keys if key in wanted]
+        table = pyarrow.parquet.read_table(path, columns=present) if first is None else _beginning(path, present, first)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a readable parquet file: {error}") from error
-    return Source(str(path), ArrowRecords(table), tuple(keys), from_columns=True)
+    return RowSource(str(path), ArrowRecords(table), tuple(keys), from_columns=True)
 
 
 def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:
@@ -118,7 +120,7 @@ def _beginning(path: Path, keys: Sequence[str], rows: int) -> pyarrow.Table:
         return pyarrow.Table.from_batches(batches, file.schema_arrow if not batches else None)
 
 
-def _read_json(path: Path, columns: Columns, first: int | None = None) -> Source:
+def _read_json(path: Path, columns: Columns, first: int | None = None) -> RowSource:
     try:
         with path.open("rb") as file:
             content = b"".join(islice(file, first))
@@ -137,7 +139,7 @@ def _read_json(path: Path, columns: Columns, first: int | None = None) -> Source
     except RecursionError as error:
         raise ValueError(f"{path}: nested too deeply to be read") from error
     keys = dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record)
-    return Source(str(path), records, tuple(keys))
+    return RowSource(str(path), records, tuple(keys))
 
 
 def _parse_json(text: str, place: str) -> Any:
@@ -147,21 +149,21 @@ def _parse_json(text: str, place: str) -> Any:
         where = f"line {error.lineno}, column" if "\n" in text.strip() else "column"
         problem = f"{place}: not readable as json: {error.msg} at {where} {error.colno}."
         raise ValueError(f"{problem} The file must be one list, or one object a line.") from error
-    except ValueError as error:  # a key twice, or a number of thousands of digits
+    except ValueError as error:  # a duplicate key, or an integer with thousands of digits
         raise ValueError(f"{place}: {error}") from error
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of json, which may hold a key once."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return an object of json; refuse a duplicate key."""
+    obj = dict(pairs)
+    if len(obj) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key `{twice}` stands twice in one object. Leave one, or rename the other.")
-    return found
+    return obj
 
 
-READERS: dict[str, Callable[[Path, Columns, int | None], Source]] = {
+READERS: dict[str, Callable[[Path, Columns, int | None], RowSource]] = {
     ".parquet": _read_parquet,
     ".json": _read_json,
     ".jsonl": _read_json,

@@ -1,7 +1,7 @@
-"""Vector environments: one interface (`tether.envs.protocol`) over all the ways in which simulators are stepped.
+"""Vector environments: one interface (`tether.envs.protocol`) for every way of stepping simulators.
 
-`make` builds one from its options: a simulator of `adapters`, stepped together with others by `vectorization`, with its
-observations and actions described by `spaces`.
+`make` builds one from its options. `adapters` create simulators, `vectorization` steps several of them together, and
+`spaces` converts their observations and actions.
 """
 
 from tether.envs.protocol import (

@@ -1,4 +1,4 @@
-"""Gymnasium's generic types, for environments whose observations and actions are known at run time only."""
+"""Gymnasium's generic types, for environments whose spaces are known only at run time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Env: TypeAlias = gymnasium.Env[Any, Any]
 Wrapper: TypeAlias = gymnasium.Wrapper[Any, Any, Any, Any]
 Space: TypeAlias = gymnasium.Space[Any]
 Raw: TypeAlias = Any
-"""An observation or an action as an environment gives or takes it."""
+"""An observation or an action in the environment's own format."""
 Info: TypeAlias = dict[str, Any]
 Begun: TypeAlias = tuple[Raw, Info]
-"""The result of `reset`."""
+"""What `reset` returns."""
 Stepped: TypeAlias = tuple[Raw, SupportsFloat, bool, bool, Info]
-"""The result of `step`."""
+"""What `step` returns."""
 Arguments: TypeAlias = Mapping[str, Any]
-"""Of a simulator's constructor."""
+"""Keyword arguments of a simulator's constructor."""
 Simulator: TypeAlias = Any
-"""An object of a simulator's library, which has no types."""
+"""An object of a simulator library without type annotations."""
 Scripted: TypeAlias = Callable[[Env, Raw], Raw]
-"""(environment, observation) -> action."""
+"""A scripted policy: (environment, observation) -> action."""

@@ -1,4 +1,4 @@
-"""From the id of an environment to a vector of them."""
+"""Makes vector environments from an id and options."""
 
 from __future__ import annotations
 
@@ -41,44 +41,44 @@ EXTRAS = {
     "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
     "libero": "libero",
 }  # fmt: skip
-"""Module that an environment could not import -> extra of tether that brings it."""
+"""Module that an environment failed to import -> extra of tether that installs it."""
 
 ADAPTERS = {
     "libero": "tether.envs.adapters.libero",
     "maniskill": "tether.envs.adapters.maniskill",
     "metaworld": "tether.envs.adapters.metaworld",
 }
-"""env_type -> module that makes single environments of a simulator with ids of its own: `make_env`."""
+"""env_type -> adapter module whose `make_env` makes single environments from the simulator's own ids."""
 
 SCRIPTED = ("metaworld",)
-"""Of these, those whose module has `scripted`: (environment, observation) -> action."""
+"""The env_types whose adapter has a scripted policy, `scripted`."""
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
-"""Beginning of ids -> module that registers them."""
+"""Prefix of ids -> module that registers them."""
 
-TAKEN_BY_GYMNASIUM = frozenset(
+GYMNASIUM_ARGUMENTS = frozenset(
     {"id", "max_episode_steps", "disable_env_checker", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers"}
 )
-"""Arguments of `gymnasium.make` and `gymnasium.make_vec`, which never reach a constructor."""
+"""Arguments that `gymnasium.make` and `gymnasium.make_vec` consume, so that they never reach a constructor."""
 
 
 @dataclass(frozen=True)
 class View:
-    """Which of an environment's observations a policy sees, and what else of a step is kept."""
+    """The entries of an observation that the policy sees, and the numbers of the infos to record."""
 
     drop: tuple[str, ...] = ()
-    """Parts of a Dict that are left out."""
+    """Entries of a Dict observation to drop."""
     frame_stack: int = 1
-    """Observations of so many last steps together."""
+    """Number of most recent observations to stack."""
     action_masks: bool | None = None
-    """Show ``info["action_mask"]`` as a part; None: refuse environments that have it."""
+    """Add ``info["action_mask"]`` to the observation; None: refuse environments that have one."""
     info_metrics: tuple[str, ...] = ()
-    """Numbers in the info of an episode's last step that are kept."""
+    """Names of numbers to record from the info of an episode's last step."""
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """When episodes begin, and in which states; see `tether.envs.vectorization.episode_starts`."""
+    """When episodes begin, and in which states: the options of `PacedEnv`."""
 
     chunk: int = 1
     auto_reset: bool = True
@@ -88,7 +88,7 @@ class Pacing:
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Which environments, how many, and how they are stepped; the keys of ``env.train`` and ``env.eval``."""
+    """Options of a vector environment: the keys of ``env.train`` and ``env.eval``."""
 
     id: str
     num_envs: int
@@ -96,25 +96,24 @@ class EnvOptions:
     vectorization: str = "auto"
     num_workers: int = 1
     timeout: float = 300.0
-    """Seconds that a step or a reset may take."""
+    """Maximum seconds for a step or a reset."""
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
     init_params: Arguments = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
-    """``module:Class`` of wrappers around each environment, the first innermost; with ``?name=value`` for arguments."""
+    """Wrappers as ``module:Class?name=value``, the innermost first."""
     view: View = field(default_factory=View)
     pacing: Pacing = field(default_factory=Pacing)
     role: str = "env.train"
-    """Section of the configuration, for messages."""
+    """Section of the configuration, for error messages."""
     first: int = 0
-    """Number of the first environment, where those of a run are divided among processes."""
+    """Index of the first environment, if the environments of a run are divided among ranks."""
 
 
 class SeedsByMethod(Wrapper):
-    """Hands the seed of a reset to ``seed()``, the older way, where environments (MetaWorld's) ignore it otherwise."""
+    """Passes the seed of a reset to ``seed()`` too, for environments with the older API (MetaWorld)."""
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
-        """See `gymnasium.Env.reset`."""
         if seed is not None:
             unwrapped: Simulator = self.unwrapped
             unwrapped.seed(seed)
@@ -125,19 +124,18 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
     """Make `num_envs` environments of an id.
 
     Raises:
-        ValueError: the id is unknown, what it needs is not installed, it does not take the arguments, or no policy fits
-            its spaces.
+        ValueError: the id is unknown, a package is missing, the arguments are wrong, or no policy supports the spaces.
     """
     in_processes = options.vectorization == "subprocess" and options.env_type != "envpool"
     with _needs_named(options):
         if not in_processes:
             _check_own(options)
         env = _make(options)
-    if options.first and options.pacing == Pacing():  # else the pacing knows the numbers
-        part: Any = PartOfEnvs(env, options.first)
-        env = part
+    if options.first and options.pacing == Pacing():  # otherwise `PacedEnv` adds the index
+        with_offset: Any = PartOfEnvs(env, options.first)
+        env = with_offset
     if in_processes:
-        return env  # they have the deadline
+        return env  # the worker processes have the deadline
     timed: Any = TimedEnv(env, options.timeout, options.role)
     return timed
 
@@ -169,7 +167,7 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
 
 
 def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
-    """Make environments by the vector code of their own."""
+    """Make environments that provide their own vectorization."""
     arguments = _arguments(options)
     with _in_time(options):
         vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
@@ -183,20 +181,20 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
 
 
 def has_vector_code_alone(options: EnvOptions) -> bool:
-    """Whether an id is registered with vector code and without single environments.
+    """Whether an id is registered with a vector entry point only.
 
     Raises:
-        ValueError: the id is unknown, or what it needs is not installed.
+        ValueError: the id is unknown, or a package is missing.
     """
     with _needs_named(options):
         return options.env_type == "gymnasium" and _find(options).entry_point is None
 
 
 def _refuse_single_environments(options: EnvOptions) -> None:
-    """Refuse what only single environments can do for an id that has none.
+    """Refuse options that need single environments, for an id without them.
 
     Raises:
-        ValueError: names the settings.
+        ValueError: such options are set.
     """
     needing = {
         f"{options.role}.vectorization={options.vectorization}": options.vectorization in ("sync", "subprocess"),
@@ -218,7 +216,7 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
     """Return the spaces of the observations and actions of one environment.
 
     Raises:
-        ValueError: see `make_vector_env`.
+        ValueError: as in `make_vector_env`.
     """
     if has_vector_code_alone(options):
         with closing(_own_vector(options, _find(options))) as vector:
@@ -228,7 +226,7 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
 
 
 def _make_loop(options: EnvOptions) -> VectorEnv:
-    """Environments that are made and stepped one by one."""
+    """Make environments that are stepped one by one, in this process or in workers."""
     if options.vectorization == "vector":
         raise ValueError(
             f"{options.role}.vectorization: {options.env_type} has no vector code. Use sync or subprocess."
@@ -259,7 +257,7 @@ def _make_loop(options: EnvOptions) -> VectorEnv:
 
 
 def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
-    """Some environments in a loop; a module's function, so that it can be sent to a process."""
+    """Make a loop over environments. A module-level function, because it is pickled for worker processes."""
     make = partial(make_one, options)
     return SyncVectorEnv(
         options.id,
@@ -273,23 +271,23 @@ def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
 
 
 def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
-    """The same in the first process, which says what is wrong with the environments."""
+    """Make the loop of the first worker, which reports errors in the environments for all."""
     with _needs_named(options):
         _check_own(options)
         return _loop(options, holds, count)
 
 
 def _import_simulator(options: EnvOptions) -> None:
-    """Import what makes the environments: once, before there are processes, which then share it."""
+    """Import the simulator once, before forking, so that the workers share it."""
     if options.env_type != "gymnasium":
         _adapter(options)
     elif isinstance(entry := _find(options).entry_point, str):
-        with suppress(Exception):  # the first process says so
+        with suppress(Exception):  # the first worker reports it
             load_env_creator(entry)
 
 
 def _own(options: EnvOptions) -> Callable[..., Any] | None:
-    """The user's function that an id names; None: it names a registered environment. Its file is imported."""
+    """Return the user's function that an id names, importing its file; None for a registered environment."""
     module, _, name = options.id.rpartition(":")
     if is_object(options.id):
         function = held(options.id)
@@ -301,24 +299,24 @@ def _own(options: EnvOptions) -> Callable[..., Any] | None:
     if name in gymnasium.registry:
         return None
     definitions = vars(import_python_file(module, f"{options.role}.id"))
-    if name in gymnasium.registry:  # by the file
+    if name in gymnasium.registry:  # the file has just registered it
         return None
-    if not callable(found := definitions.get(name)):
+    if not callable(value := definitions.get(name)):
         raise ValueError(
             f"{options.role}.id={options.id}: {module} neither defines nor registers {name!r}."
             f"{did_you_mean(name, [key for key, value in definitions.items() if callable(value)])}"
         )
-    return cast("Callable[..., Any]", found)
+    return cast("Callable[..., Any]", value)
 
 
-def _refuse_instance(given: object) -> None:
-    """Raise ValueError for what makes no environments."""
-    kind = type(given).__name__
-    if not isinstance(given, gymnasium.Env | gymnasium.vector.VectorEnv):
+def _refuse_instance(obj: object) -> None:
+    """Raise a ValueError for an object that is not a function that makes environments."""
+    kind = type(obj).__name__
+    if not isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv):
         raise ValueError(f"env: {kind} is no function that makes a gymnasium.Env")
-    spec = getattr(given, "spec", None)
+    spec = getattr(obj, "spec", None)
     named = f", or its id, {spec.id!r}" if isinstance(spec, EnvSpec) else ", or an id"
-    kind = type(given.unwrapped).__name__
+    kind = type(obj.unwrapped).__name__
     raise ValueError(
         f"env: a {kind} that is made already. A run makes several: for training, and others for the preflight and for "
         f"tests. Give its class, or a function that makes a new one at each call{named}."
@@ -326,14 +324,14 @@ def _refuse_instance(given: object) -> None:
 
 
 _alive: WeakValueDictionary[int, object] = WeakValueDictionary()
-"""Environments that functions of the user's gave, by their `id`."""
+"""Live environments made by user functions, by Python `id`."""
 
 
 def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
-    """Call a function of the user's that makes environments.
+    """Call a user's function that makes environments.
 
     Raises:
-        ValueError: it gave one that it has given before, whose episodes would be mixed.
+        ValueError: it returned the same environment twice, so that their episodes would be mixed.
     """
     env = function(**arguments)
     if isinstance(env, gymnasium.Env):
@@ -344,10 +342,10 @@ def _new(function: Callable[..., object], where: str, /, **arguments: object) ->
 
 
 def _check_own(options: EnvOptions) -> None:
-    """Where the id names a function of the user's, make one environment by it and take one step.
+    """If the id names a user's function, make one environment and take one step.
 
     Raises:
-        ValueError: it is none of Gymnasium's interface.
+        ValueError: the environment does not implement Gymnasium's interface.
     """
     if options.env_type == "gymnasium" and (function := _own(options)):
         with _in_time(options):
@@ -359,12 +357,12 @@ def _named(options: EnvOptions) -> str:
 
 
 def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
-    where, given = _named(options), dict(options.init_params)
+    where, kwargs = _named(options), dict(options.init_params)
     try:
-        env = _new(function, where, **given)
-    except (Exception, SystemExit) as error:  # whatever a user's function raises is one and the same problem
-        call = f"a call with {given or 'no arguments'} ({options.role}.init_params)"
-        drawn = isinstance(error, TypeError) and "render_mode" in given
+        env = _new(function, where, **kwargs)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        call = f"a call with {kwargs or 'no arguments'} ({options.role}.init_params)"
+        drawn = isinstance(error, TypeError) and "render_mode" in kwargs
         fix = ". A video needs render_mode as an argument, and render()" if drawn else ""
         raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}{fix}") from error
     if not isinstance(env, gymnasium.Env):
@@ -387,14 +385,14 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
     for name, seen in (("reset", obs), ("step", after)):
         try:
             reader(seen, 1)
-        except Exception as error:  # whatever cannot be read is one and the same problem
+        except Exception as error:  # whatever is raised, the observation is not in the space
             raise ValueError(
                 f"{where}: {name} gives {described(seen)}, which is not in {env.observation_space} ({error}). {FIX}"
             ) from error
 
 
 def make_one(options: EnvOptions) -> Env:
-    """Make one environment as those that `make_vector_env` steps together, which says what it raises."""
+    """Make one of the environments that `make_vector_env` steps together, and report clearly why it fails."""
     try:
         with _in_time(options):
             if options.env_type == "gymnasium":
@@ -407,7 +405,7 @@ def make_one(options: EnvOptions) -> Env:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
         if "argument" not in str(error) and "render_mode" not in str(error):
-            raise  # of its code, not of its call
+            raise  # an error inside the environment, not in the arguments
         key = f"{options.role}.init_params"
         fix = f"Correct the names in {key}={dict(options.init_params)}, or take them all out: ~{key}."
         if "render_mode" in str(error):
@@ -426,7 +424,7 @@ def make_one(options: EnvOptions) -> Env:
 
 @contextmanager
 def _in_time(options: EnvOptions) -> Iterator[None]:
-    """Around a constructor: the deadline of a step counts for it, too."""
+    """Apply the timeout of a step to a constructor."""
     calls = LateCalls(
         options.timeout,
         f"{options.id} took more than {options.role}.timeout={options.timeout:g} s to be made. Raise it",
@@ -440,10 +438,10 @@ def _in_time(options: EnvOptions) -> Iterator[None]:
 
 
 def scripted(options: EnvOptions) -> Scripted:
-    """The policy that a simulator brings along: (environment, observation) -> action.
+    """Return a simulator's scripted policy: (environment, observation) -> action.
 
     Raises:
-        ValueError: it brings none.
+        ValueError: the simulator has none.
     """
     if options.env_type not in SCRIPTED:
         raise ValueError(
@@ -476,13 +474,13 @@ def _seen(env: Env, options: EnvOptions) -> Env:
 
 
 def _wrapped(env: Env, name: str, role: str) -> Env:
-    """Put the wrapper ``module:Class`` around an environment; ``?name=value&name=value`` behind it are arguments."""
+    """Wrap an environment in ``module:Class?name=value&name=value``."""
     key, (path, _, query) = f"{role}.wrappers", name.partition("?")
     module, _, kind = path.partition(":")
     try:
-        own = module.endswith(".py")
+        is_file = module.endswith(".py")
         wrapper: Any = (
-            definition(path, key) if own else getattr(importlib.import_module(module or "builtins"), kind, None)
+            definition(path, key) if is_file else getattr(importlib.import_module(module or "builtins"), kind, None)
         )
     except ModuleNotFoundError as error:
         raise ValueError(f"{key}: {path} needs {error.name}, which is no installed module.") from error
@@ -500,7 +498,7 @@ def _wrapped(env: Env, name: str, role: str) -> Env:
 
 
 def _refuse_statistics(env: Env, options: EnvOptions) -> None:
-    """Refuse wrappers whose running statistics neither a test nor a loaded policy would share."""
+    """Refuse normalizing wrappers, whose running statistics neither an evaluation nor a loaded policy would share."""
     layer = env
     while isinstance(layer, gymnasium.Wrapper):
         if isinstance(layer, NormalizeObservation | NormalizeReward) and layer.update_running_mean:
@@ -514,16 +512,16 @@ def _refuse_statistics(env: Env, options: EnvOptions) -> None:
 
 
 def _arguments(options: EnvOptions) -> Info:
-    """Return what an environment is made with.
+    """Return the keyword arguments of an environment.
 
     Raises:
-        ValueError: Gymnasium would take one of the `init_params` for itself.
+        ValueError: Gymnasium would consume one of the `init_params`.
     """
     arguments = dict(options.init_params)
     if options.env_type == "gymnasium":
         if _own(options):
-            arguments = {name: value for name, value in arguments.items() if name not in TAKEN_BY_GYMNASIUM}
-        for name in set(arguments) & TAKEN_BY_GYMNASIUM:
+            arguments = {name: value for name, value in arguments.items() if name not in GYMNASIUM_ARGUMENTS}
+        for name in set(arguments) & GYMNASIUM_ARGUMENTS:
             key = f"{options.role}.init_params.{name}"
             fix = f"Set {options.role}.{name}" if name in vars(options) else "Take it out"
             raise ValueError(f"{key}: Gymnasium takes this name for itself, so {options.id} never gets it. {fix}.")
@@ -533,13 +531,14 @@ def _arguments(options: EnvOptions) -> Info:
 
 
 def _find(options: EnvOptions) -> EnvSpec:
-    """The registered environment; ``module:Name-v0`` or ``file.py:Name-v0`` imports module or file first.
+    """Return the spec of a registered environment; ``module:Name-v0`` and ``file.py:Name-v0`` import the module or
+    file.
 
-    Or that of a function: ``file.py:function``, or an object of this process.
+    For a function (``file.py:function``, or an object of this process) make a spec.
     """
     module, _, name = options.id.rpartition(":")
     if function := _own(options):
-        hidden = {name: value for name, value in options.init_params.items() if name in TAKEN_BY_GYMNASIUM}
+        hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
         make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
         return EnvSpec(name, partial(make, **hidden) if hidden else make)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
@@ -547,11 +546,11 @@ def _find(options: EnvOptions) -> EnvSpec:
         importlib.import_module(module)
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    known = [
+    names = [
         *gymnasium.registry,
         *(vars(import_python_file(module, f"{options.role}.id")) if module.endswith(".py") else ()),
     ]
-    fix = did_you_mean(name, known, count=3) or " gymnasium.pprint_registry() lists those that there are."
+    fix = did_you_mean(name, names, count=3) or " gymnasium.pprint_registry() lists those that there are."
     if name.endswith(".py"):
         fix = f" Of a file give {name}:FUNCTION or {name}:ID."
     raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
@@ -559,7 +558,7 @@ def _find(options: EnvOptions) -> EnvSpec:
 
 @contextmanager
 def _needs_named(options: EnvOptions) -> Iterator[None]:
-    """A package that is missing is one ValueError that says what to install."""
+    """Turn the error for a missing package into a ValueError that says what to install."""
     try:
         yield
     except (DependencyNotInstalled, ModuleNotFoundError) as error:

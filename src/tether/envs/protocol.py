@@ -1,4 +1,4 @@
-"""The protocol of vector environments: N of them, stepped together, that begin new episodes by themselves."""
+"""The protocol of vector environments: N environments stepped together, with automatic reset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class DiscreteActions:
-    """Choices: column i of an action is one of `choices[i]` numbers, from 0 on."""
+    """Discrete actions: column i of an action is an integer from 0 to `choices[i] - 1`."""
 
     choices: tuple[int, ...]
 
@@ -29,18 +29,19 @@ class DiscreteActions:
 
 @dataclass(frozen=True)
 class ContinuousActions:
-    """Numbers, which the environment clips to its bounds."""
+    """Continuous actions, which the environment clips to its bounds."""
 
     width: int
     """Columns of an action."""
     low: tuple[float, ...] = field(default=(), repr=False, compare=False)
-    """The bounds of each column."""
+    """Lower bound of each column."""
     high: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    """Upper bound of each column."""
 
 
 ActionSpec = DiscreteActions | ContinuousActions
 Saved: TypeAlias = Any
-"""State that an environment can take over again; picklable."""
+"""Picklable state of an environment, for `set_state`."""
 
 
 @dataclass(frozen=True)
@@ -48,79 +49,82 @@ class EnvStep:
     """The result of one step of N environments. The arrays may be overwritten by the next step."""
 
     obs: Observation
-    """[N, ...]: what the next actions are chosen from; of a new episode where one has just ended."""
+    """[N, ...]: observations for the next actions; the first of a new episode if one has just ended."""
     reward: Floats
-    """[N]"""
+    """[N]: rewards of the step."""
     terminated: Flags
-    """[N]: the episode ended by itself: nothing comes after it."""
+    """[N]: the episode reached a terminal state, whose value is 0."""
     truncated: Flags
-    """[N]: the episode was cut, by a time limit for example: what would have come has a value."""
+    """[N]: the episode was cut, for example by a time limit, so that its value is bootstrapped."""
     final_obs: Observation | None = None
-    """[N, ...]: the last observation of the episodes that ended in this step, before any reset; the rows of the others
-    mean nothing. None where no episode ended."""
+    """[N, ...]: last observation of the episodes that ended in this step, before the reset; other rows are undefined.
+    None if
+    no episode ended."""
     valid: Flags | None = None
-    """[N]: False where no action was carried out: the step only began a new episode; or the environment waits for one
-    (`HeldEnv`); or its process died, and the episode with it, which is then truncated, too. None: all are valid."""
+    """[N]: False if no action was carried out: the step only reset the environment, or the environment waits for a
+    reset
+    (`HeldEnv`), or its process died (the episode is then truncated, too). None: all are valid."""
     success: Flags | None = None
-    """[N]: the task is solved in this step, where the environment tells."""
+    """[N]: the task was solved in this step. None if the environment does not report it."""
     told: Mapping[str, Floats] | None = None
-    """Name -> [N]: numbers in the infos of the episodes that ended in this step, NaN for the others. None where no
-    episode ended, or none is asked for."""
+    """Name -> [N]: recorded numbers from the infos of the episodes that ended in this step, else NaN. None if no
+    episode
+    ended, or none are configured."""
 
 
 @dataclass(frozen=True)
 class EnvState:
-    """The saved state of environments."""
+    """The state of environments at a checkpoint."""
 
     data: Saved
     left_out: tuple[str, ...] = ()
-    """Parts that could not be saved, each with the reason. If there are any, new episodes begin after a checkpoint."""
+    """What could not be saved, each with the reason. If not empty, resuming begins new episodes."""
 
 
 class VectorEnv(Protocol):
-    """N environments."""
+    """N environments that are stepped together and reset themselves."""
 
     id: str
     num_envs: int
     layout: ObsLayout
-    """The parts of an observation."""
+    """The named arrays of an observation."""
     actions: ActionSpec
 
     def reset(self, seed: int) -> Observation:
-        """Begin new episodes everywhere; returns [N, ...]. Equal seeds and actions give equal steps."""
+        """Begin new episodes and return their observations [N, ...]. Equal seeds and actions give equal steps."""
         ...
 
     def step(self, actions: Array) -> EnvStep:
-        """Carry out one action in each environment: [N, width], integers for choices, else floats."""
+        """Carry out one action per environment: [N, width], integers for discrete actions, else floats."""
         ...
 
     def get_state(self) -> EnvState:
-        """The state from which the episodes continue, in another process, too, once `set_state` was given it."""
+        """Return the state from which `set_state` continues the episodes, also in another process."""
         ...
 
     def set_state(self, data: Saved) -> None:
-        """Take over the `EnvState.data` of the same environments.
+        """Restore the `EnvState.data` of the same environments.
 
         Raises:
-            ValueError: they are others.
+            ValueError: the state is of different environments.
         """
         ...
 
     def close(self) -> None:
-        """End subprocesses and free what the simulators hold."""
+        """End subprocesses and free the simulators' resources."""
         ...
 
 
 class Renders(Protocol):
-    """Environments that show the first of them."""
+    """Environments that can render the first one."""
 
     def render(self) -> NDArray[np.uint8]:
-        """Picture [H, W, 3] of the first environment as it is now."""
+        """Return a picture [H, W, 3] of the first environment."""
         ...
 
 
 class HeldEnv(Protocol):
-    """N environments that wait after an episode's end until they are reset."""
+    """N environments that wait after the end of an episode until they are reset."""
 
     id: str
     num_envs: int
@@ -128,29 +132,21 @@ class HeldEnv(Protocol):
     actions: ActionSpec
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
-        """Begin new episodes in these environments, whatever they were at; returns the observations of all, [N, ...].
+        """Begin new episodes in some environments; return the observations of all, [N, ...].
 
         Args:
-            seeds: environment -> seed of its episode; None: its generator goes on.
+            seeds: environment -> seed of its episode; None: its generator continues.
         """
         ...
 
     def step(self, actions: Array) -> EnvStep:
-        """Carry out one action in each environment that is not waiting; the others have no valid step."""
+        """Carry out one action in each environment that is not waiting; the steps of waiting ones are not valid."""
         ...
 
-    def render(self) -> NDArray[np.uint8]:
-        """See `Renders.render`."""
-        ...
+    def render(self) -> NDArray[np.uint8]: ...
 
-    def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
-        ...
+    def get_state(self) -> EnvState: ...
 
-    def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
-        ...
+    def set_state(self, data: Saved) -> None: ...
 
-    def close(self) -> None:
-        """See `VectorEnv.close`."""
-        ...
+    def close(self) -> None: ...

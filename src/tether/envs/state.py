@@ -1,10 +1,10 @@
-"""The state of environments, so that a run resumes in the middle of their episodes.
+"""Saving and restoring environments, so that a run resumes in the middle of their episodes.
 
-An environment is a chain of layers, wrappers around the environment proper. A layer with `get_state()` and
-`set_state(state)` gives its own state. Of any other layer the attributes are pickled that have changed since it was
-made, and likewise the data of its class and its module: what has not changed is what configuration and code say now.
-Functions that a layer holds, or that its class or module defines, keep data too: in the variables of a closure, in
-default arguments and in attributes. A layer is saved whole or not at all; what of it cannot be pickled is named.
+An environment is a chain of layers: wrappers around the environment itself. A layer with `get_state()` and
+`set_state(state)` saves its own state. For any other layer, the attributes that have changed since it was made are
+pickled, and so are changed data of its class and module; unchanged data follow from the configuration and the code.
+Functions in a layer's attributes, or defined by its class or module, can have state too: closure variables, default
+arguments and attributes. A layer is saved completely or not at all; the attribute that cannot be pickled is reported.
 """
 
 from __future__ import annotations
@@ -27,101 +27,101 @@ from tether.observations import Array
 
 MEBIBYTE = 2**20
 LIMIT = 16 * MEBIBYTE
-"""Bytes for each environment; a state above it is not saved, since it would be written at every checkpoint."""
+"""Maximum bytes of state per environment; larger states are not saved, because every checkpoint would contain them."""
 ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type, FunctionType, MethodType)
-"""Types of values that may be the same object by chance."""
+"""Types of values that Python may share although the program does not."""
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
-"""Types of default arguments that no call can change."""
-OWNERS = (bytes, bytearray, memoryview)
-"""Types that own the memory of an unpickled array."""
+"""Types of immutable default arguments."""
+MEMORY_TYPES = (bytes, bytearray, memoryview)
+"""Types of the objects that own the memory of an unpickled array."""
 
 Key = tuple[int, str | None]
-"""(place, attribute), or (place, None) for a layer itself."""
+"""(index of the owner, attribute), or (index, None) for the owner itself."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A layer, its class or its module, or a function of theirs with data of its own."""
+class _Owner:
+    """An object with state: a layer, its class, its module, or a function with data of its own."""
 
     name: str
-    owner: Any
-    held: bool = False
-    """Of a function: a layer holds it."""
+    obj: Any
+    in_layer: bool = False
+    """Whether the function is an attribute of a layer, directly or nested."""
 
     @property
     def is_layer(self) -> bool:
-        return not isinstance(self.owner, type | ModuleType | FunctionType)
+        return not isinstance(self.obj, type | ModuleType | FunctionType)
 
     @property
     def is_function(self) -> bool:
-        return isinstance(self.owner, FunctionType)
+        return isinstance(self.obj, FunctionType)
 
     @property
     def gives_state(self) -> bool:
-        return self.is_layer and all(callable(getattr(self.owner, name, None)) for name in ("get_state", "set_state"))
+        return self.is_layer and all(callable(getattr(self.obj, name, None)) for name in ("get_state", "set_state"))
 
     def values(self) -> dict[str, object]:
-        """Attributes that may be state."""
+        """Return the attributes that may be state."""
         if self.is_layer:
-            return dict(vars(self.owner))
+            return dict(vars(self.obj))
         if self.is_function:
-            return {name: value for name, value in _variables(self.owner).items() if not isinstance(value, CODE)}
-        return {name: value for name, value in vars(self.owner).items() if name[:2] != "__" and _is_data(value)}
+            return {name: value for name, value in _variables(self.obj).items() if not isinstance(value, CODE)}
+        return {name: value for name, value in vars(self.obj).items() if name[:2] != "__" and _is_data(value)}
 
     def put(self, name: str, value: object) -> None:
-        """Set an attribute, past properties and ``__setattr__`` of a layer."""
+        """Set an attribute, bypassing properties and ``__setattr__`` of a layer."""
         if self.is_layer:
-            vars(self.owner)[name] = value
+            vars(self.obj)[name] = value
         elif self.is_function:
-            _set_variable(self.owner, name, value)
+            _set_variable(self.obj, name, value)
         else:
-            setattr(self.owner, name, value)
+            setattr(self.obj, name, value)
 
 
 class EnvKeeper:
     """Saves and restores environments of this process.
 
     Args:
-        envs: as they were made, before their first episode.
+        envs: newly made environments, before their first episode.
     """
 
     def __init__(self, envs: Sequence[object]) -> None:
         self._count = len(envs)
-        self._places = list(_places(envs))
-        self._places += _functions(self._places)
+        self._owners = list(_owners(envs))
+        self._owners += _functions(self._owners)
         values, refs = self._values()
         self._made = {key: _try_fingerprint(key, value, refs) for key, value in values.items()}
 
     def get(self) -> tuple[bytes, tuple[str, ...]]:
-        """The state of all environments, and what is not in it."""
+        """Return the state of all environments, and descriptions of what could not be saved."""
         values, refs = self._values()
-        given, left_out = dict[int, object](), dict[int, str]()
+        own_states, left_out = dict[int, object](), dict[int, str]()
         changed, mentions = set[Key](), dict[Key, set[Key]]()
         for key, value in values.items():
-            place = self._places[key[0]]
-            if place.gives_state or key[0] in left_out:
+            owner = self._owners[key[0]]
+            if owner.gives_state or key[0] in left_out:
                 continue
-            found = _try_fingerprint(key, value, refs)
-            if isinstance(found, Exception):
-                if place.is_layer or place.held or isinstance(value, GeneratorType):
-                    left_out[key[0]] = f"{place.name}.{key[1]} ({found})"
+            fingerprint = _try_fingerprint(key, value, refs)
+            if isinstance(fingerprint, Exception):
+                if owner.is_layer or owner.in_layer or isinstance(value, GeneratorType):
+                    left_out[key[0]] = f"{owner.name}.{key[1]} ({fingerprint})"
                 continue
-            mentions[key] = found[1]
-            if found != self._made.get(key):
+            mentions[key] = fingerprint[1]
+            if fingerprint != self._made.get(key):
                 changed.add(key)
         changed = {key for key in _with_users(changed, mentions) if key[0] not in left_out}
-        for number, place in enumerate(self._places):
-            if place.gives_state:
-                given[number] = place.owner.get_state()
+        for i, owner in enumerate(self._owners):
+            if owner.gives_state:
+                own_states[i] = owner.obj.get_state()
         saved = {key: values[key] for key in changed}
-        names = [place.name for place in self._places]
-        # Of what was made with the environment there is one in the next process, too, to which a key can point.
+        names = [owner.name for owner in self._owners]
+        # Objects made with the environment exist in the resumed process too, so that a key can refer to them.
         made = {i: key for i, key in refs.items() if key[1] is None or (key in self._made and key not in changed)}
         try:
-            data = _pickled((names, given, saved), made)[0]
-        except Exception as error:  # noqa: BLE001 (whatever the code of a user's class raises)
-            of = dict.fromkeys(self._places[number].name for number in (*given, *(number for number, _ in changed)))
+            data = _pickled((names, own_states, saved), made)[0]
+        except Exception as error:  # noqa: BLE001 (user classes may raise anything)
+            of = dict.fromkeys(self._owners[i].name for i in (*own_states, *(i for i, _ in changed)))
             return b"", (*left_out.values(), f"{', '.join(of)} ({error})")
         if len(data) > LIMIT * self._count:
             size = len(data) / self._count / MEBIBYTE
@@ -129,38 +129,38 @@ class EnvKeeper:
         return zlib.compress(data, 1), tuple(dict.fromkeys(left_out.values()))
 
     def set(self, data: bytes) -> None:
-        """Take over what `get` gave.
+        """Restore the state that `get` returned.
 
         Raises:
-            ValueError: it is of other environments.
+            ValueError: the state is of different environments.
         """
         if not data:
             return
-        loader = _Unpickler(zlib.decompress(data), self._places)
-        names, given, saved = loader.load()
-        own = [place.name for place in self._places]
-        if names != own:
-            raise ValueError(f"saved of {', '.join(dict.fromkeys(names))}, now {', '.join(dict.fromkeys(own))}")
-        for (number, name), value in saved.items():
-            self._places[number].put(name, value)
-        for number, state in given.items():
-            self._places[number].owner.set_state(state)
+        loader = _Unpickler(zlib.decompress(data), self._owners)
+        names, own_states, saved = loader.load()
+        expected = [owner.name for owner in self._owners]
+        if names != expected:
+            raise ValueError(f"saved of {', '.join(dict.fromkeys(names))}, now {', '.join(dict.fromkeys(expected))}")
+        for (i, name), value in saved.items():
+            self._owners[i].put(name, value)
+        for i, state in own_states.items():
+            self._owners[i].obj.set_state(state)
 
     def _values(self) -> tuple[dict[Key, object], dict[int, Key]]:
-        """All attributes, and the key of each object that others may share."""
+        """Return all attributes, and the key of each object that may be shared."""
         values: dict[Key, object] = {}
-        objects = (each for each in enumerate(self._places) if each[1].is_layer or each[1].is_function)
-        refs: dict[int, Key] = {id(place.owner): (number, None) for number, place in objects}
-        for number, place in enumerate(self._places):
-            for name, value in place.values().items():
-                values[number, name] = value
+        objects = (each for each in enumerate(self._owners) if each[1].is_layer or each[1].is_function)
+        refs: dict[int, Key] = {id(owner.obj): (i, None) for i, owner in objects}
+        for i, owner in enumerate(self._owners):
+            for name, value in owner.values().items():
+                values[i, name] = value
                 if not isinstance(value, ATOMS):
-                    refs.setdefault(id(value), (number, name))
+                    refs.setdefault(id(value), (i, name))
         return values, refs
 
 
 class _Pickler(pickle.Pickler):
-    """Writes shared objects by their keys."""
+    """Pickles shared objects as their keys."""
 
     def __init__(self, file: io.BytesIO, refs: dict[int, Key], top: int | None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -169,7 +169,6 @@ class _Pickler(pickle.Pickler):
         self._memory: dict[int, int] = {}
 
     def persistent_id(self, obj: object) -> Key | str | None:
-        """See `pickle.Pickler.persistent_id`."""
         if isinstance(obj, np.ndarray):
             self._check_memory(obj)
         key = self._refs.get(id(obj))
@@ -178,82 +177,82 @@ class _Pickler(pickle.Pickler):
             return key
         if self._top is None or not isinstance(obj, FunctionType):
             return None
-        if _keeps_more_than(self._refs, obj):
+        if _has_other_state(self._refs, obj):
             raise pickle.PicklingError(
                 f"{obj.__qualname__} was made after the environment and has variables of its own"
             )
-        return f"{obj.__qualname__} {id(obj.__code__)}"  # a fingerprint names functions: code is not state
+        return f"{obj.__qualname__} {id(obj.__code__)}"  # in a fingerprint a function is its name: code is not state
 
     def _check_memory(self, array: Array) -> None:
-        """Refuse views, which would become arrays of their own."""
+        """Refuse views, which unpickling would turn into separate arrays."""
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base
-        if root.base is not None and not isinstance(root.base, OWNERS):
+        if root.base is not None and not isinstance(root.base, MEMORY_TYPES):
             raise pickle.PicklingError(f"an array is a view of {type(root.base).__name__}")
         if self._top is None and self._memory.setdefault(id(root), id(array)) != id(array):
             raise pickle.PicklingError("two arrays are views of the same memory")
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, places: Sequence[_Place]) -> None:
+    def __init__(self, data: bytes, owners: Sequence[_Owner]) -> None:
         super().__init__(io.BytesIO(data))
-        self._places = places
+        self._owners = owners
 
     def persistent_load(self, pid: Key) -> object:
-        """See `pickle.Unpickler.persistent_load`."""
-        number, name = pid
-        return self._places[number].owner if name is None else self._places[number].values()[name]
+        i, name = pid
+        return self._owners[i].obj if name is None else self._owners[i].values()[name]
 
 
-def _places(envs: Sequence[object]) -> Iterator[_Place]:
-    """Layers of all environments, then the classes and modules that they come from, each once."""
+def _owners(envs: Sequence[object]) -> Iterator[_Owner]:
+    """Yield the layers of all environments, then their classes and modules, each once."""
     classes: dict[type, None] = {}
     for env in envs:
         layer = env
         while True:
-            yield _Place(type(layer).__name__, layer)
+            yield _Owner(type(layer).__name__, layer)
             classes |= dict.fromkeys(type(layer).__mro__[:-1])
             if not isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
                 break
             layer = layer.env
     modules = dict.fromkeys(filter(None, map(getmodule, classes)))
-    yield from (_Place(kind.__name__, kind) for kind in classes)
-    yield from (_Place(module.__name__, module) for module in modules)
+    yield from (_Owner(kind.__name__, kind) for kind in classes)
+    yield from (_Owner(module.__name__, module) for module in modules)
 
 
-def _functions(places: Sequence[_Place]) -> list[_Place]:
-    """Functions with data of their own: those that layers hold, then those that their classes and modules define, each
-    with the functions that they hold themselves.
+def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
+    """Return the functions with data of their own: those in layers, then those of their classes and modules.
+
+    Each is followed by the functions in its own data.
     """
-    found: dict[int, _Place] = {}
-    finder = _Finder(place.owner for place in places if place.is_layer)
-    for held in (True, False):
-        for place in places:
-            if place.is_layer == held and not place.gives_state:
-                finder.look_through(vars(place.owner).values() if held else _defined_by(place.owner))
+    functions: dict[int, _Owner] = {}
+    finder = _Finder(owner.obj for owner in owners if owner.is_layer)
+    for in_layer in (True, False):
+        for owner in owners:
+            if owner.is_layer == in_layer and not owner.gives_state:
+                finder.look_through(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
         while finder.functions:
             function = finder.functions.pop()
-            if id(function) not in found:
-                found[id(function)] = _Place(function.__qualname__, function, held)
+            if id(function) not in functions:
+                functions[id(function)] = _Owner(function.__qualname__, function, in_layer)
                 finder.look_through(_variables(function).values())
-    return [place for place in found.values() if {*map(id, place.values().values())} - finder.layers]
+    return [owner for owner in functions.values() if {*map(id, owner.values().values())} - finder.layers]
 
 
 class _Finder:
-    """Finds the functions in values, as deep as pickle goes; layers are not looked into again."""
+    """Finds the functions in values, as deep as pickle goes, but not inside of other layers."""
 
     def __init__(self, layers: Iterable[object]) -> None:
         self.functions: list[FunctionType] = []
         self.layers = set(map(id, layers))
 
     def look_through(self, values: Iterable[object]) -> None:
-        """Add the functions in these values to `functions`."""
+        """Collect the functions in these values in `functions`."""
         for value in values:
             if isinstance(value, FunctionType):
                 self.functions.append(value)
             elif not isinstance(value, CONSTANTS):
-                with suppress(Exception):  # whatever the code of a user's class raises
+                with suppress(Exception):  # user classes may raise anything
                     _FindingPickler(self.functions, self.layers).dump(value)
 
 
@@ -263,7 +262,6 @@ class _FindingPickler(pickle.Pickler):
         self._functions, self._layers = functions, layers
 
     def persistent_id(self, obj: object) -> int | None:
-        """See `pickle.Pickler.persistent_id`."""
         if isinstance(obj, FunctionType):
             self._functions.append(obj)
         return id(obj) if isinstance(obj, CODE) or id(obj) in self._layers else None
@@ -275,9 +273,9 @@ class _Nowhere(io.RawIOBase):
 
 
 def _defined_by(owner: type | ModuleType) -> Iterator[object]:
-    """Functions of a class, also below decorators, or those that a module defines itself.
+    """Yield the functions of a class, including decorated ones, or those that a module defines itself.
 
-    None of Python's own modules: they keep caches there.
+    The standard library is excluded: it has caches in its functions.
     """
     module = owner.__module__ if isinstance(owner, type) else owner.__name__
     if module.partition(".")[0] in sys.stdlib_module_names:
@@ -292,10 +290,12 @@ def _defined_by(owner: type | ModuleType) -> Iterator[object]:
 
 
 def _variables(function: FunctionType) -> dict[str, object]:
-    """Variables of the closure, default arguments that may change, and attributes; these begin with a dot."""
-    found = {f".{name}": value for name, value in vars(function).items() if name != "__wrapped__"}
-    found |= {name: value for name, value in _defaults(function).items() if not isinstance(value, CONSTANTS)}
-    return found | {name: cell.cell_contents for name, cell in _cells(function).items() if not _is_empty(cell)}
+    """Return a function's closure variables, mutable default arguments and attributes; names of attributes start with a
+    dot.
+    """
+    variables = {f".{name}": value for name, value in vars(function).items() if name != "__wrapped__"}
+    variables |= {name: value for name, value in _defaults(function).items() if not isinstance(value, CONSTANTS)}
+    return variables | {name: cell.cell_contents for name, cell in _cells(function).items() if not _is_empty(cell)}
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
@@ -316,7 +316,7 @@ def _defaults(function: FunctionType) -> dict[str, object]:
 
 
 def _set_variable(function: FunctionType, name: str, value: object) -> None:
-    """Set what `_variables` gives."""
+    """Set one of the variables that `_variables` returns."""
     if name.startswith("."):
         setattr(function, name[1:], value)
     elif name in (cells := _cells(function)):
@@ -328,11 +328,11 @@ def _set_variable(function: FunctionType, name: str, value: object) -> None:
         function.__defaults__ = tuple(changed.values())[: len(function.__defaults__ or ())]
 
 
-def _keeps_more_than(refs: Mapping[int, Key], function: FunctionType, seen: frozenset[int] = frozenset()) -> bool:
-    """Whether a function has data beside the layers and the functions that are known."""
+def _has_other_state(refs: Mapping[int, Key], function: FunctionType, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a function has data other than layers and functions that have a key."""
     for value in _variables(function).values():
         if isinstance(value, FunctionType) and id(value) not in {*refs, *seen, id(function)}:
-            if _keeps_more_than(refs, value, seen | {id(function)}):
+            if _has_other_state(refs, value, seen | {id(function)}):
                 return True
         elif not isinstance(value, CODE) and refs.get(id(value), (0, ""))[1] is not None:
             return True
@@ -344,12 +344,12 @@ def _is_data(value: object) -> bool:
 
 
 def _try_fingerprint(key: Key, value: object, refs: dict[int, Key]) -> tuple[int, set[Key]] | Exception:
-    """A number for the content of a value, and the shared objects in it; or why it cannot be pickled."""
+    """Return a hash of a value and the shared objects in it, or the error if it cannot be pickled."""
     try:
         if refs.get(id(value), key) != key:  # another name of the same object
             return 0, {refs[id(value)]}
         data, mentioned = _pickled(value, refs, id(value))
-    except Exception as error:  # noqa: BLE001 (whatever the code of a user's class raises)
+    except Exception as error:  # noqa: BLE001 (user classes may raise anything)
         return error
     return hash(data), mentioned
 
@@ -362,7 +362,7 @@ def _pickled(value: object, refs: dict[int, Key], top: int | None = None) -> tup
 
 
 def _with_users(changed: set[Key], mentions: dict[Key, set[Key]]) -> set[Key]:
-    """Changed objects and their holders, which have to be pickled together to stay the same objects."""
-    while users := {key for key, held in mentions.items() if key not in changed and held & changed}:
+    """Return the changed objects and those that refer to them: pickled together, they stay the same objects."""
+    while users := {key for key, referred in mentions.items() if key not in changed and referred & changed}:
         changed = changed | users
     return changed

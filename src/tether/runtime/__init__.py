@@ -1,6 +1,6 @@
 """Processes, signals, devices, threads, random state, the terminal and files that users name.
 
-A toolbox without a common subject: import the module that you need. None of them knows anything of training.
+The modules are independent of each other and of training: import the one that you need.
 """
 
 __all__ = [

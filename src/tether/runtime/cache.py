@@ -1,4 +1,4 @@
-"""Where downloads are kept."""
+"""The folder of downloads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Folder of downloaded models: ``$TETHER_CACHE``, or ``tether`` in the user's cache folder."""
+    """Return the folder of downloads: ``$TETHER_CACHE``, or ``tether`` in the user's cache folder."""
     if chosen := os.environ.get("TETHER_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tether"

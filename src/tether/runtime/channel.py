@@ -1,7 +1,7 @@
-"""Messages between a process and its owner: bytes behind a head that tells them from stray bytes.
+"""Messages between a process and its owner: bytes with a header that distinguishes them from stray output.
 
-What the bytes mean is up to both ends. What comes from a process that runs a user's code is read as plain data, never
-as a pickle: unpickling can run code.
+The meaning of the bytes is up to both ends. Data from a process that runs user code is never unpickled, because
+unpickling can run code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 
-_HEAD = struct.Struct("!8sII")  # tag, number, bytes that follow
+_HEAD = struct.Struct("!8sII")  # tag, index of the message, length of the body
 _SECONDS = struct.Struct("!d")
 _BEAT = 0
 _LONGEST_BEAT = 86400.0
@@ -23,25 +23,27 @@ class Garbled(Exception):
 
 
 class Channel:
-    """One end of a connection; it belongs to one thread.
+    """One end of a connection, for use by one thread.
 
     Args:
-        connection: a stream socket. Every call here waits if it blocks, and raises BlockingIOError if it does not.
-        tag: `TAG_BYTES` random bytes that both ends know. With the tag and a count in front of every message, bytes
-            that something else writes to the socket cannot be taken for an answer nor shift the answers by one.
-        limit: bytes of the longest message that is received.
+        connection: a stream socket. If it is blocking, calls wait; otherwise they raise BlockingIOError.
+        tag: `TAG_BYTES` random bytes known to both ends. The tag and index in front of every message ensure that bytes
+            that something else writes to the socket are not mistaken for an answer.
+        limit: maximum bytes of a received message.
     """
 
     def __init__(self, connection: socket.socket, tag: bytes, limit: int = 2**32 - 1) -> None:
         self.connection = connection
         self._tag, self._limit = tag, limit
         self._sent = self._received = 0
-        self._pending = b""  # received, but not yet a whole message
-        self._long: bytearray | None = None  # a message longer than a chunk, of which so many bytes are here:
+        self._pending = b""  # received bytes of an incomplete message
+        self._long: bytearray | None = None  # a message longer than a chunk, and its number of received bytes
         self._filled = 0
 
     def frames(self, payload: bytes) -> list[bytes]:
-        """The parts to write for the next message; a short one is written at once, a long one is not copied."""
+        """Return the buffers to write for the next message: one for a short message, two for a long one, to avoid a
+        copy.
+        """
         self._sent += 1
         head = _HEAD.pack(self._tag, self._sent, len(payload))
         return [head + payload] if len(payload) < _CHUNK else [head, payload]
@@ -52,15 +54,15 @@ class Channel:
         Raises:
             OSError: the other end is gone.
         """
-        for part in self.frames(payload):
-            self.connection.sendall(part)
+        for chunk in self.frames(payload):
+            self.connection.sendall(chunk)
 
     def beat(self, seconds: float) -> None:
-        """Tell the owner that this process is alive, and that its next message or beat comes within `seconds`."""
+        """Send a sign of life, with the maximum seconds until the next message or beat."""
         self.connection.sendall(_HEAD.pack(self._tag, _BEAT, _SECONDS.size) + _SECONDS.pack(seconds))
 
     def receive(self) -> bytes | None:
-        """The owner's next message; None when the owner is gone."""
+        """Wait for the owner's next message; return None when the owner has gone."""
         try:
             while (message := self.take()) is None:
                 if not self.fill():
@@ -71,20 +73,20 @@ class Channel:
         return message
 
     def fill(self) -> bool:
-        """Read once from the connection; False at its end."""
+        """Read once from the connection; return False at its end."""
         if self._long is None:
-            part = self.connection.recv(_CHUNK)
-            self._pending += part
-            return bool(part)
+            chunk = self.connection.recv(_CHUNK)
+            self._pending += chunk
+            return bool(chunk)
         count = self.connection.recv_into(memoryview(self._long)[self._filled :])
         self._filled += count
         return count > 0
 
     def take(self) -> bytes | float | None:
-        """The next whole message among what was read, or the seconds of a beat; None if there is none yet.
+        """Return the next complete message, the seconds of a beat, or None if neither has been read yet.
 
         Raises:
-            Garbled: what was read is not the next message.
+            Garbled: the bytes are not the next message.
         """
         if self._long is None and not self._read_head():
             return None
@@ -105,7 +107,7 @@ class Channel:
         return body
 
     def _read_head(self) -> bool:
-        """Whether a short message is whole; begins a long one."""
+        """Whether a short message is complete; if a long one begins, allocate it."""
         if len(self._pending) < _HEAD.size:
             if not self._tag.startswith(self._pending[:TAG_BYTES]):
                 raise Garbled

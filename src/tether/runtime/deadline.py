@@ -1,7 +1,7 @@
-"""Limits on code of others that runs in this process, such as a chat template: of time and of memory.
+"""Limits of time and memory for foreign code in this process, such as a chat template.
 
-In the main thread a signal ends code that takes too long, which also ends a wait; in another one an exception that is
-raised there, at its next line of Python.
+In the main thread a signal interrupts code that exceeds the timeout, which also ends a wait. In another thread an
+exception is raised at its next line of Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAPPED = Path("/proc/self/statm")
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Stop the block after `seconds`.
+    """Interrupt the block after `seconds`.
 
     Raises:
         TimeoutError: the block took longer.

@@ -1,4 +1,4 @@
-"""Whole numbers of many digits as text: Python refuses more than 4300, a guard of servers against strangers."""
+"""Conversion of integers with many digits: by default Python limits them to 4300, to protect servers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOST_DIGITS = 100_000
-"""Of a number that is read: a quarter of a second. Ten times as many take a hundred times as long."""
+MAX_DIGITS = 100_000
+"""Maximum digits of an integer, which take a quarter of a second; the time is quadratic."""
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def many_digits() -> Iterator[None]:
-    """Inside, text becomes whole numbers of up to `MOST_DIGITS`, and they text; in one thread at a time."""
+    """Allow conversion between text and integers of up to `MAX_DIGITS`; in one thread at a time."""
     with _LOCK:
         before = sys.get_int_max_str_digits()
-        sys.set_int_max_str_digits(MOST_DIGITS)
+        sys.set_int_max_str_digits(MAX_DIGITS)
         try:
             yield
         finally:
@@ -25,5 +25,5 @@ def many_digits() -> Iterator[None]:
 
 
 def has_too_many_digits(error: ValueError) -> bool:
-    """Whether Python refused a whole number for its length."""
+    """Whether Python refused an integer because of its length."""
     return "integer string conversion" in str(error)

@@ -1,4 +1,4 @@
-"""Errors of the disk, of the paths that a user names, and of what files hold: one sentence that names the file."""
+"""Errors of the disk, of paths and of the content of files, turned into one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tether.runtime.user_files import raised_by_tether
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
 _FULL = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that a disk reports and a network never does."""
+"""Errors that a disk reports, but a network does not."""
 OF_THE_DISK = (errno.EACCES, errno.EPERM, *_FULL)
 OF_PATHS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOTEMPTY)
 
 
 def of_a_full_disk(error: BaseException | None) -> OSError | None:
-    """The error of a disk that takes no more, which `error` is or was raised from; None: it is of something else."""
+    """Return the error of a full or read-only disk that caused `error`, or None."""
     while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         error = error.__cause__ or error.__context__
     return error
@@ -31,14 +31,14 @@ def of_a_full_disk(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(to: Path, fix: str) -> Iterator[None]:
-    """Write inside the block.
+    """Turn errors of writing inside the block into a ValueError.
 
     Args:
-        to: begins the message.
-        fix: what to do; ends it.
+        to: start of the message.
+        fix: end of the message, which says what to do.
 
     Raises:
-        ValueError: the disk is full or read-only, a path is none to write to, or of another kind.
+        ValueError: the disk is full or read-only, or a path is not writable or of the wrong kind.
     """
     try:
         yield
@@ -54,20 +54,20 @@ _OF_CONTENT = (
     ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError, RecursionError,
     pickle.UnpicklingError, struct.error,
 )  # fmt: skip
-"""What readers of files, and those who take the content over, raise where it is not what they know."""
+"""Errors raised for unexpected content of a file, by its reader or its user."""
 
 
 @contextmanager
 def reading(file: Path, fix: str) -> Iterator[None]:
-    """Read a file inside the block, and take its content over.
+    """Turn errors of reading a file inside the block, and of using its content, into a ValueError.
 
     Args:
-        file: begins the message.
-        fix: what to do; ends it.
+        file: start of the message.
+        fix: end of the message, which says what to do.
 
     Raises:
-        ValueError: the file cannot be read, or its content is not what it should be. One that tether raised inside
-            says more, and is passed on with the name of the file.
+        ValueError: the file cannot be read or its content is wrong. The text of a ValueError of tether is kept, with
+            the name of the file.
     """
     try:
         yield
@@ -86,13 +86,13 @@ def reading(file: Path, fix: str) -> Iterator[None]:
 
 
 def is_of_content(error: Exception) -> bool:
-    """Whether an error may come of what a file holds."""
-    of_torch = type(error) is RuntimeError and "memory" not in str(error)  # of a lack of memory others speak
+    """Whether the content of a file can be the cause of an error."""
+    of_torch = type(error) is RuntimeError and "memory" not in str(error)  # lack of memory is reported elsewhere
     return of_torch or isinstance(error, _OF_CONTENT) or type(error).__name__ == "SafetensorError"
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the kind of an error and the line that says most; not torch's advice to run the pickle."""
+    """Return an error's type and its most informative line, without torch's advice to disable safe loading."""
     text = str(error).strip() or "it ends too early"
     refused = _REFUSED_PICKLE.search(text)
     line = refused[1] if refused else text.splitlines()[0]
@@ -103,18 +103,18 @@ def read_json(file: Path, kind: type[Json], fix: str) -> Json:
     """Return the content of a small file of JSON.
 
     Args:
-        file: with an object or a list.
-        kind: `dict` or `list`, whichever it should be.
-        fix: what to do where it is not; see `reading`.
+        file: a JSON file with an object or a list.
+        kind: expected type, `dict` or `list`.
+        fix: what to do otherwise, as in `reading`.
 
     Raises:
-        ValueError: see `reading`.
+        ValueError: as in `reading`.
     """
     with reading(file, fix):
         text = file.read_bytes()
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or nested too deeply
         raise ValueError(f"{file}: is not JSON ({error}). {fix}") from error
     if not isinstance(content, kind):
         names = {dict: "an object", list: "a list"}

@@ -1,4 +1,4 @@
-"""The global random generators of a process. No result of tether depends on them, but user code draws from them."""
+"""The global random generators of a process. Results of tether do not depend on them, but user code may use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tether.types import StateDict
 
 
 def seed_rng(seed: int) -> None:
-    """Start the global generators of Python, numpy and, where it is imported, torch from a seed."""
+    """Seed the global generators of Python, numpy and, if it is imported, torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if torch := _torch():
@@ -20,7 +20,7 @@ def seed_rng(seed: int) -> None:
 
 
 def rng_state() -> StateDict:
-    """State of the global generators, as tensors and plain values."""
+    """Return the state of the global generators, as tensors and plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: StateDict = {
         "python": random.getstate(),
@@ -28,13 +28,13 @@ def rng_state() -> StateDict:
     }
     if torch := _torch():
         state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():  # a forked process of environments never can, and never draws there
+        if torch.cuda.is_initialized():  # a forked process cannot use CUDA, and has no such state
             state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
 
 def set_rng_state(state: StateDict) -> None:
-    """Take over what `rng_state` gave."""
+    """Restore the state that `rng_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -46,5 +46,5 @@ def set_rng_state(state: StateDict) -> None:
 
 
 def _torch() -> Any:
-    """torch, where anything in this process can have drawn from it: the processes of environments start without."""
+    """Return torch if it is imported: worker processes of environments start without it."""
     return sys.modules.get("torch")

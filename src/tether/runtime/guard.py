@@ -1,4 +1,4 @@
-"""The guard: a small process between an owner and a worker, which can always end the worker, whatever that does.
+"""The guard: a small process between an owner and a worker, which can always kill the worker.
 
 ::
 
@@ -7,8 +7,8 @@
           ────────── control ───► guard ─── SIGKILL ───► worker and everything that it started
           ◄───────── verdict ────
 
-The guard never runs user code and never waits for the worker. It ends the worker when the owner closes the control
-socket or is gone, even by kill -9, and cleans up when the worker exits by itself.
+The guard never runs user code and never waits for the worker. It kills the worker when the owner closes the control
+socket or dies, even by kill -9, and cleans up when the worker exits by itself.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWNERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LOOKS = 5.0  # seconds between two looks whether the owner is alive, where the kernel does not say so
+POLL_SECONDS = 5.0  # between checks whether the owner is alive, where the kernel does not report it
 
 
 def supervise(work: Callable[[], None], control: socket.socket, owner: int) -> NoReturn:
-    """Be the guard of a worker that does `work`; returns in no process.
+    """Run as the guard of a worker that executes `work`; never returns.
 
     Args:
-        work: what the worker does, in a process forked from this one.
-        control: its other end is in the owner, which shuts it down to end the worker and reads the verdict from it.
-        owner: process id of the parent of this process.
+        work: executed by the worker, in a process forked from this one.
+        control: socket to the owner, which shuts it down to kill the worker and reads how the worker ended.
+        owner: process id of this process's parent.
     """
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    with contextlib.suppress(PermissionError):  # it is a session leader already
         os.setsid()  # Ctrl-C is for the owner
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the wake-up below; a thread of the owner that ended gives one, too
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # woken by a child's exit, or by the end of the owner's thread
     adopt_orphans()
     child_exit = _wake_on_child_exit()
     guard = os.getpid()
@@ -54,18 +54,20 @@ def supervise(work: Callable[[], None], control: socket.socket, owner: int) -> N
     for ignored in _OWNERS:
         signal.signal(ignored, signal.SIG_IGN)
     verdict = _watch(worker, control, child_exit, owner)
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone (macOS: "not permitted" of a zombie)
+    with contextlib.suppress(
+        ProcessLookupError, PermissionError
+    ):  # exited already (macOS reports "not permitted" for a zombie)
         os.killpg(worker, signal.SIGKILL)
     end_descendants(guard)
-    with contextlib.suppress(OSError):  # the owner is gone: nobody to tell
+    with contextlib.suppress(OSError):  # the owner has died, so nothing can be reported
         control.sendall(verdict.encode())
     os._exit(0)
 
 
 def end_descendants(process: int, spared: Collection[int] = ()) -> None:
-    """Kill every process below `process`, until none is left but those that are `spared`; reap those of this process.
+    """Kill all descendants of `process` except the `spared` ones, and reap this process's children.
 
-    Orphans are below the process that adopts them (`adopt_orphans`). Needs /proc.
+    Orphans are descendants of the process that adopts them (`adopt_orphans`). Requires /proc.
     """
     while below := {pid: exited for pid, exited in descendants(process).items() if pid not in spared}:
         reaped = False
@@ -76,38 +78,38 @@ def end_descendants(process: int, spared: Collection[int] = ()) -> None:
             with contextlib.suppress(ChildProcessError):  # the child of another process
                 reaped |= os.waitpid(pid, os.WNOHANG)[0] == pid
         if all(below.values()) and not reaped:
-            return  # left are those that another process has to reap
+            return  # the remaining ones must be reaped by another process
         time.sleep(0.001)
 
 
 def descendants(process: int) -> dict[int, bool]:
-    """Processes below `process`, and whether each has exited already; none where there is no /proc."""
+    """Return the descendants of a process, and whether each has exited; empty without /proc."""
     children: dict[int, list[int]] = {}
     exited: dict[int, bool] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # the name before ")" may hold spaces
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()  # the name before ")" may contain spaces
         except (OSError, ValueError):
-            continue  # gone meanwhile
+            continue  # exited meanwhile
         pid = int(stat.parent.name)
         exited[pid] = state in "ZX"
         children.setdefault(int(parent), []).append(pid)
-    found: dict[int, bool] = {}
+    result: dict[int, bool] = {}
     waiting = [process]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found.update({pid: exited[pid] for pid in below})
+        result.update({pid: exited[pid] for pid in below})
         waiting += below
-    return found
+    return result
 
 
 def adopt_orphans() -> None:
-    """Make processes below this one its own children when their parents exit, so that none escapes (Linux)."""
+    """Make this process adopt its descendants when their parents exit, so that none escapes (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def has_children() -> bool:
-    """Whether this process has a child, running or not (Linux; False elsewhere). One system call."""
+    """Whether this process has a child, running or exited (Linux; False elsewhere). Costs one system call."""
     if sys.platform != "linux":
         return False
     try:
@@ -118,14 +120,14 @@ def has_children() -> bool:
 
 
 def exit_after(work: Callable[[], None]) -> NoReturn:
-    """Do `work` in a process that was just forked, and end it as Python would: 0, the code of SystemExit, or 1."""
+    """Execute `work` in a newly forked process, and exit as Python would: with 0, the code of SystemExit, or 1."""
     code = 1
     try:
         work()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - this is where Python itself would show it
+    except BaseException:  # noqa: BLE001 - Python itself would print it here
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -138,11 +140,11 @@ def _run_worker(work: Callable[[], None], control: socket.socket, guard: int) ->
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard:
-        os._exit(1)  # the guard was gone before the kernel knew whom to watch
+        os._exit(1)  # the guard died before the kernel was told to watch it
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A scheduler may send these to every process of a run. They are for the owner, which finishes its step with this
-    # worker; a handler that does nothing, unlike SIG_IGN, is not inherited by programs that the worker starts.
+    # A scheduler may send these to all processes of a run, but only the owner handles them: it finishes its step with
+    # this worker. Unlike SIG_IGN, an empty handler is not inherited by programs that the worker starts.
     for number in _OWNERS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_restore_signals)
@@ -161,16 +163,16 @@ def _release_signals() -> None:
 
 
 def _restore_signals() -> None:
-    """Let a process that the worker forks be ended as usual, by `multiprocessing.Pool` for example."""
+    """Restore the default signals in a process that the worker forks, for example by `multiprocessing.Pool`."""
     for number in _OWNERS:
         signal.signal(number, signal.SIG_DFL)
-    _release_signals()  # one that came since the fork acts now
+    _release_signals()  # a signal that came since the fork takes effect now
 
 
 def _watch(worker: int, control: socket.socket, child_exit: int, owner: int) -> str:
-    """Wait until the worker has to end or has ended; returns why."""
+    """Wait until the worker has to end or has ended, and return why."""
     while True:
-        ready, _, _ = select.select([control.fileno(), child_exit], [], [], _LOOKS)
+        ready, _, _ = select.select([control.fileno(), child_exit], [], [], POLL_SECONDS)
         if control.fileno() in ready or os.getppid() != owner:
             return "its owner ended it"
         if child_exit in ready:
@@ -189,7 +191,7 @@ def _death(status: int) -> str:
 
 
 def _reap() -> dict[int, int]:
-    """Collect the children that have exited: process id -> wait status."""
+    """Reap the children that have exited: process id -> wait status."""
     exited: dict[int, int] = {}
     while True:
         try:
@@ -202,20 +204,20 @@ def _reap() -> dict[int, int]:
 
 
 def _wake_on_child_exit() -> int:
-    """A file descriptor that becomes readable whenever a child exits. Call it before the child is made."""
+    """Return a file descriptor that becomes readable when a child exits. Must be called before the fork."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wake-up is not written
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up descriptor
     return read_end
 
 
-def _keep_open(*kept: int) -> None:
-    """Close what was inherited, such as the owner's ends of other guards' sockets: their guards wait for the end."""
+def _keep_open(*descriptors: int) -> None:
+    """Close all other inherited descriptors. Otherwise this process would keep the sockets of other guards open."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    bounds = [2, *sorted((*kept, wakeup)), os.sysconf("SC_OPEN_MAX")]
+    bounds = [2, *sorted((*descriptors, wakeup)), os.sysconf("SC_OPEN_MAX")]
     for low, high in pairwise(bounds):
         os.closerange(low + 1, high)
 

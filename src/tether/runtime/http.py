@@ -1,4 +1,4 @@
-"""JSON to and from the servers of others, each request with a time limit that nothing on the way can stretch."""
+"""JSON requests to external servers, each with a strict timeout."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 MAX_ANSWER = 1 << 24
-"""Bytes of the longest answer that is read."""
+"""Maximum bytes of an answer."""
 
 
 class NoAnswer(Exception):
-    """No whole answer came: nothing listens, the connection broke off, or the time was up."""
+    """No complete answer arrived: nothing listens, the connection was lost, or the timeout passed."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A server's answer."""
 
     status: int
     body: bytes
     retry_after: str | None
-    """Its header of this name: seconds, or a date."""
+    """The Retry-After header: seconds, or a date."""
     location: str | None = None
-    """Its header of this name, of a redirection."""
+    """The Location header of a redirection."""
 
 
 def check_address(url: str, key: str) -> None:
-    """Refuse what is no address of HTTP.
+    """Refuse an invalid HTTP address.
 
     Raises:
-        ValueError: names the configuration's `key`.
+        ValueError: the message names the configuration's `key`.
     """
     if why := _no_address(url):
         shown = re.sub(r"//[^/]*@", "//***@", ascii(url)[1:-1])
@@ -47,36 +47,36 @@ def check_address(url: str, key: str) -> None:
 
 def _no_address(url: str) -> str | None:
     try:
-        parts = urlsplit(url)
-        parts.port  # noqa: B018 - reading it checks it
-        host = (parts.hostname or "").encode("idna").decode()
+        address = urlsplit(url)
+        address.port  # noqa: B018 - the property checks it
+        host = (address.hostname or "").encode("idna").decode()
     except ValueError as error:
         return str(error.__cause__ or error)
-    if parts.scheme not in ("http", "https") or not host:
+    if address.scheme not in ("http", "https") or not host:
         return "give http://HOST:PORT or https://HOST, with the path in it"
-    if "@" in parts.netloc:
+    if "@" in address.netloc:
         return "it has a user name or password, which would be saved with the run and is never sent; leave it out"
-    if not _is_plain(host + parts.path + parts.query) or " " in url:
+    if not _is_plain(host + address.path + address.query) or " " in url:
         return "it has spaces or letters beyond ASCII; write them as in a browser's address, with percent signs"
     return None
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a line of HTTP can carry it."""
+    """Whether a text can be an HTTP header."""
     return text.isascii() and text.isprintable()
 
 
-def check_listening(url: str, key: str, within: float = 10.0) -> None:
-    """Refuse an address where nothing listens.
+def check_listening(url: str, key: str, timeout: float = 10.0) -> None:
+    """Refuse an address at which no server listens.
 
     Raises:
-        ValueError: names the configuration's `key`.
+        ValueError: the message names the configuration's `key`.
     """
     check_address(url, key)
-    parts = urlsplit(url)
-    assert parts.hostname
+    address = urlsplit(url)
+    assert address.hostname
     try:
-        socket.create_connection((parts.hostname, parts.port or _PORTS[parts.scheme]), within).close()
+        socket.create_connection((address.hostname, address.port or _PORTS[address.scheme]), timeout).close()
     except OSError as error:
         raise ValueError(f"{key}: nothing answers at {url} ({error}); start the server, or correct the address") from (
             error
@@ -84,10 +84,11 @@ def check_listening(url: str, key: str, within: float = 10.0) -> None:
 
 
 def secret_from(variable: str | None, key: str) -> str | None:
-    """The value of an environment variable that the configuration's `key` names; None where it names none.
+    """Return the value of the environment variable that the configuration's `key` names; None without a name.
 
     Raises:
-        ValueError: it is not set, or no header can carry it. The value is not shown, nor is what may be the key itself.
+        ValueError: the variable is not set, or cannot be a header. The message contains neither the value nor a
+            possible secret in place of the name.
     """
     if variable is None:
         return None
@@ -106,27 +107,27 @@ def secret_from(variable: str | None, key: str) -> str | None:
     return value
 
 
-def post_json(url: str, body: object, headers: Mapping[str, str], within: float) -> Answer:
-    """Send JSON, and wait for the whole answer.
+def post_json(url: str, body: object, headers: Mapping[str, str], timeout: float) -> HttpAnswer:
+    """Send JSON and wait for the complete answer.
 
     Args:
-        url: http or https; redirections are answers.
-        body: what JSON can write.
-        headers: beside the type of the content.
-        within: seconds for all of it. A server that sends a byte now and then does not stretch them.
+        url: an http or https address; redirections are not followed.
+        body: a value that JSON can represent.
+        headers: headers other than the content type.
+        timeout: seconds for the complete request, even if the server keeps sending single bytes.
 
     Raises:
-        NoAnswer: see there.
+        NoAnswer: no complete answer arrived.
     """
     if not all(map(_is_plain, headers.values())):
         raise NoAnswer("no request, for one of its headers has a line break or a letter beyond ASCII")
-    parts, until = urlsplit(url), time.monotonic() + within
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    assert parts.hostname
-    connection = kind(parts.hostname, parts.port, timeout=within)
+    address, deadline = urlsplit(url), time.monotonic() + timeout
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    assert address.hostname
+    connection = kind(address.hostname, address.port, timeout=timeout)
     late = threading.Event()
-    opened: list[socket.socket] = []  # of which `connection` forgets one that is closed behind the answer
-    path = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
+    opened: list[socket.socket] = []  # `connection` forgets its socket if the server closes it after the answer
+    path = f"{address.path or '/'}{f'?{address.query}' if address.query else ''}"
 
     def cut() -> None:
         late.set()
@@ -134,31 +135,31 @@ def post_json(url: str, body: object, headers: Mapping[str, str], within: float)
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
-    watch = threading.Timer(within, cut)
+    watch = threading.Timer(timeout, cut)
     watch.daemon = True
     watch.start()
     try:
         connection.connect()
         opened.append(connection.sock)
-        connection.sock.settimeout(max(until - time.monotonic(), 1e-3))
+        connection.sock.settimeout(max(deadline - time.monotonic(), 1e-3))
         connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
         content = response.read(MAX_ANSWER + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = (
-            f"no answer within {within:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
+            f"no answer within {timeout:.3g} s" if late.is_set() or isinstance(error, TimeoutError) else _words(error)
         )
         raise NoAnswer(reason) from error
     finally:
         watch.cancel()
         connection.close()
-    if late.is_set():  # a body without a length ends where the connection was cut
-        raise NoAnswer(f"no answer within {within:.3g} s")
-    if response.length and len(content) <= MAX_ANSWER:  # reading up to a limit does not say it
+    if late.is_set():  # a body without a length looks complete when the connection is cut
+        raise NoAnswer(f"no answer within {timeout:.3g} s")
+    if response.length and len(content) <= MAX_ANSWER:  # reading with a limit does not raise IncompleteRead
         raise NoAnswer(f"IncompleteRead: the connection ended {response.length} bytes before the answer")
     if len(content) > MAX_ANSWER:
         raise NoAnswer(f"an answer of more than {MAX_ANSWER / 2**20:.0f} MiB")
-    return Answer(response.status, content, response.headers.get("Retry-After"), response.headers.get("Location"))
+    return HttpAnswer(response.status, content, response.headers.get("Retry-After"), response.headers.get("Location"))
 
 
 _PORTS = {"http": 80, "https": 443}

@@ -1,4 +1,4 @@
-"""Hubs of models and datasets: which one names are of, and the one sentence for what a hub does not give."""
+"""Hubs of models and datasets: which one a name belongs to, and the error for what a hub refuses."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 from collections.abc import Mapping
 
 MODELSCOPE = "modelscope:"
-"""Before the name of a model or dataset of ModelScope."""
+"""Prefix of the name of a model or dataset on ModelScope."""
 
 
 USE_MODELSCOPE = "VERL_USE_MODELSCOPE"
-"""The environment variable of verl's that makes names ModelScope's."""
+"""verl's environment variable that makes ModelScope the default hub."""
 
 
 _ON, OFF = ("1", "true", "yes"), ("", "0", "false", "no")
 
 
 def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether names of models and datasets are ModelScope's.
+    """Whether ModelScope is the default hub.
 
     Raises:
-        ValueError: the variable is neither true nor false: a misspelt one would ask another hub for the same name.
+        ValueError: the variable is neither true nor false; a misspelt value would otherwise select the wrong hub.
     """
     value = environment.get(USE_MODELSCOPE, "")
     if value.lower() not in _ON + OFF:
@@ -28,6 +28,6 @@ def uses_modelscope(environment: Mapping[str, str] = os.environ) -> bool:
     return value.lower() in _ON
 
 
-def refusal(asked: str, hub: str, why: str, fix: str) -> ValueError:
-    """The error for something that a hub does not give."""
-    return ValueError(f"{asked} {hub} does not give it ({why}). {fix[:1].upper()}{fix[1:]}")
+def refusal(request: str, hub: str, why: str, fix: str) -> ValueError:
+    """Return the error for a request that a hub refuses."""
+    return ValueError(f"{request} {hub} does not give it ({why}). {fix[:1].upper()}{fix[1:]}")

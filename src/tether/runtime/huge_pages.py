@@ -1,8 +1,9 @@
-"""Memory in pages of 2 MiB, for a training step that allocates and frees gigabytes.
+"""Memory pages of 2 MiB, for training steps that allocate and free gigabytes.
 
-Every activation is a fresh allocation, and the kernel maps it page by page at first touch. With pages of 4 KiB that can
-take longer than the arithmetic, on virtual machines above all. glibc asks for pages of 2 MiB if a tunable says so,
-and keeps what a step frees for the next one; it reads its tunables once, when the process starts.
+Every activation is a new allocation, which the kernel maps page by page at first touch. With pages of 4 KiB this can
+take longer than the arithmetic, especially on virtual machines. With a tunable, glibc requests pages of 2 MiB, and
+keeps
+freed memory for the next step; it reads its tunables when the process starts.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ SETTINGS = {
     TUNABLES: ":".join(
         [
             "glibc.malloc.hugetlb=1",
-            f"glibc.malloc.mmap_threshold={1 << 25}",  # the maximum; a larger block is returned when freed
-            f"glibc.malloc.trim_threshold={1 << 34}",  # free memory below which nothing else is returned
+            f"glibc.malloc.mmap_threshold={1 << 25}",  # the maximum; larger blocks are unmapped when freed
+            f"glibc.malloc.trim_threshold={1 << 34}",  # keep this much free memory
         ]
     ),
-    "THP_MEM_ALLOC_ENABLE": "1",  # the same for torch's own allocator
+    "THP_MEM_ALLOC_ENABLE": "1",  # the same for torch's allocator
 }
-"""Environment variables, read when a process starts."""
+"""Environment variables that are read when a process starts."""
 
 
 def restart_with_huge_pages() -> None:
-    """Re-execute this command with the tunable set, if ``TETHER_HUGE_PAGES=1`` asks for it.
+    """Re-execute this command with the tunables if ``TETHER_HUGE_PAGES=1`` is set.
 
-    Call it before anything is loaded. A user's own ``GLIBC_TUNABLES`` is left alone.
+    It must be called before anything is loaded. A user's own ``GLIBC_TUNABLES`` is not changed.
     """
     if os.environ.get(SWITCH) != "1" or sys.platform != "linux" or TUNABLES in os.environ:
         return

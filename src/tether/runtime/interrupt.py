@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that is closed: finish the step, save, and say how to resume."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step, save, and say how to resume."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from types import FrameType
 STDERR = 2
 """The file of standard error."""
 PATIENCE = 10.0
-"""Seconds that the step in progress waits for a process after the signal."""
+"""Seconds that the current step waits for a process after the signal."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and the step in progress waits for a process that does not answer."""
+    """The run was asked to stop, and the current step waits for a process that does not answer."""
 
 
 class Interrupt:
-    """Whether the run was asked to stop; call it to know."""
+    """Records whether the run was asked to stop; calling it returns the answer."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.since = 0.0
 
     def __call__(self) -> bool:
-        """True once a signal came."""
+        """Return whether a signal has come."""
         return self.signal is not None
 
     def receive(self, number: int, _: FrameType | None) -> None:
-        """Remember the first signal; the second one ends the process at once.
+        """Record the first signal; the second one ends the process immediately.
 
-        A closed terminal may send SIGHUP twice, or together with another signal, so SIGHUP is never the second one.
+        A closed terminal can send SIGHUP twice or with another signal, so SIGHUP does not count as the second one.
         """
         if self.signal is not None and signal.SIGHUP in (number, self.signal):
             self.signal = signal.Signals(number) if number != signal.SIGHUP else self.signal
@@ -49,23 +49,23 @@ class Interrupt:
 
 
 def _say(text: str) -> None:
-    """Write to standard error, whatever stands in its place: no error may come of it, least of all in a handler."""
+    """Write to standard error without ever raising, because a signal handler must not."""
     file = STDERR
     with suppress(Exception):  # scripts, notebooks and services replace it by objects without a file, or by nothing
         file = int(sys.stderr.fileno())
-    with suppress(OSError):  # nobody may be reading any more
+    with suppress(OSError):  # standard error may be closed
         os.write(file, f"\n{text}\n".encode())  # a handler must not use buffered streams
 
 
-_current: Interrupt | None = None  # of this process: signals come to all of it
+_current: Interrupt | None = None  # one per process, like signals
 
 
 @contextmanager
 def graceful_interrupt() -> Iterator[Interrupt]:
-    """While inside, SIGINT, SIGTERM and SIGHUP only set a flag; `Interrupted` ends the inside, and a line says so.
+    """Make SIGINT, SIGTERM and SIGHUP only set a flag inside the block; report an `Interrupted` that ends it.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored. Outside of the main thread, which alone gets signals, all
-    stays as it is.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Outside of the main thread, which alone receives signals,
+    nothing changes.
     """
     global _current
     interrupt = Interrupt()
@@ -88,14 +88,14 @@ def graceful_interrupt() -> Iterator[Interrupt]:
 
 
 def give_up_if_interrupted(waiting_since: float, what: str = "a process gave no answer") -> None:
-    """Call this now and then while waiting for what may never come, such as the answer of another process.
+    """Raise `Interrupted` if a wait, for example for another process, lasts too long after a signal. Call it regularly.
 
     Args:
-        waiting_since: when the wait began, or when there last was a sign of life (monotonic seconds).
-        what: did not happen meanwhile.
+        waiting_since: monotonic time of the start of the wait, or of the last sign of life.
+        what: what has not happened, for the message.
 
     Raises:
-        Interrupted: a signal asks the run to stop, and this wait has lasted more than `PATIENCE` seconds since then.
+        Interrupted: a signal came, and the wait has lasted more than `PATIENCE` seconds since then.
     """
     if _current is None or _current.signal is None:
         return

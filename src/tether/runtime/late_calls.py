@@ -1,4 +1,4 @@
-"""A deadline for calls in this process, where nothing can be killed: a call that is late ends in an exception."""
+"""A timeout for calls in this process, which cannot be killed: a late call gets an exception."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from types import FrameType
 
 from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
 
-_SIGNAL = signal.SIGURG  # ignored where nobody handles it, and used by nobody here
-_late: tuple[LateCalls, float, Exception] | None = None  # what the main thread is to raise, in which call
+_SIGNAL = signal.SIGURG  # ignored by default, and not used otherwise
+_late: tuple[LateCalls, float, Exception] | None = None  # the error for the main thread to raise, and in which call
 
 
 class LateCalls:
-    """Watches calls from a thread: `begin` and `end` cost nothing that could be measured.
+    """Watches calls from a thread; the cost of `begin` and `end` is not measurable.
 
-    A call that is late raises in the main thread, whether it runs Python code there or waits for something. Code that
-    keeps the interpreter lock cannot be ended by this.
+    A late call raises in the main thread, whether it runs Python code or waits. Code that never releases the
+    interpreter
+    lock cannot be interrupted.
 
     Args:
-        seconds: that a call may take. Time in which this process stands still does not count.
-        message: of the error.
+        seconds: timeout of a call. Time in which this process is stopped does not count.
+        message: message of the error.
     """
 
     def __init__(self, seconds: float, message: str) -> None:
@@ -35,15 +36,15 @@ class LateCalls:
             threading.Thread(target=self._watch, name="late-calls", daemon=True).start()
 
     def begin(self) -> None:
-        """A call begins."""
+        """Mark the start of a call."""
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """It has ended."""
+        """Mark the end of the call."""
         self._since = 0.0
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -67,12 +68,12 @@ class LateCalls:
         return None
 
     def is_in(self, since: float) -> bool:
-        """Whether the call that began then has not ended."""
+        """Whether the call that began at this time is still running."""
         return self._since == since
 
 
 def _raise_late(_: int, __: FrameType | None) -> None:
-    """Raise in the late call; on a busy machine it may have ended meanwhile, by an earlier signal or on its own."""
+    """Raise in the late call, unless it has ended meanwhile."""
     global _late
     late, _late = _late, None
     if late:

@@ -1,4 +1,4 @@
-"""This machine: which device, how many threads."""
+"""Devices, threads and memory of this machine."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ CGROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),
 )
-"""Folder of a container's memory, its files with the limit and the use, and how ``memory.stat`` calls the part of that
-use which is cached files: of version 2, and of version 1."""
+"""Folder of a container's memory control group, its files of the limit and the usage, and the name of the file cache in
+``memory.stat``: version 2, then version 1."""
 
 
 def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
-    """Turn ``trainer.device`` into a device; ``auto`` takes an accelerator if there is one.
+    """Return the device of ``trainer.device``; ``auto`` selects an accelerator if there is one.
 
     Args:
         name: auto, cuda, mps or cpu.
-        key: what it was given by, for messages.
+        key: configuration key or option, for messages.
 
     Raises:
-        ValueError: there is no such device, or none here.
+        ValueError: the device is unknown or not available.
     """
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind, here in available.items() if here))
+        return torch.device(next(kind for kind, names in available.items() if names))
     if not available.get(name):
-        here = ", ".join(kind for kind, ready in available.items() if ready)
+        names = ", ".join(kind for kind, ready in available.items() if ready)
         if name not in available:
-            raise ValueError(f"{key}={name}: is no device. Available: {here}, or set it to auto")
-        raise ValueError(f"{key}: {name} is not available to torch here. Available: {here}, or set it to auto")
+            raise ValueError(f"{key}={name}: is no device. Available: {names}, or set it to auto")
+        raise ValueError(f"{key}: {name} is not available to torch here. Available: {names}, or set it to auto")
     return torch.device(name)
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether a device has instructions for bfloat16; without them float32 is several times as fast."""
+    """Whether a device has bfloat16 instructions; without them float32 is several times as fast."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
@@ -54,23 +54,24 @@ def computes_in_bfloat16(device: torch.device) -> bool:
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Have CUDA add in a fixed order, so that a resumed run gets the bits of the uninterrupted one.
+    """Make CUDA add in a fixed order, so that a resumed run is bitwise equal to the uninterrupted one.
 
-    PyTorch's default there is kernels whose threads add as they finish: the backward pass of attention, of an embedding
-    or of a convolution then differs from call to call. Other devices have no such kernels.
+    By default, threads of PyTorch's CUDA kernels add in the order in which they finish, so the backward pass of
+    attention,
+    embeddings and convolutions differs between calls. Other devices have no such kernels.
 
     Raises (from within):
-        RuntimeError: an operation that has no such kernel; PyTorch names it.
+        RuntimeError: an operation has no deterministic kernel; PyTorch names it.
     """
     if not torch.cuda.is_initialized():
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch refuses matrix products without it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch requires it for matrix products
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory = torch.utils.deterministic
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no kernel here reads memory that nothing wrote
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # no kernel reads uninitialized memory
     try:
         yield
     finally:
@@ -79,30 +80,30 @@ def deterministic_kernels() -> Iterator[None]:
 
 
 def cuda_names(count: int) -> list[str]:
-    """Names that ``CUDA_VISIBLE_DEVICES`` gives the first CUDA devices of this process."""
+    """Return the names of this process's first CUDA devices for ``CUDA_VISIBLE_DEVICES``."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
 
 
 def set_threads(configured: int | None) -> None:
-    """Let torch use the number of CPU threads that `tether.runtime.threads.num_threads` returns."""
+    """Set torch's number of CPU threads to `tether.runtime.threads.num_threads`."""
     torch.set_num_threads(num_threads(configured))
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: glibc keeps what it might need again, of a run that ended gigabytes."""
+    """Return freed memory to the system; after a run, glibc would keep gigabytes."""
     gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on a device, swap space included; None: it does not tell."""
+    """Return the available bytes of a device, including swap space; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
         free = [(kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0)) * 1024]
     except (OSError, KeyError, ValueError):
         return None
@@ -110,6 +111,6 @@ def available_memory(device: torch.device) -> int | None:
         try:
             cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cached]
             free.append(int((folder / limit).read_text()) - int((folder / used).read_text()) + int(cache))
-        except (OSError, KeyError, ValueError):  # there is no such file, or no limit
+        except (OSError, KeyError, ValueError):  # no such file, or no limit
             continue
     return min(free)

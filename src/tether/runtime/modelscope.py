@@ -1,4 +1,4 @@
-"""ModelScope asked for something, through its own client (extra ``modelscope``): one error, whatever it raises."""
+"""Requests to ModelScope with its own client (extra ``modelscope``), with one error for whatever it raises."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ NAME = "ModelScope"
 
 
 @contextmanager
-def asking_modelscope(asked: str, fix: str) -> Iterator[None]:
-    """Ask ModelScope inside the block; arguments as of `tether.runtime.hugging_face.asking_hugging_face`.
+def asking_modelscope(request: str, fix: str) -> Iterator[None]:
+    """Turn errors of ModelScope's client inside the block into a ValueError.
+
+    The arguments are those of `tether.runtime.hugging_face.asking_hugging_face`.
 
     Raises:
-        ValueError: ModelScope does not have it, or cannot be reached.
-        OSError: the disk is full, or cannot be written to.
+        ValueError: ModelScope lacks it, or cannot be reached.
+        OSError: the disk is full or not writable.
     """
     try:
         yield
@@ -28,4 +30,4 @@ def asking_modelscope(asked: str, fix: str) -> Iterator[None]:
         if full := of_a_full_disk(error):
             raise full from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise refusal(asked, NAME, lines[0], fix) from error
+        raise refusal(request, NAME, lines[0], fix) from error

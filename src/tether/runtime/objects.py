@@ -1,4 +1,4 @@
-"""Objects of this process where the configuration names files: ``object:NAME``, as `tether.train` was given them."""
+"""Objects in place of files in the configuration: ``object:NAME`` is an object passed to `tether.train`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _one_thread = threading.RLock()
 
 
 def is_object(name: object) -> bool:
-    """Whether a value stands for an object of this process."""
+    """Whether a value names an object of this process."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def held(name: str) -> Any:
-    """The object that a value stands for.
+    """Return the object that a value names.
 
     Raises:
-        ValueError: this process was not given it.
+        ValueError: this process has no such object.
     """
     if name not in _held:
         argument = name.removeprefix(PREFIX)
@@ -33,10 +33,10 @@ def held(name: str) -> Any:
 
 @contextmanager
 def holding(objects: Mapping[str, object]) -> Iterator[None]:
-    """While inside, ``object:NAME`` stands for these objects, by name, in all threads; one thread at a time is inside.
+    """Let ``object:NAME`` name these objects inside the block, in all threads; one thread at a time may enter it.
 
     Raises:
-        ValueError: another thread stays inside, as one that trains does.
+        ValueError: another thread stays in its block, for example because it trains.
     """
     if not objects:
         yield

@@ -1,4 +1,4 @@
-"""Text of any origin made harmless for a terminal."""
+"""Making text from any source harmless for a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LONGEST_PRINT, PRINTED_A_MINUTE = 2**16, 2**20
 """Characters that a user's code may print at once and within a minute, in a process of its own."""
 
 _DIRECTION = set("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that reorder the text around them, so that a line reads other than it is."""
+"""Unicode marks that change the direction of the text around them."""
 
 
 def printable(text: str) -> str:
-    """Replace control characters, of which escape sequences are made, by spaces; drop marks that reorder text.
+    """Replace control characters, including those of escape sequences, by spaces, and drop marks that reorder text.
 
-    Line ends and tabs stay; a lone surrogate, which no encoding can write, becomes U+FFFD.
+    Line ends and tabs stay; a lone surrogate, which cannot be encoded, becomes U+FFFD.
     """
     return text if text.isprintable() else "".join(map(_printable, text))
 
@@ -37,7 +37,7 @@ def _printable(character: str) -> str:
 
 
 def print_harmlessly() -> None:
-    """Make printable whatever this process prints from now on, show some of it only, and let no print fail."""
+    """Apply `printable` to everything that this process prints from now on, limit it, and let no print fail."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _guard(stream)
@@ -45,17 +45,19 @@ def print_harmlessly() -> None:
 
 def _guard(stream: TextIO) -> None:
     write, flush = stream.write, stream.flush
-    began, left = time.monotonic(), PRINTED_A_MINUTE
+    began, budget = time.monotonic(), PRINTED_A_MINUTE
 
     def write_printable(text: str, /) -> int:
-        nonlocal began, left
+        nonlocal began, budget
         if time.monotonic() - began > 60:
-            began, left = time.monotonic(), PRINTED_A_MINUTE
-        if left > 0:
-            shown = text[: min(left, LONGEST_PRINT)]
-            left -= len(shown)
+            began, budget = time.monotonic(), PRINTED_A_MINUTE
+        if budget > 0:
+            shown = text[: min(budget, LONGEST_PRINT)]
+            budget -= len(shown)
             cut = f"... ({len(text) - len(shown)} more characters)\n" if len(shown) < len(text) else ""
-            last = "" if left else f"(more than {PRINTED_A_MINUTE} characters in a minute: the others are not shown)\n"
+            last = (
+                "" if budget else f"(more than {PRINTED_A_MINUTE} characters in a minute: the others are not shown)\n"
+            )
             with suppress(OSError):
                 write(printable(shown) + cut + last)
         return len(text)

@@ -1,4 +1,4 @@
-"""A trace of what this process does, by ``torch.profiler``; Perfetto and chrome://tracing show it."""
+"""Traces of this process by ``torch.profiler``, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class ProcessTrace:
-    """Records this process, between `start` and `write`: operations with the shapes of their inputs, and memory."""
+    """Records operations, the shapes of their inputs, and memory between `start` and `write`."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *devices], record_shapes=True, profile_memory=True)
         self._profile.__enter__()
 
     def write(self, file: Path | None) -> None:
-        """End, and write the trace, a ``.json.gz``; None: it is dropped."""
+        """Stop recording and write the trace, a ``.json.gz``; None: discard it."""
         assert self._profile
         ended, self._profile = self._profile, None
         ended.__exit__(None, None, None)

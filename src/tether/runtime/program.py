@@ -1,4 +1,4 @@
-"""Another program, guarded: it ends with its owner, even by kill -9, and so does everything that it started."""
+"""Running another program under a guard: it and its descendants end with their owner, even by kill -9."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tether.runtime.supervised import SupervisedProcess
 
 
 def start_program(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> SupervisedProcess:
-    """Run a program with nothing of this process's Python in its environment.
+    """Run a program without the Python settings of this process's environment.
 
     Args:
         command: the program and its arguments.
-        log: file that what it prints is added to.
-        environment: variables that it gets beside those of this process.
+        log: file to which its output is appended.
+        environment: variables to add to those of this process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     process = SupervisedProcess.spawn("tether.runtime.program:become")
-    process.send(json.dumps([list(command), str(log), dict(environment)]).encode(), within=60)
+    process.send(json.dumps([list(command), str(log), dict(environment)]).encode(), timeout=60)
     return process
 
 
 def become(channel: Channel) -> None:
-    """Be the program that the first message names; see `start_program`."""
+    """Become the program that the first message names; runs in the worker of `start_program`."""
     message = channel.receive()
     if message is None:
         return
@@ -39,15 +39,15 @@ def become(channel: Channel) -> None:
 
 
 def environment_of(name: str, variable: str) -> Path:
-    """The interpreter of an environment of its own: of the folder that a variable names, or of ``.venv-NAME``.
+    """Return the Python of a separate environment: the folder in an environment variable, or ``.venv-NAME``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such environment.
     """
     named = os.environ.get(variable)
-    places = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[3] / f".venv-{name}"]
-    for place in places:
+    folders = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[3] / f".venv-{name}"]
+    for place in folders:
         if (python := place.expanduser().absolute() / "bin/python").exists():
             return python
-    looked = f"{variable}={named}" if named else " and ".join(map(str, dict.fromkeys(p.absolute() for p in places)))
+    looked = f"{variable}={named}" if named else " and ".join(map(str, dict.fromkeys(p.absolute() for p in folders)))
     raise ValueError(f"{name} runs in an environment of its own, and none is at {looked}")

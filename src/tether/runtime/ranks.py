@@ -1,44 +1,44 @@
-"""Processes of a run on several devices: how long they are waited for, and their errors."""
+"""Timeouts and errors of the processes of a run on several devices."""
 
 from dataclasses import dataclass
 
 STATUS = "ranks/status.json"
-"""In the folder of a run: what each rank does."""
+"""File in the folder of a run with the activity of each rank."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the processes of a run are waited for, in seconds."""
+    """Timeouts for the processes of a run, in seconds."""
 
     start: float = 600.0
-    """For room, and for processes to start."""
+    """Timeout for free devices and for processes to start."""
     silence: float = 180.0
-    """For a sign of life."""
+    """Maximum time without a sign of life."""
     collective: float = 600.0
-    """Of each rank for the others."""
+    """Timeout of a rank that waits for the other ranks."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices of a run: as many on each of some machines."""
+    """The devices of a run: the same number on each machine."""
 
     nodes: int
     per_node: int
     section: str = "trainer"
-    """Of the configuration, whose ``nnodes`` and ``n_gpus_per_node`` they are."""
+    """Section of the configuration with ``nnodes`` and ``n_gpus_per_node``."""
 
     @property
     def size(self) -> int:
-        """All of them."""
+        """Total number of devices."""
         return self.nodes * self.per_node
 
 
 class RankFailed(ValueError):
-    """A rank raised an error, or could not be started; the message names it, and why."""
+    """A rank raised an error or could not be started; the message names the rank and the reason."""
 
 
 class RankLost(RankFailed):
-    """A rank died, gave no answer, or lost the others: to start again may help; the message has its last lines."""
+    """A rank died, did not answer, or lost the other ranks. Restarting may help; the message has its last output."""
 
     instead: tuple[str, int] | None = None
-    """Key and value with which to start again, where a rank had no memory for its micro-batch."""
+    """Key and value for a restart, if a rank ran out of memory for its micro-batch."""

@@ -1,4 +1,4 @@
-"""Where processes of a run meet: a store of torch on this machine, which asks nobody who he is."""
+"""The rendezvous of a run's processes: a torch store on this machine, which has no authentication of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 TIMEOUT = timedelta(minutes=5)
-"""The default of torch."""
+"""torch's default."""
 _SIGNATURE_BYTES = 32
 
 
 def serve_store(address: str, timeout: timedelta = TIMEOUT) -> TCPStore:
-    """Serve a store at one address of this machine, on a free port; torch by itself would listen at all of them.
+    """Serve a store at a single address of this machine, on a free port; torch's default is all addresses.
 
     Raises:
-        OSError: it is no address of this machine.
+        OSError: this machine does not have the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
@@ -31,7 +31,7 @@ def serve_store(address: str, timeout: timedelta = TIMEOUT) -> TCPStore:
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a store is served, and the secret that its clients sign values with."""
+    """Address of a store, and the secret with which its clients sign values."""
 
     host: str
     port: int
@@ -42,11 +42,11 @@ class StoreAddress:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False)
 
     def signed(self, key: str, value: bytes) -> bytes:
-        """Return a value with a signature, which is good for this key alone."""
+        """Return a value with a signature that is valid only for this key."""
         return self._signature(key, value) + value
 
     def verified(self, key: str, signed: bytes) -> bytes | None:
-        """Return the value that was signed for a key; None where anybody else wrote it."""
+        """Return the value signed for a key; None if the signature is invalid."""
         signature, value = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
         return value if hmac.compare_digest(signature, self._signature(key, value)) else None
 

@@ -1,9 +1,9 @@
-"""One run at a time in a folder.
+"""A lock that allows one run at a time in a folder.
 
-The lock is the kernel's (`flock`), so it ends with the process that holds it, however that ends; what stays behind is a
-file with the name of the last owner. File systems without locks, and network file systems whose locks do not reach
-other machines, are covered by that file: its owner touches it every few seconds, and who finds it untouched for long
-enough takes it over.
+The lock is the kernel's (`flock`), so it is released when its process ends in any way; a file with the name of the last
+owner remains. This file covers file systems without locks and network file systems whose locks do not reach other
+machines: its owner touches it every few seconds, and another run takes the folder over if it has not been touched for
+long enough.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tether.runtime.disk import read_json
 LOCK = "run.lock"
 TOUCH_SECONDS = 5.0
 WATCH_SECONDS = 20.0
-"""An owner on another machine that has not touched its file for that long is gone."""
+"""Time without a touch after which an owner on another machine counts as dead."""
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunFolderBusy(ValueError):
-    """Another run uses the folder; the message names it."""
+    """Another run uses the folder; the message names that run."""
 
 
 class RunLock:
-    """Makes the folder of a run, and keeps other runs out of it until `close` or the end of the process.
+    """Creates the folder of a run, and locks other runs out until `close` or the end of the process.
 
     Args:
-        folder: of the run.
-        key: of the configuration, or an option, that names the folder, for messages.
+        folder: folder of the run.
+        key: configuration key or option that names the folder, for messages.
 
     Raises:
-        RunFolderBusy: another run is in there.
-        ValueError: it is no folder, or cannot be written to.
+        RunFolderBusy: another run uses the folder.
+        ValueError: the path is not a writable folder.
     """
 
     def __init__(self, folder: Path, key: str = "trainer.default_local_dir") -> None:
@@ -58,7 +58,7 @@ class RunLock:
             raise self._unusable(error) from error
         try:
             self._refuse_another()
-            if not self._is_in_place():  # its owner has just deleted it, and a third may have made a new one
+            if not self._is_in_place():  # its owner has just deleted the file, and a third run may have made a new one
                 raise self._busy(None)
             record = json.dumps(_this_process() | {"since": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")})
             os.ftruncate(self._file, 0)
@@ -81,21 +81,23 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Let other runs in."""
+        """Release the lock."""
         if self._closed.is_set():
             return
         self._closed.set()
         self._touching.join()
-        with suppress(OSError):  # a full disk, a folder that is gone: the lock ends all the same
+        with suppress(OSError):  # a full disk or a deleted folder: the lock is released anyway
             os.ftruncate(self._file, 0)
         self._let_go()
 
     def remove_folder(self) -> None:
-        """Delete the folder of the run, and let other runs in: its lock goes last, so that no other run is in there."""
+        """Delete the folder of the run and release the lock. The lock file is deleted last, so that no other run can
+        enter.
+        """
         self._closed.set()
         self._touching.join()
         folder = self._path.parent
-        with suppress(OSError):  # it is gone; or another run has begun in it, when it is empty but for its lock
+        with suppress(OSError):  # already deleted, or another run has just begun in it
             for path in folder.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
@@ -122,7 +124,7 @@ class RunLock:
             locked = False
         owner = self._owner()
         if owner is None or (locked and owner["machine"] == _machine()):
-            return  # nobody, or a process of this machine that ended: its lock would still be there
+            return  # no owner, or a process of this machine that ended, because it does not hold the kernel's lock
         if owner["machine"] == _machine():
             if owner["started"] is not None and _started(owner["process"]) == owner["started"]:
                 raise self._busy(owner)
@@ -132,7 +134,7 @@ class RunLock:
             raise self._busy(owner)
 
     def _is_touched(self) -> bool:
-        """Watch the file for as long as its owner may leave it alone; no clock of another machine is read."""
+        """Whether the owner touches its file within the maximum interval; does not use another machine's clock."""
         before, end = self._touched_at(), time.monotonic() + WATCH_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, WATCH_SECONDS / 10))
@@ -147,25 +149,29 @@ class RunLock:
             return False
 
     def _touched_at(self) -> int:
-        with self._path.open("rb") as file:  # opened each time: NFS asks the server then
+        with self._path.open("rb") as file:  # reopened each time, so that NFS asks the server
             return os.fstat(file.fileno()).st_mtime_ns
 
     def _owner(self) -> dict[str, Any] | None:
         try:
             owner = json.loads(os.pread(self._file, 4096, 0))
             return owner if {"host", "machine", "process", "started", "since"} <= owner.keys() else None
-        except (ValueError, AttributeError, RecursionError):  # empty: it ended well, or has not written its name yet
+        except (
+            ValueError,
+            AttributeError,
+            RecursionError,
+        ):  # empty: the owner ended normally, or has not written its name yet
             return None
 
     def _touch(self) -> None:
         while not self._closed.wait(TOUCH_SECONDS):
-            with suppress(OSError):  # tried again the next time
+            with suppress(OSError):  # retried at the next touch
                 if not self._path.exists():
                     self._lock_again()
                 os.utime(self._file)
 
     def _lock_again(self) -> None:
-        """Lock the file again: the folder was deleted during the run, which keeps writing there."""
+        """Lock the file again after the folder was deleted during the run, which keeps writing there."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         again = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -189,7 +195,7 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> str | None:
-    """The process that runs in a folder; None: there is none, or it has not touched its lock for a while."""
+    """Return the process that uses a folder; None if there is none, or its file has not been touched for a while."""
     path = folder / LOCK
     with suppress(OSError, ValueError, KeyError):
         if time.time() - path.stat().st_mtime < WATCH_SECONDS:
@@ -207,13 +213,13 @@ def _this_process() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """Names this machine since it started; hosts may share a name."""
+    """Return an id of this machine and its boot; host names may not be unique."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else str(uuid.getnode())
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, so that another one with its number is not taken for it; None: not known."""
+    """Return the start time of a process, which distinguishes it from a later one with the same id; None if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -221,11 +227,11 @@ def _started(pid: int) -> str | None:
 
 
 _held: set[RunLock] = set()
-"""The locks of this process."""
+"""The locks that this process holds."""
 
 
 def _let_go_in_child() -> None:
-    """A forked child that kept the files open would hold the locks after its parent is gone."""
+    """Close the files in a forked child, which would otherwise hold the locks after its parent has ended."""
     for lock in list(_held):
         lock._let_go()
 

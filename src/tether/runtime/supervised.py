@@ -1,6 +1,6 @@
-"""A process that answers requests: every wait for it has a deadline, and it never outlives its owner.
+"""A process that answers requests, with a timeout for each, and that never outlives its owner.
 
-Rewards and environments run in these; so can anything else that runs a user's code or somebody's server.
+Rewards and environments run in such processes, as does other user code.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tether.runtime.guard import end_descendants, exit_after, supervise
 from tether.runtime.interrupt import give_up_if_interrupted
 
 Serve = Callable[[Channel], None]
-"""The work of a process: it answers what it receives from the channel, until that is None."""
+"""The work of a process: it answers the messages of the channel until it receives None."""
 
-# The process imports from where this one does, whatever the working directory is; nothing of __main__ is run.
+# The process has this one's import path, whatever the working directory is, and does not run __main__.
 _BOOT = "import sys; sys.path[:] = sys.argv[5:]; from tether.runtime.supervised import main; main()"
-_SLICE = 1.0  # seconds between two looks at what may end a wait
-_GRACE = 5.0  # seconds in which a guard has ended everything; it needs milliseconds
+_SLICE = 1.0  # seconds between checks of what may end a wait
+_GRACE = 5.0  # timeout for a guard to kill everything, which takes it milliseconds
 
 
 class ProcessEnded(Exception):
-    """The process ended, or was ended, before it answered.
+    """The process ended or was killed before it answered.
 
     Args:
-        reason: why, as the end of a sentence about the process.
-        seconds: since the request, or since the last answer to it.
-        begun: the process took up the request; False: it did not live to see it.
+        reason: the reason, as the end of a sentence about the process.
+        seconds: time since the request, or since the last answer to it.
+        begun: whether the process had begun the request.
     """
 
     def __init__(self, reason: str, seconds: float = 0.0, *, begun: bool = True) -> None:
@@ -48,10 +48,12 @@ class ProcessEnded(Exception):
 class SupervisedProcess:
     """A worker process with its guard; `fork` and `spawn` make one.
 
-    Every request has a deadline, up to each of its answers. Answers and beats (`Channel.beat`) set it again. When it
-    passes, or the process sends what is no message, the process is killed with everything that it started: one that is
-    stopped, or keeps its interpreter lock, or never stops sending, ends like any other.
-    `stop` may be called from any thread; everything else belongs to one thread at a time.
+    Each request has a deadline for its first answer; answers and beats (`Channel.beat`) extend it. When it passes, or
+    the
+    process sends invalid data, the process and all its descendants are killed, even if it is stopped, holds its
+    interpreter
+    lock, or never stops sending.
+    `stop` may be called from any thread; everything else from one thread at a time.
     """
 
     def __init__(
@@ -69,25 +71,25 @@ class SupervisedProcess:
         self._channel = Channel(channel, tag, limit)
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._within = self._asked = self._due = math.inf
+        self._timeout = self._asked = self._due = math.inf
         self._begun = True
         self._is_closed = False
-        self._ended = ProcessEnded("was ended by its owner", begun=False)  # raised once it is closed
+        self._ended = ProcessEnded("was ended by its owner", begun=False)  # raised after `close`
 
     @classmethod
     def fork(cls, serve: Serve, *, limit: int = 2**32 - 1) -> SupervisedProcess:
-        """A copy of this process that runs `serve`.
+        """Fork this process and run `serve` in the copy.
 
         Args:
-            serve: see `Serve`.
-            limit: bytes of its longest answer.
+            serve: the work of the process.
+            limit: maximum bytes of an answer.
         """
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # it may be an object of the user's, or None
-                stream.flush()  # else the copy has the same text to write
+            with contextlib.suppress(Exception):  # it may be a user's object, or None
+                stream.flush()  # otherwise the copy would write buffered text again
         guard = _fork()
         if not guard:
             channel.close()
@@ -109,17 +111,16 @@ class SupervisedProcess:
         """Run ``module:function`` in a new interpreter.
 
         Args:
-            serve: names a `Serve`.
-            limit: bytes of its longest answer.
-            longest_beat: seconds for which a beat counts at most. A user's code in the process could send one of a day,
-                and then hang.
-            environment: variables that differ from those of this process.
+            serve: name of a `Serve` function.
+            limit: maximum bytes of an answer.
+            longest_beat: maximum seconds of a beat. User code could otherwise send a beat of a day and then hang.
+            environment: environment variables to change.
         """
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag = secrets.token_bytes(TAG_BYTES)
         descriptors = (its_channel.fileno(), its_control.fileno())
-        channel.sendall(tag)  # and not as an argument, which any code in the process can read
+        channel.sendall(tag)  # not as an argument, which any code in the process could read
         search_path = [os.path.abspath(folder) for folder in sys.path]
         guard = subprocess.Popen(
             [sys.executable, "-c", _BOOT, *map(str, descriptors), str(os.getpid()), serve, *search_path],
@@ -128,40 +129,40 @@ class SupervisedProcess:
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
-        guard.returncode = 0  # it is reaped here, not by subprocess
+        guard.returncode = 0  # it is reaped by this class, not by subprocess
         its_channel.close()
         its_control.close()
         return cls(guard.pid, channel, control, tag, limit, longest_beat)
 
-    def send(self, request: bytes, within: float) -> None:
+    def send(self, request: bytes, timeout: float) -> None:
         """Send a request.
 
         Args:
-            request: for `Channel.receive`.
-            within: seconds up to its first answer or beat, and from each to the next.
+            request: the message for `Channel.receive`.
+            timeout: maximum seconds until the first answer or beat, and between answers.
 
         Raises:
-            ProcessEnded: it did not take the request.
+            ProcessEnded: the process ended before it received the request.
         """
-        self._within, self._asked, self._begun = within, time.monotonic(), False
-        self._due = self._asked + within
+        self._timeout, self._asked, self._begun = timeout, time.monotonic(), False
+        self._due = self._asked + timeout
         if self._is_closed:
             raise self._ended
-        for part in self._channel.frames(request):
-            rest = memoryview(part)
-            while rest:
+        for frame in self._channel.frames(request):
+            remaining = memoryview(frame)
+            while remaining:
                 try:
-                    rest = rest[self._channel.connection.send(rest) :]
+                    remaining = remaining[self._channel.connection.send(remaining) :]
                 except BlockingIOError:
                     self._wait_for(select.POLLOUT)
                 except OSError:
                     raise self._end() from None
 
     def receive(self) -> bytes:
-        """The next answer to the last request.
+        """Wait for the next answer to the last request.
 
         Raises:
-            ProcessEnded: there is none.
+            ProcessEnded: the process ended, or the deadline passed.
             Interrupted: a signal asks the run to stop, and there was no answer for a while.
         """
         while not self._is_closed:
@@ -174,43 +175,44 @@ class SupervisedProcess:
                 continue
             self._begun, self._asked = True, time.monotonic()
             if isinstance(message, bytes):
-                self._due = self._asked + self._within
+                self._due = self._asked + self._timeout
                 return message
             self._due = self._asked + min(message, self._longest_beat)
         raise self._ended
 
     def stop(self) -> None:
-        """Have the process ended now; a wait for its answer ends in `ProcessEnded`."""
-        with contextlib.suppress(OSError):  # already closed
+        """Kill the process now; a wait for its answer raises `ProcessEnded`."""
+        with contextlib.suppress(OSError):  # closed already
             self._control.shutdown(socket.SHUT_WR)
 
     def has_ended(self) -> bool:
-        """Whether it ended without being asked to; `close` then says how."""
+        """Whether the process ended by itself; `close` then returns how."""
         return self._is_closed or bool(select.select([self._control], [], [], 0)[0])
 
     def finish(self) -> None:
-        """Send nothing more: `Channel.receive` gives None to the process, which should then end by itself."""
+        """Signal the end of requests: `Channel.receive` returns None in the process, which should then end."""
         with contextlib.suppress(OSError):  # closed already
             self._channel.connection.shutdown(socket.SHUT_WR)
 
-    def close(self, patience: float = 0.0) -> str:
-        """End the process with all that it started, and wait for that; returns how it ended. Twice does no harm.
+    def close(self, timeout: float = 0.0) -> str:
+        """Kill the process and its descendants, wait for their end, and return how the process ended. It may be called
+        twice.
 
         Args:
-            patience: seconds in which it may end by itself.
+            timeout: seconds to wait first for the process to end by itself.
         """
         if self._is_closed:
             return ""
         self._is_closed = True
-        if patience > 0:
-            select.select([self._control], [], [], patience)
+        if timeout > 0:
+            select.select([self._control], [], [], timeout)
         self.stop()
         self._control.settimeout(_GRACE)
         verdict = b""
         try:
-            while part := self._control.recv(4096):
-                verdict += part
-        except (TimeoutError, ConnectionError):  # the guard itself is stopped or stuck
+            while chunk := self._control.recv(4096):
+                verdict += chunk
+        except (TimeoutError, ConnectionError):  # the guard itself does not respond
             end_descendants(self._guard)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._guard, 9)
@@ -220,10 +222,10 @@ class SupervisedProcess:
         return verdict.decode() or "and its guard were killed or could not start"
 
     def _fill(self) -> None:
-        """Read from the channel what is there, or wait until something is.
+        """Read available data from the channel, or wait until there are some.
 
         Raises:
-            ProcessEnded: the channel is at its end, or nothing came in time.
+            ProcessEnded: the channel was closed, or the deadline passed.
         """
         try:
             if not self._channel.fill():
@@ -234,10 +236,10 @@ class SupervisedProcess:
             raise self._end() from None
 
     def _wait_for(self, event: int) -> None:
-        """Wait until the channel can be read or written.
+        """Wait until the channel is readable or writable.
 
         Raises:
-            ProcessEnded: the deadline passed, or the guard reported.
+            ProcessEnded: the deadline passed, or the guard reported the end.
         """
         channel = self._channel.connection.fileno()
         self._poll.register(channel, event)
@@ -252,12 +254,12 @@ class SupervisedProcess:
             give_up_if_interrupted(self._asked)
             passed = time.monotonic() - begun
             if passed > share + _SLICE:
-                self._due += passed  # this process stood still, and others may have, too
+                self._due += passed  # this process was stopped, and others may have been, too
             elif begun + share >= self._due:
-                raise self._end(f"gave no answer within the deadline of {self._within:g} s, so it was killed")
+                raise self._end(f"gave no answer within the deadline of {self._timeout:g} s, so it was killed")
 
     def _end(self, reason: str = "") -> ProcessEnded:
-        """End the process, and say why it ended: `reason`, or what its guard saw."""
+        """Kill the process and return the error with `reason`, or with the guard's report."""
         seconds = time.monotonic() - self._asked
         if not reason and not select.select([self._control], [], [], _SLICE)[0]:
             reason = "closed its connection, so it was killed"
@@ -267,9 +269,9 @@ class SupervisedProcess:
 
 
 def _fork() -> int:
-    """`os.fork`; the copy frees none of what the owner no longer uses: of a simulator, that can crash a copy."""
+    """Fork without garbage collection in the copy: freeing a simulator's objects there can crash it."""
     collects = gc.isenabled()
-    gc.disable()  # already for what Python and libraries run in the copy before `os.fork` returns there
+    gc.disable()  # before the fork, because hooks run in the copy before `os.fork` returns
     try:
         process = os.fork()
         if not process:
@@ -281,9 +283,9 @@ def _fork() -> int:
 
 
 def main() -> None:
-    """Be a guard with a worker below it, in a new interpreter; see `SupervisedProcess.spawn` for the arguments."""
+    """Run as a guard with a worker, in a new interpreter started by `SupervisedProcess.spawn`."""
     channel, control, owner, serve = sys.argv[1:5]
-    os.dup2(2, 1)  # prints of a user's code do not mix with the owner's
+    os.dup2(2, 1)  # keeps the output of user code out of the owner's standard output
     connection = socket.socket(fileno=int(channel))
     tag = connection.recv(TAG_BYTES, socket.MSG_WAITALL)
 

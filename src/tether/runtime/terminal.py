@@ -1,4 +1,4 @@
-"""Text on its way to a terminal: whatever models, data and rewards wrote, it is shown and never obeyed."""
+"""Terminal output: text of models, data and rewards is shown, but its control sequences are not executed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 
 
 def one_line(text: str) -> str:
-    """`printable` text on one line: line ends as ⏎, tabs as spaces."""
+    """Return `printable` text on one line, with line ends as ⏎ and tabs as spaces."""
     return printable(text).replace("\n", "⏎").replace("\t", " ")
 
 
 def shortened(text: str, width: int) -> str:
-    """At most `width` characters: of a longer text the beginning and, twice as much, the end, where answers stand."""
+    """Shorten text to `width` characters: the start and, twice as long, the end, which usually has the answer."""
     if len(text) <= width:
         return text
     head = (width - 3) // 3
@@ -38,47 +38,46 @@ def shortened(text: str, width: int) -> str:
 
 
 class Screen(Console):
-    """A rich console for text of any origin: no markup, nothing but printable characters.
+    """A rich console for text from any source: without markup, and with printable characters only.
 
-    It falls silent when nobody reads it any more; rich itself would end the process.
+    It stops writing after a broken pipe, where rich itself would end the process.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False} | options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `rich.console.Console.render`; text is made printable here, where all of it passes."""
+        # All text passes here, so this is where it is made printable.
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """See `rich.console.Console.on_broken_pipe`."""
         self._fall_silent(BrokenPipeError())
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
-        except OSError as error:  # a terminal that is gone, a full disk
+        except OSError as error:  # a closed terminal, a full disk
             self._fall_silent(error)
 
     def _fall_silent(self, error: OSError) -> None:
-        """Stop writing, and say so once; what else is printed goes nowhere, and no error comes of it."""
+        """Stop writing, and report it once; later output is dropped without an error."""
         self.quiet = True
         del self._buffer[:]
-        with suppress(OSError, ValueError):  # not a file
+        with suppress(OSError, ValueError):  # not a real file
             discard(self.file.fileno())
         say_that_output_is_lost(error)
 
 
 class Heartbeat:
-    """Shows something, from a thread of its own, whenever nothing was shown for `EVERY` seconds.
+    """Calls a function from a separate thread whenever nothing was shown for `EVERY` seconds.
 
     Args:
-        show: what to do then.
+        show: the function.
     """
 
     EVERY = 8.0
-    """Seconds; a busy machine delays the thread, and nobody should look at a still screen for more than ten."""
+    """Seconds; with delays on a busy machine, the screen changes at least every ten seconds."""
 
     def __init__(self, show: Callable[[], None]) -> None:
         self._show, self._shown, self._closed = show, monotonic(), threading.Event()
@@ -86,7 +85,7 @@ class Heartbeat:
         self._thread.start()
 
     def reset(self) -> None:
-        """Count from now: something was shown."""
+        """Restart the interval, because something was shown."""
         self._shown = monotonic()
 
     def close(self) -> None:
@@ -98,15 +97,15 @@ class Heartbeat:
         while not self._closed.wait(max(0.0, self._shown + self.EVERY - monotonic())):
             if monotonic() - self._shown >= self.EVERY:
                 self.reset()
-                with suppress(OSError, ValueError):  # nobody reads it any more, which what is shown next will say
+                with suppress(OSError, ValueError):  # a closed stream, which the next output will report
                     self._show()
 
 
 class Activity:
-    """Says what a command is doing before it has anything else to show, and again while that takes long.
+    """Reports what a command is doing until it has other output, repeatedly if it takes long.
 
     Args:
-        screen: where each activity gets a line.
+        screen: console for one line per activity.
     """
 
     def __init__(self, screen: Screen) -> None:
@@ -122,7 +121,7 @@ class Activity:
         self._heartbeat.close()
 
     def begin(self, what: str) -> None:
-        """Say what is being done from now on."""
+        """Start a new activity."""
         self._what, self._begun = what, monotonic()
         self._heartbeat.reset()
         self._print(f"{what} ...")
@@ -137,20 +136,20 @@ class Activity:
 
 
 class Waiting:
-    """Progress of long work: a bar on a terminal; in a file or a pipe a line every `EVERY` seconds.
+    """Progress of long work: a bar on a terminal, or a line every `EVERY` seconds in a file or pipe.
 
     Args:
-        what: what is counted.
-        total: items to be done; None: unknown.
-        screen: where it is shown.
-        done: items that were done before.
-        late: the work is mostly short, and a bar appears after `QUIET` seconds only.
+        what: name of the items.
+        total: number of items; None: unknown.
+        screen: console for the progress.
+        done: number of items completed before.
+        late: show the bar only after `QUIET` seconds, for work that is usually short.
     """
 
     EVERY = 10.0
     """Seconds between lines."""
     QUIET = 2.0
-    """Seconds without a bar, where it is late."""
+    """Seconds before a `late` bar appears."""
 
     def __init__(self, what: str, total: int | None, screen: Screen, done: int = 0, *, late: bool = False) -> None:
         self._what, self._total, self._screen, self._begun_with = what, total, screen, done
@@ -169,13 +168,13 @@ class Waiting:
             self._bar.stop()
 
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, and show how many there were."""
+        """Yield items, and show how many there were."""
         for number, item in enumerate(items, start=1):
             self.show(number)
             yield item
 
     def show(self, done: int, note: str = "", total: int | None = None) -> None:
-        """Show that so much is done, and a word about it; `total`, where it is known only now."""
+        """Show the number of completed items and a note; `total` if it was unknown before."""
         self._total = self._total if total is None else total
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, total=self._total, description=note or None)
@@ -184,8 +183,8 @@ class Waiting:
         elif monotonic() - self._said >= self.EVERY:
             self._said = monotonic()
             of = "" if self._total is None else f"/{self._total}"
-            parts = (f"{self._what}:{done}{of}", note, self._left(done))
-            self._screen.print(" - ".join(filter(None, parts)), soft_wrap=True)
+            fields = (f"{self._what}:{done}{of}", note, self._left(done))
+            self._screen.print(" - ".join(filter(None, fields)), soft_wrap=True)
 
     def _left(self, done: int) -> str:
         if self._total is None or done <= self._begun_with or done >= self._total:
@@ -195,21 +194,21 @@ class Waiting:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, and hours where there are any."""
+    """Format seconds as minutes and seconds, with hours if needed."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def hide_warnings_of_packages() -> None:
-    """Keep what installed packages warn about off the screen, as the reader can do nothing about it.
+    """Hide warnings of installed packages, about which the user can do nothing.
 
-    Warnings about tether's and the user's own code stay, and so do all where Python was told which to show.
+    Warnings about tether's and the user's code are shown, and all are if Python is configured to show some.
     """
     if sys.warnoptions:
         return
     show, packages = warnings.showwarning, Path(sysconfig.get_path("purelib"))
-    own = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]
 
     def show_own(
         message: Warning | str,
@@ -219,7 +218,7 @@ def hide_warnings_of_packages() -> None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if packages not in Path(filename).parents or own in Path(filename).parents:
+        if packages not in Path(filename).parents or package in Path(filename).parents:
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_own

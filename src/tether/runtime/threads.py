@@ -1,4 +1,4 @@
-"""How many CPU threads to compute with, and how they wait. It imports no torch, which has to be loaded afterwards."""
+"""Number and waiting policy of CPU threads. Does not import torch, which must be loaded afterwards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 OMP_WAIT_POLICY, GOMP_SPINCOUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 SPINS = 1_500
-"""How often a thread looks whether the others are done before it sleeps: for 20 to 80 microseconds."""
+"""Number of times that a waiting thread checks before it sleeps: 20 to 80 microseconds."""
 CPU_QUOTAS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-"""Files that hold a container's CPU quota and its period in microseconds: of cgroups of version 2, and of version 1."""
+"""Files with a container's CPU quota and period in microseconds: cgroups version 2, then version 1."""
 
 
 def usable_cores() -> int:
@@ -28,26 +28,28 @@ def _cpu_quota(files: tuple[str, ...]) -> float | None:
     try:
         quota, period = " ".join(Path(file).read_text() for file in files).split()
         return int(quota) / int(period) if int(quota) > 0 else None
-    except (OSError, ValueError):  # there are no such files, or no limit ("max")
+    except (OSError, ValueError):  # no such files, or no limit ("max")
         return None
 
 
 def limit_spinning() -> None:
-    """Let threads that wait for others sleep soon, unless the environment says how they wait.
+    """Make waiting threads sleep soon, unless the environment configures how they wait.
 
-    GNU OpenMP's threads, which are PyTorch's on Linux, look for several milliseconds whether the others are done. That
-    is longer than the time slice of another process, so where one shares the cores, a thread that waits can keep the
-    very thread that it waits for from running. OpenMP reads the variable when torch is loaded.
+    GNU OpenMP's threads, which PyTorch uses on Linux, spin for several milliseconds. That is longer than the time slice
+    of
+    another process, so on shared cores a waiting thread can prevent the thread that it waits for from running. OpenMP
+    reads
+    the variable when torch is loaded.
     """
     if not {OMP_WAIT_POLICY, GOMP_SPINCOUNT} & os.environ.keys():
         os.environ[GOMP_SPINCOUNT] = str(SPINS)
 
 
 def num_threads(configured: int | None = None) -> int:
-    """Return the number of threads: the configured one, else that of ``OMP_NUM_THREADS``, else one per usable core.
+    """Return the number of threads: the configured one, or that of ``OMP_NUM_THREADS``, or one per usable core.
 
-    Every part of tether that computes asks this function. Processes that work at the same time on one machine, such as
-    ranks and reward workers, divide the number.
+    All computations of tether use this number. Concurrent processes on one machine, such as ranks and reward workers,
+    divide it.
 
     Raises:
         ValueError: ``OMP_NUM_THREADS`` is not a number.
@@ -57,7 +59,7 @@ def num_threads(configured: int | None = None) -> int:
     variable = os.environ.get(OMP_NUM_THREADS, "").strip()
     if not variable:
         return usable_cores()
-    outermost = variable.split(",")[0].strip()  # "4,2": a number for each level of nested parallelism
+    outermost = variable.split(",")[0].strip()  # "4,2" has a number for each level of nested parallelism
     if not (outermost.isascii() and outermost.isdecimal() and int(outermost) > 0):
         raise ValueError(f"{OMP_NUM_THREADS}={variable}: not a number of threads. Set it to 1 or more, or unset it")
     return int(outermost)

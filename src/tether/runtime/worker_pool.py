@@ -1,7 +1,7 @@
-"""Worker processes that answer requests, while the caller does other things.
+"""A pool of worker processes that answer requests while the caller does other things.
 
-One thread per worker takes requests from a queue, hands them to its process and waits; it replaces a process that
-ended. A request that hangs, exits or forks costs its own answer and nothing else.
+One thread per worker takes requests from a queue, sends them to its process and waits; it replaces a process that
+ended. A request that hangs, exits or forks loses only its own answer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from tether.runtime.interrupt import Interrupted
 from tether.runtime.supervised import ProcessEnded, SupervisedProcess
 from tether.runtime.threads import OMP_NUM_THREADS, num_threads
 
-_MAX_STARTS = 3  # processes that may end before they begin a request, until that is an error of its answer
+_MAX_STARTS = 3  # failed starts of a request after which its answer is an error
 _MAX_BATCH = 64
-_BATCHES_LEFT = 4  # per worker: batches shrink towards the end of the queue, so that all workers finish together
+_BATCHES_LEFT = (
+    4  # batches left per worker: they shrink towards the end of the queue, so that all workers finish together
+)
 
 Answer = TypeVar("Answer")
 Queue = deque[tuple[int, bytes]]
 
 
 class WorkersFailed(Exception):
-    """A worker ended and could not be started again, so some requests have no answer."""
+    """A worker ended and could not be restarted, so some requests have no answer."""
 
 
 @dataclass(frozen=True)
@@ -36,46 +38,48 @@ class Work(Generic[Answer]):
     """The work of a pool."""
 
     serve: str
-    """``module:function``, for `SupervisedProcess.spawn`. It receives what `begin` gives, and answers in JSON: with any
-    number of lists [what it does next], for messages, then with a string, what is wrong, or with what it has to say
-    (`WorkerPool.about`). Every later request is a pickled list of payloads, each with an answer of its own."""
+    """``module:function`` for `SupervisedProcess.spawn`. It first receives the result of `begin` and answers in JSON:
+    any number
+    of lists [next activity], for messages, then a string with an error, or an object, which becomes `WorkerPool.about`.
+    Each
+    later request is a pickled list of payloads, with one answer each."""
     begin: Callable[[Any], object]
-    """Of `WorkerPool.about`, or None for the first workers; pickled."""
+    """Returns the first message, pickled, given `WorkerPool.about` (None for the first workers)."""
     name: str
-    """For messages: the process of the ..."""
+    """Name for messages: "the process of the ..."."""
     load: Callable[[bytes], Answer]
-    """Reads an answer; raises ValueError where it is none."""
+    """Decodes an answer; raises a ValueError if it is invalid."""
     failed: Callable[[str, float], Answer]
-    """The answer of a request that ended its process: why, and after how many seconds."""
+    """Makes the answer of a request whose process ended, given the reason and the seconds."""
     limit: int
-    """Bytes of the longest answer."""
+    """Maximum bytes of an answer."""
     longest_beat: float
-    """Seconds up to an answer that a worker may ask for, at most."""
+    """Maximum seconds by which a worker may extend its deadline with a beat."""
 
 
 class WorkerPool(Generic[Answer]):
     """Worker processes; use it as a context manager, or `close` it.
 
     Args:
-        work: what they do.
-        num_workers: processes.
-        timeout: seconds from a request to its answer, after which the process is killed.
-        startup_timeout: seconds that `Work.begin` may take, or each part of it that the worker announces.
+        work: the work of the processes.
+        num_workers: number of processes.
+        timeout: maximum seconds from a request to its answer; then the process is killed.
+        startup_timeout: maximum seconds to start, or for each activity that the worker reports.
 
     Raises:
-        ValueError: a worker cannot begin.
+        ValueError: a worker cannot start.
     """
 
     def __init__(self, work: Work[Answer], *, num_workers: int, timeout: float, startup_timeout: float = 60.0) -> None:
         assert num_workers > 0, num_workers
         assert timeout > 0, timeout
         self._work, self._timeout, self._startup_timeout = work, timeout, startup_timeout
-        self._changed = threading.Condition()  # guards everything below
+        self._changed = threading.Condition()  # protects the fields below
         self._queue: Queue = deque()
-        self._own: list[Queue] = [deque() for _ in range(num_workers)]  # requests that only this worker may take
+        self._own: list[Queue] = [deque() for _ in range(num_workers)]  # requests for one specific worker
         self._submitted: set[int] = set()
         self._done: dict[int, Answer] = {}
-        self._returned: Counter[int] = Counter()  # how often the process of a request ended before it began it
+        self._returned: Counter[int] = Counter()  # how often a request's process ended before it began the request
         self._failure: BaseException | None = None
         self._closed = False
         self.about: Any = None
@@ -96,7 +100,7 @@ class WorkerPool(Generic[Answer]):
             thread.start()
 
     def put(self, index: int, payload: bytes, worker: int | None = None) -> None:
-        """Have a request answered, by a certain worker (taken modulo their number) or by any."""
+        """Submit a request, for a specific worker (modulo their number) or for any."""
         with self._changed:
             assert not self._closed, "the pool was closed"
             assert index not in self._submitted, f"request {index} was submitted twice"
@@ -106,11 +110,11 @@ class WorkerPool(Generic[Answer]):
             self._changed.notify_all()
 
     def take(self, index: int) -> Answer:
-        """Wait for one answer, which nobody else can take then.
+        """Wait for one answer and remove it.
 
         Raises:
-            WorkersFailed: a worker could not be started again.
-            Interrupted: a signal asks the run to stop, and a request takes long.
+            WorkersFailed: a worker could not be restarted.
+            Interrupted: a signal came, and a request takes long.
         """
         with self._changed:
             self._wait_for(lambda: index in self._done)
@@ -119,11 +123,11 @@ class WorkerPool(Generic[Answer]):
             return self._done.pop(index)
 
     def take_all(self) -> list[Answer]:
-        """Wait for all answers that nobody has taken, ordered by index.
+        """Wait for all remaining answers and remove them; they are ordered by index.
 
         Raises:
-            WorkersFailed: a worker could not be started again.
-            Interrupted: a signal asks the run to stop, and a request takes long.
+            WorkersFailed: a worker could not be restarted.
+            Interrupted: a signal came, and a request takes long.
         """
         with self._changed:
             self._wait_for(lambda: len(self._done) == len(self._submitted))
@@ -134,7 +138,7 @@ class WorkerPool(Generic[Answer]):
         return done
 
     def close(self) -> None:
-        """End all workers at once, running requests too, with every process that they started."""
+        """Kill all workers and their descendants immediately, including running requests."""
         with self._changed:
             self._closed = True
             for worker in self._workers:
@@ -159,11 +163,11 @@ class WorkerPool(Generic[Answer]):
             raise WorkersFailed(f"a worker of the {self._work.name} failed: {self._failure}") from self._failure
 
     def _drive(self, slot: int) -> None:
-        """Thread of one worker: take requests until the pool is closed."""
+        """Process requests with one worker until the pool is closed; runs in a thread."""
         try:
             while batch := self._next(slot):
                 self._run(slot, batch)
-        except BaseException as error:  # noqa: BLE001 - whatever ends this thread, nobody must wait for it
+        except BaseException as error:  # noqa: BLE001 - whatever ends this thread, callers must not wait for it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -171,19 +175,19 @@ class WorkerPool(Generic[Answer]):
             self._workers[slot].close()
 
     def _next(self, slot: int) -> list[tuple[int, bytes]]:
-        """The next requests for one worker; empty when the pool is closed."""
-        own = self._own[slot]
+        """Return the next requests for one worker; empty when the pool is closed."""
+        queue = self._own[slot]
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._queue or own)
+            self._changed.wait_for(lambda: self._closed or self._queue or queue)
             if self._closed:
                 return []
-            if own:
-                return [own.popleft()]
+            if queue:
+                return [queue.popleft()]
             share = len(self._queue) // (_BATCHES_LEFT * len(self._workers))
             return [self._queue.popleft() for _ in range(min(max(share, 1), _MAX_BATCH))]
 
     def _run(self, slot: int, batch: list[tuple[int, bytes]]) -> None:
-        """Have one worker answer `batch`. If it ends, the request it was at failed and the rest is queued again."""
+        """Let one worker answer `batch`. If it ends, its current request fails and the other ones are queued again."""
         worker, unanswered = self._workers[slot], deque(batch)
         try:
             worker.send(pickle.dumps([payload for _, payload in batch]), self._timeout)
@@ -201,7 +205,7 @@ class WorkerPool(Generic[Answer]):
             self._changed.notify_all()
 
     def _replace(self, slot: int, unanswered: Queue, end: ProcessEnded) -> None:
-        """Start a worker in the place of one that ended, unless the pool was closed; nothing it never began is lost."""
+        """Replace a worker that ended, unless the pool was closed, and queue its unanswered requests again."""
         self._workers[slot].close()
         first = unanswered[0][0]
         with self._changed:
@@ -218,7 +222,7 @@ class WorkerPool(Generic[Answer]):
 
     def _start(self) -> SupervisedProcess:
         threads = max(1, num_threads() // len(self._own))
-        environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: sets of strings have one order in all
+        environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: the same order of sets in all workers
         worker = SupervisedProcess.spawn(
             self._work.serve,
             limit=self._work.limit,
@@ -229,17 +233,17 @@ class WorkerPool(Generic[Answer]):
         return worker
 
     def _await_ready(self, worker: SupervisedProcess) -> None:
-        """Wait until a worker has begun.
+        """Wait until a worker has started.
 
         Raises:
-            ValueError: it cannot begin, or not in time.
+            ValueError: the worker cannot start, or exceeds the timeout.
         """
         doing = f"loading the {self._work.name}"
         try:
-            while isinstance(said := json.loads(worker.receive()), list):
-                (doing,) = said
+            while isinstance(answer := json.loads(worker.receive()), list):
+                (doing,) = answer
         except ProcessEnded as end:
             raise ValueError(f"{doing} failed: its process {end.reason}") from end
-        if isinstance(said, str):
-            raise ValueError(said)
-        self.about = said
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        self.about = answer

@@ -1,7 +1,7 @@
-"""Datasets that verl's scripts read, brought from a hub into the row layout: `tether data pull`.
+"""The datasets of verl's scripts, downloaded from a hub and converted to the row layout: `tether data pull`.
 
-Read in this order: `catalogue` (which there are, and what becomes of a row; `problems` of a
-programming problem), `hub` (where they come from; each has a file of its own, as have files that are `local`), `pull`.
+Read in this order: `catalogue` (the datasets and the conversion of their rows; `problems` has programming problems),
+`hub` (the protocol; `hugging_face`, `modelscope` and `local` implement it), `pull`.
 """
 
 from tether.data.published.catalogue import DATASETS

@@ -12,52 +12,52 @@ from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.install import pip_install
 
 LOCAL = "file:"
-"""Begins the name of a dataset that is here."""
+"""Prefix of the name of a local dataset."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a hub, and what its bytes have to be."""
+    """A file on a hub, with the size and hash to check a download."""
 
     size: int
     sha256: str | None
     git_sha1: str | None = None
-    """Of a small file: git's hash of it."""
+    """Git's hash of a small file."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A dataset as it stood when it was listed."""
+    """The files of a dataset at one revision."""
 
     revision: str
-    """Another one after any change."""
+    """Revision, which differs after any change."""
     files: Mapping[str, RemoteFile]
 
 
 class Hub(Protocol):
-    """Where published datasets are. Both methods raise ValueError: the hub does not give it, or cannot be reached."""
+    """A hub with published datasets. Both methods raise a ValueError if the hub refuses or cannot be reached."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """The files of a dataset at a revision; None: the newest."""
+        """Return the files of a dataset at a revision; None: the newest."""
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """Write a file of a listing to a path, going on where an earlier call was cut off."""
+        """Download a file of a listing to a path, resuming an interrupted download."""
 
 
 def asked_for(repository: str, revision: str | None) -> str:
-    """A dataset and its revision, as messages begin."""
+    """Return the dataset and its revision, as error messages begin."""
     return f"{repository} at {revision}:" if revision else f"{repository}:"
 
 
 def hub_of(repository: str) -> tuple[Hub, str]:
-    """The hub that has a dataset, and the dataset's name, which begins with ``modelscope:`` where it is ModelScope's.
+    """Return a dataset's hub, and its name, which begins with ``modelscope:`` on ModelScope.
 
     Args:
-        repository: ``owner/name``; of ModelScope after ``modelscope:``, and where VERL_USE_MODELSCOPE is true; or the
-            path of files here after ``file:``.
+        repository: ``owner/name``, on ModelScope with the prefix ``modelscope:`` or if VERL_USE_MODELSCOPE is true; or
+            a local path with the prefix ``file:``.
 
     Raises:
-        ValueError: ModelScope's client is not installed, or the files are not there.
+        ValueError: ModelScope's client is not installed, or the local files do not exist.
     """
     if repository.startswith(LOCAL):
         from tether.data.published.local import LocalFiles
@@ -76,7 +76,7 @@ def hub_of(repository: str) -> tuple[Hub, str]:
 
 
 def damage(file: Path, remote: RemoteFile) -> str | None:
-    """Where a file is not the one that the hub named: how; None where it is."""
+    """Return how a file differs from the hub's listing, or None."""
     size = file.stat().st_size
     if size != remote.size:
         return f"has {size} bytes and not {remote.size}"
@@ -95,6 +95,6 @@ def damage(file: Path, remote: RemoteFile) -> str | None:
 
 
 def sha256_of(file: Path) -> str:
-    """The hash of a file's content."""
+    """Return the hash of a file's content."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

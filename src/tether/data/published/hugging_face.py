@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, through its own client."""
+"""Datasets of the Hugging Face hub, downloaded with its own client."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ FIX = "name another hub in HF_ENDPOINT. The same command then goes on where it s
 
 
 class _Unbuffered(io.FileIO):
-    """A file that keeps what came, whatever ends the process, and raises where the disk takes less than it is given."""
+    """A file without a buffer: it keeps what was received if the process is killed, and raises if the disk is full."""
 
     def write(self, content: Buffer) -> int:
-        left = memoryview(content)
-        while left:
-            left = left[super().write(left) :]
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[super().write(remaining) :]
         return memoryview(content).nbytes
 
 
 class HuggingFace:
-    """The hub; a revision is a commit, whatever named it."""
+    """The Hugging Face hub; revisions are resolved to commits."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         with asking_hugging_face(asked_for(repository, revision), FIX):
             info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
                 repository, revision=revision, files_metadata=True, timeout=30
@@ -49,11 +48,10 @@ class HuggingFace:
         return Listing(str(info.sha), files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`."""
         size = listing.files[path].size
-        if to.exists() and to.stat().st_size > size:  # of another file, or damaged
+        if to.exists() and to.stat().st_size > size:  # a partial download of a different file, or a damaged one
             to.unlink()
-        if to.exists() and to.stat().st_size == size:  # whole, and nothing is left to ask for
+        if to.exists() and to.stat().st_size == size:  # complete: a request for an empty range would fail
             return
         with asking_hugging_face(f"{repository}/{path}:", FIX):
             url = hf_hub_url(

@@ -1,4 +1,4 @@
-"""Files here in place of a hub: someone downloaded a dataset otherwise."""
+"""Local files in place of a hub, for datasets downloaded by other means."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".json", ".arrow")
 
 
 def local_dataset(dataset: Dataset, path: Path) -> tuple[Dataset, str, str]:
-    """The dataset as local files have it, its name for `tether.data.published.hub.hub_of`, and its revision.
+    """Return the dataset with local files, its name for `tether.data.published.hub.hub_of`, and its revision.
 
     Raises:
-        ValueError: there is no file of a known kind.
+        ValueError: there is no file of a supported kind.
     """
     name = f"{LOCAL}{path.resolve()}"
     revision = LocalFiles(path).listing_of(name, None).revision
@@ -24,13 +24,13 @@ def local_dataset(dataset: Dataset, path: Path) -> tuple[Dataset, str, str]:
 
 
 class LocalFiles:
-    """A hub whose only dataset is a file, or a folder that is laid out as the hub's; its revision is their hash.
+    """A hub with one dataset: a local file, or a folder with the hub's layout. Its revision is a hash of the files.
 
     Args:
         path: the file or folder.
 
     Raises:
-        ValueError: there is none, or a file of another kind.
+        ValueError: the path does not exist, or the file is of an unsupported kind.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,13 +41,11 @@ class LocalFiles:
             raise ValueError(f"--from {path}: no {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]} file")
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         files = {name: RemoteFile(file.stat().st_size, sha256_of(file)) for name, file in self._files.items()}
         hashes = "".join(f"{name} {file.sha256}\n" for name, file in files.items())
         return Listing(hashlib.sha256(hashes.encode()).hexdigest(), files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`; nothing is copied."""
         to.unlink(missing_ok=True)
         to.symlink_to(self._files[path].resolve())
 
@@ -55,5 +53,9 @@ class LocalFiles:
 def _below(folder: Path) -> Iterator[tuple[str, Path]]:
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
-        if file.is_file() and file.name.endswith(ENDINGS) and not any(part.startswith(".") for part in name.parts):
+        if (
+            file.is_file()
+            and file.name.endswith(ENDINGS)
+            and not any(component.startswith(".") for component in name.parts)
+        ):
             yield name.as_posix(), file

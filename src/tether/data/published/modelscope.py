@@ -1,4 +1,4 @@
-"""Datasets of ModelScope, through its own client (extra ``modelscope``)."""
+"""Datasets of ModelScope, downloaded with its own client (extra ``modelscope``)."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ FIX = (
 
 
 class ModelScope:
-    """The hub, which names no commit: a revision is a branch and a hash over the files that it lists."""
+    """ModelScope, which reports no commits: a revision is a branch and a hash of the listing."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """See `tether.data.published.hub.Hub`."""
         branch = revision or NEWEST
         with asking_modelscope(asked_for(repository, revision), FIX):
-            found = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
-        files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in found if file.type != "tree"}
+            listed = HubApi().list_repo_files(repository.removeprefix(MODELSCOPE), DATASET, revision=branch)
+        files = {file.path: RemoteFile(file.size or 0, file.sha256) for file in listed if file.type != "tree"}
         content = json.dumps({path: [file.size, file.sha256] for path, file in sorted(files.items())})
         return Listing(f"{branch}@{hashlib.sha256(content.encode()).hexdigest()[:12]}", files)
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
-        """See `tether.data.published.hub.Hub`; what an earlier call left is in a folder beside the path."""
-        folder = to.with_name(f"{to.name}.modelscope")
+        folder = to.with_name(f"{to.name}.modelscope")  # keeps a partial download for the next call
         branch = listing.revision.rpartition("@")[0]
         size = listing.files[path].size
         if any(file.is_file() and file.stat().st_size > size for file in folder.rglob("*")):
-            shutil.rmtree(folder)  # of another file, or damaged
+            shutil.rmtree(folder)  # a partial download of a different file, or a damaged one
         with asking_modelscope(f"{repository}/{path}:", FIX):
             file = HubApi().download_file(
                 repository.removeprefix(MODELSCOPE),

@@ -1,4 +1,4 @@
-"""Download the files of a published dataset, check them, and write its rows in the layout that a run reads."""
+"""Downloads the files of a published dataset, checks them, and writes their rows in the layout of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from huggingface_hub.utils import WeakFileLock
 
 from tether.data.pairs import pair_problems
-from tether.data.published.catalogue import Dataset, Part, as_it_is
+from tether.data.published.catalogue import Dataset, OutputFile, as_it_is
 from tether.data.published.hub import Hub, Listing, damage, hub_of, sha256_of
 from tether.data.published.row import Unusable
 from tether.data.rows import raise_problems, record_problems
@@ -31,37 +31,41 @@ from tether.types import JsonObject
 NOTE = "pulled.json"
 OTHER_FILES = "name an earlier --revision, or another file with --from"
 LONGEST_LINE = 128 << 20
-"""Bytes; a small compressed file may hold a line of any length."""
-ROWS_AT_ONCE = 200  # a row of LiveCodeBench may have 20 MB of tests
+"""Maximum bytes of a line; a small compressed file can contain a line of any length."""
+ROWS_AT_ONCE = 200  # a row of LiveCodeBench can have 20 MB of tests
 
 Say = Callable[[str], None]
 
 
 def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revision: str | None, say: Say) -> None:
-    """Write the files of a dataset and, at the end, a note of what they were made of; done once.
+    """Write the files of a dataset, and a note with their origin; do nothing if it was done before.
 
     Args:
         dataset: which files to write.
-        repository: where the hub has it; see `tether.data.published.hub.hub_of`.
-        out: folder of the files. They change together, when all rows are there and right.
-        cache: folder of downloads, which a later call goes on with.
-        revision: of the hub; None: the newest, or the one that `out` was made of.
-        say: shows a line to the user.
+        repository: name of the dataset for `tether.data.published.hub.hub_of`.
+        out: folder of the files. They are replaced together, once all rows are complete and valid.
+        cache: folder of downloads, which a later call resumes.
+        revision: revision on the hub; None: the newest, or the one in `out`.
+        say: prints a line for the user.
 
     Raises:
-        ValueError: the hub cannot be reached or does not have it, a download is damaged, or rows are not what they
-            should be; up to ten, by file and row. Or `out` has files that are not of an earlier call, or the disk is
-            full.
+        ValueError: the hub cannot be reached or lacks the dataset, a download is damaged, rows are invalid (lists up to
+            ten), `out` has files of other origin, or the disk is full.
     """
     hub, repository = hub_of(repository)
     note = _note(out)
-    if note and revision in (None, note.revision) and note.repository == repository and _is_whole(out, dataset, note):
+    if (
+        note
+        and revision in (None, note.revision)
+        and note.repository == repository
+        and _is_complete(out, dataset, note)
+    ):
         say(f"{out} has {repository} at {note.revision[:12]} already")
         return
-    _refuse_files_of_others(out, dataset, repository, note)
+    _refuse_foreign_files(out, dataset, repository, note)
     _check_folder(out)
     listing = hub.listing_of(repository, revision)
-    sources = {name: _sources(part, listing, repository) for name, part in dataset.parts.items()}
+    sources = {name: _sources(output, listing, repository) for name, output in dataset.files.items()}
     folder = cache / "datasets" / quote(repository, safe="") / quote(listing.revision, safe="@")
     hashes = {}
     with writing(folder, "make room, or name another folder by TETHER_CACHE"):
@@ -69,70 +73,71 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
             hashes[path] = _download(hub, repository, listing, path, folder / path, say)
     lock = cache / "datasets" / f"{hashlib.sha256(str(out.resolve()).encode()).hexdigest()}.lock"
     with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
-        stack.enter_context(_alone(lock, f"another process writes to {out}; waiting for it", say))
-        _refuse_files_of_others(out, dataset, repository, _note(out))  # as that one left it
-        made: dict[str, Path] = {}
+        stack.enter_context(_locked(lock, f"another process writes to {out}; waiting for it", say))
+        _refuse_foreign_files(out, dataset, repository, _note(out))  # again, because the other process may have written
+        partial_files: dict[str, Path] = {}
         written: dict[str, JsonObject] = {}
         left_out: dict[str, list[str]] = {}
-        for name, part in dataset.parts.items():
-            made[name] = file = _beside(out / name)
+        for name, output in dataset.files.items():
+            partial_files[name] = file = _partial_path(out / name)
             stack.callback(file.unlink, missing_ok=True)
-            rows, left_out[name] = _write(part, [(path, folder / path) for path in sources[name]], file)
+            rows, left_out[name] = _write(output, [(path, folder / path) for path in sources[name]], file)
             written[name] = {"rows": rows, "left_out": len(left_out[name]), "sha256": sha256_of(file)}
         content = {"repository": repository, "revision": listing.revision, "read": hashes, "written": written}
-        # If this process ends within the next lines, the next one knows the files of before as its own, too.
-        before = {name: sha256_of(out / name) for name in made if (out / name).exists()}
-        _write_note(out, content | {"before": before})
-        for name, file in made.items():
+        # If the process is killed while replacing files, the next call accepts both the old and the new ones.
+        replaced = {name: sha256_of(out / name) for name in partial_files if (out / name).exists()}
+        _write_note(out, content | {"before": replaced})
+        for name, file in partial_files.items():
             file.replace(out / name)
         _write_note(out, content)
-    for name, about in written.items():  # only now: nobody may be there to read it, which is an error
-        say(f"{out / name}: {about['rows']} rows{_said_of(left_out[name])}")
+    for name, summary in written.items():  # last, because writing to a closed pipe raises an error
+        say(f"{out / name}: {summary['rows']} rows{_describe_left_out(left_out[name])}")
 
 
 @dataclass(frozen=True)
 class _Note:
-    """The note of an earlier call: the files it wrote, by hash."""
+    """The note of an earlier call, with hashes of the files that it wrote."""
 
     repository: str
     revision: str
     written: Mapping[str, str]
-    """File -> sha256."""
+    """File -> its sha256."""
     before: Mapping[str, str]
-    """The same of files that it was about to replace when it ended."""
+    """File -> sha256 of the previous version, if the call was interrupted while replacing files."""
 
 
-def _refuse_files_of_others(out: Path, dataset: Dataset, repository: str, note: _Note | None) -> None:
-    """Raise ValueError where a file to be written is there, and not of an earlier call, or the folder is of others."""
-    if note and (note.repository != repository or set(note.written) - set(dataset.parts)):
+def _refuse_foreign_files(out: Path, dataset: Dataset, repository: str, note: _Note | None) -> None:
+    """Raise a ValueError if a file to write exists but is not of an earlier call, or the folder has another dataset."""
+    if note and (note.repository != repository or set(note.written) - set(dataset.files)):
         raise ValueError(
             f"{out}: has {', '.join(sorted(note.written))} of {note.repository}, and a folder is of one dataset. give "
             "another folder with --out, or move these away"
         )
-    for name in dataset.parts:
+    for name in dataset.files:
         file = out / name
-        known = (note.written.get(name), note.before.get(name)) if note else ()
-        if file.exists() and not (file.is_file() and sha256_of(file) in known):
-            what = "was changed since it was pulled" if any(known) else "is not of tether data pull"
+        hashes = (note.written.get(name), note.before.get(name)) if note else ()
+        if file.exists() and not (file.is_file() and sha256_of(file) in hashes):
+            what = "was changed since it was pulled" if any(hashes) else "is not of tether data pull"
             raise ValueError(f"{file}: is there, and {what}. move it away, or give another folder with --out")
 
 
-def _sources(part: Part, listing: Listing, repository: str) -> list[str]:
-    for pattern in part.patterns:
-        if found := sorted(path for path in listing.files if fnmatchcase(path, pattern)):
-            for path in found:
+def _sources(output: OutputFile, listing: Listing, repository: str) -> list[str]:
+    for pattern in output.patterns:
+        if paths := sorted(path for path in listing.files if fnmatchcase(path, pattern)):
+            for path in paths:
                 if "\0" in path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                     raise ValueError(f"{repository}: the hub lists the file {path!r}, which is outside of the dataset")
-            return found
+            return paths
     shown = ", ".join(sorted(listing.files)[:10]) or "none"
     raise ValueError(
-        f"{repository}: no file for {part.split} at {listing.revision[:12]}: looked for {', '.join(part.patterns)}; "
-        f"there are {shown}. Name an earlier commit with --revision, or the file itself with --from"
+        f"{repository}: no file for {output.split} at {listing.revision[:12]}: looked for "
+        f"{', '.join(output.patterns)}; there are {shown}. Name an earlier commit with --revision, or "
+        "the file itself with --from"
     )
 
 
 def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, say: Say) -> str:
-    """Fetch a file unless it is there; returns its sha256."""
+    """Download a file unless it exists, and return its sha256."""
     remote = listing.files[path]
     if to.exists():
         if wrong := damage(to, remote):
@@ -140,8 +145,8 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
             raise ValueError(f"{to}: {wrong}, so it was changed; it is deleted, pull again")
         return sha256_of(to)
     to.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(to.with_name(f"{to.name}.lock"), f"another process downloads {to}; waiting for it", say):
-        if not to.exists():  # another process may have brought it
+    with _locked(to.with_name(f"{to.name}.lock"), f"another process downloads {to}; waiting for it", say):
+        if not to.exists():  # another process may have downloaded it
             partial = to.with_name(f"{to.name}.partial")
             hub.fetch(repository, listing, path, partial)
             if wrong := damage(partial, remote):
@@ -152,8 +157,8 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
 
 
 @contextmanager
-def _alone(lock: Path, waiting: str, say: Say) -> Iterator[None]:
-    """Inside, no other process is within the same lock: they go on with one download, or write to one folder."""
+def _locked(lock: Path, waiting: str, say: Say) -> Iterator[None]:
+    """Lock other processes out, so that only one downloads a file or writes to a folder."""
     with ExitStack() as stack:
         try:
             stack.enter_context(WeakFileLock(lock, timeout=0.5))
@@ -163,15 +168,15 @@ def _alone(lock: Path, waiting: str, say: Say) -> Iterator[None]:
         yield
 
 
-def _said_of(left_out: list[str]) -> str:
+def _describe_left_out(left_out: list[str]) -> str:
     if not left_out:
         return ""
     many = f"{len(left_out)} problems are" if len(left_out) > 1 else "1 problem is"
     return f"; {many} left out, the first: {left_out[0]}"
 
 
-def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> tuple[int, list[str]]:
-    """Convert and check all rows; returns how many there are, and why others are left out."""
+def _write(output: OutputFile, sources: list[tuple[str, Path]], to: Path) -> tuple[int, list[str]]:
+    """Convert and check all rows; return their number, and why others were dropped."""
     problems: list[str] = []
     left_out: list[str] = []
     count = 0
@@ -181,36 +186,36 @@ def _write(part: Part, sources: list[tuple[str, Path]], to: Path) -> tuple[int, 
         for name, file in sources:
             for number, record in enumerate(_records(name, file)):
                 try:
-                    with many_digits():  # tests have such numbers
-                        row = part.convert(record, part.split, count)
-                    wrong = list(pair_problems(row) if part.pairs else record_problems(row))
+                    with many_digits():  # some tests contain long integers
+                        row = output.convert(record, output.split, count)
+                    wrong = list(pair_problems(row) if output.pairs else record_problems(row))
                 except Unusable as error:
                     left_out.append(f"{name} row {number}: {error}")
                     continue
                 except ValueError as error:
-                    _refuse_what_needs_no_pull(name, record)
+                    _refuse_converted_row(name, record)
                     wrong = [str(error)]
                 problems.extend(f"{name} row {number}: {problem}" for problem in wrong)
                 if not wrong:
                     count += 1
                     yield f"{name} row {number}", row
 
-    schema, left = _schema(sources) if part.convert is as_it_is else None, rows()
+    schema, remaining = _schema(sources) if output.convert is as_it_is else None, rows()
     with ExitStack() as stack:
         writer = None
-        while some := list(islice(left, ROWS_AT_ONCE)):
-            table = _table(some, schema)
+        while chunk := list(islice(remaining, ROWS_AT_ONCE)):
+            table = _table(chunk, schema)
             schema = table.schema
             writer = writer or stack.enter_context(pq.ParquetWriter(to, schema))
             writer.write_table(table)
     raise_problems(problems)
     if not count:
-        raise ValueError(f"{', '.join(name for name, _ in sources)}: no rows{_said_of(left_out)}")
+        raise ValueError(f"{', '.join(name for name, _ in sources)}: no rows{_describe_left_out(left_out)}")
     return count, left_out
 
 
-def _refuse_what_needs_no_pull(name: str, record: JsonObject) -> None:
-    """Raise ValueError where a row is what would be made of one: the file is of verl's preparation, or was pulled."""
+def _refuse_converted_row(name: str, record: JsonObject) -> None:
+    """Raise a ValueError if a row is converted already, by verl's scripts or by `tether data pull`."""
     if not any(record_problems(record)):
         layout, reader = "rows in the layout of verl", "a run reads it as data.train_files or data.val_files"
     elif not any(pair_problems(record)):
@@ -221,26 +226,26 @@ def _refuse_what_needs_no_pull(name: str, record: JsonObject) -> None:
 
 
 def _table(rows: list[tuple[str, JsonObject]], schema: pa.Schema | None) -> pa.Table:
-    """The table of rows, each after its place; None: with the columns that they have.
+    """Make a table of rows, each given with its location; without a schema, infer the columns.
 
     Raises:
-        ValueError: half a character, too large a number, or a value of another type than in the rows before.
+        ValueError: a lone surrogate, a number out of range, or a type that differs from earlier rows.
     """
     try:
         return pa.Table.from_pylist([row for _, row in rows], schema=schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeEncodeError, OverflowError) as error:
         if len(rows) > 1:
-            for row in rows:  # to name the one
+            for row in rows:  # find the row for the message
                 schema = _table([row], schema).schema
         raise ValueError(f"{rows[0][0]}: does not fit into columns ({error}). {OTHER_FILES}") from error
 
 
 def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
-    """The columns of all files together; what a file does not have is null in its rows."""
+    """Return the columns of all files; those that a file lacks are null in its rows."""
     schemas = []
     for name, file in sources:
         with _reading(name):
-            schemas.append(pq.read_schema(file).remove_metadata())  # which describes one file
+            schemas.append(pq.read_schema(file).remove_metadata())  # the metadata describes a single file
     try:
         return pa.unify_schemas(schemas, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -249,7 +254,7 @@ def _schema(sources: list[tuple[str, Path]]) -> pa.Schema:
 
 
 def _check_folder(out: Path) -> None:
-    """Raise ValueError, before anything is downloaded, where `out` cannot be written to."""
+    """Raise a ValueError if `out` is not writable, before anything is downloaded."""
     new = [folder for folder in (out, *out.parents) if not folder.exists()]
     with writing(out, "give another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)
@@ -299,7 +304,7 @@ def _records(name: str, file: Path) -> Iterator[JsonObject]:
 def _json(place: str, text: bytes) -> object:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise ValueError(f"{place}: is no JSON ({error}). {OTHER_FILES}") from error
 
 
@@ -309,14 +314,14 @@ def _row(place: str, record: object) -> JsonObject:
     return record
 
 
-def _beside(file: Path) -> Path:
-    """Where a file is written until it is whole."""
+def _partial_path(file: Path) -> Path:
+    """Return the path for writing a file until it is complete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     return file.with_name(f".{file.name}.{os.getpid()}")
 
 
 def _write_note(out: Path, content: Mapping[str, object]) -> None:
-    partial = _beside(out / NOTE)
+    partial = _partial_path(out / NOTE)
     try:
         partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(out / NOTE)
@@ -325,10 +330,10 @@ def _write_note(out: Path, content: Mapping[str, object]) -> None:
 
 
 def _note(out: Path) -> _Note | None:
-    """The note in a folder; None: there is none.
+    """Read the note in a folder; None: there is none.
 
     Raises:
-        ValueError: it is something else, or `out` is no folder that can be read.
+        ValueError: the file is not such a note, or `out` is not a readable folder.
     """
     file = out / NOTE
     try:
@@ -343,5 +348,5 @@ def _note(out: Path) -> _Note | None:
         raise ValueError(f"{file}: is no note of tether data pull. move it away, or give another --out") from error
 
 
-def _is_whole(out: Path, dataset: Dataset, note: _Note) -> bool:
-    return all((out / name).is_file() and sha256_of(out / name) == note.written.get(name) for name in dataset.parts)
+def _is_complete(out: Path, dataset: Dataset, note: _Note) -> bool:
+    return all((out / name).is_file() and sha256_of(out / name) == note.written.get(name) for name in dataset.files)

@@ -1,4 +1,4 @@
-"""A published row made into one of verl's layout."""
+"""Conversion of published rows to verl's layout."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from tether.types import JsonObject
 
 Convert = Callable[[JsonObject, str, int], JsonObject]
-"""Of the hub's row, its split and its number; raises ValueError with what is wrong in it."""
+"""Converts a hub's row with its split and index; raises a ValueError that says what is wrong."""
 
 
 class Unusable(ValueError):
-    """A row that the dataset has and no run can use: it is left out, and counted."""
+    """A row of the dataset that no run can use: it is dropped and counted."""
 
 
 def text_in(record: JsonObject, key: str) -> str:
-    """The text of a column.
+    """Return the text of a column.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no text.
     """
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
@@ -27,13 +27,13 @@ def text_in(record: JsonObject, key: str) -> str:
 
 
 def rule_row(
-    asked: str, source: str, truth: str, split: str, number: int, ability: str = "math", **extra: str
+    prompt: str, source: str, truth: str, split: str, index: int, ability: str = "math", **extra: str
 ) -> JsonObject:
-    """A question that a rule scores."""
+    """Return the row of a question that a rule scores."""
     return {
         "data_source": source,
-        "prompt": [{"role": "user", "content": asked}],
+        "prompt": [{"role": "user", "content": prompt}],
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": number, **extra},
+        "extra_info": {"split": split, "index": index, **extra},
     }

@@ -1,6 +1,6 @@
 """One module per simulator library, imported only when a configuration names it: each is an optional dependency.
 
-A module makes Gymnasium environments, or a batched simulator that is a `VectorEnv` by itself.
+A module makes single Gymnasium environments, or a batched simulator that implements `VectorEnv`.
 """
 
 __all__ = ["envpool", "libero", "maniskill", "metaworld", "minigrid"]

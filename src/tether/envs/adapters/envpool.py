@@ -1,4 +1,4 @@
-"""Environments of envpool, which steps them in threads of C++."""
+"""Environments of envpool, which steps them in C++ threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tether.spelling import did_you_mean
 
 
 class EnvPool:
-    """A pool that is made again for each seed, since envpool takes seeds only when it starts.
+    """A pool that is recreated at each reset, because envpool accepts a seed only when it starts.
 
     Args:
-        id: name in envpool's list.
-        make: makes a pool with a seed.
+        id: id of an envpool task.
+        make: creates a pool from a seed.
     """
 
     def __init__(self, id: str, make: Callable[[int], GymnasiumVectorEnv]) -> None:
@@ -30,37 +30,32 @@ class EnvPool:
         self.layout = self._pool.layout
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         self._pool.close()
         self._pool = self._make(seed)
-        return self._pool.reset(None)  # the pool has its seed, and warns about another
+        return self._pool.reset(None)  # the pool was created with the seed, and warns if it gets one here
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
         return self._pool.step(actions)
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         return EnvState(None, ("envpool, which keeps its environments in C++",))
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         pass
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         self._pool.close()
 
 
 def make_envpool(options: EnvOptions) -> EnvPool:
-    """Make a pool of an id of envpool's list.
+    """Make a pool of an envpool task.
 
     Raises:
-        ValueError: the id is not in the list, or terminations are to be ignored.
+        ValueError: envpool has no such id, or an option needs single environments.
     """
-    known = envpool.list_all_envs()
-    if options.id not in known:
-        fix = did_you_mean(options.id, known, count=3) or " envpool.list_all_envs() lists those that there are."
+    task_ids = envpool.list_all_envs()
+    if options.id not in task_ids:
+        fix = did_you_mean(options.id, task_ids, count=3) or " envpool.list_all_envs() lists those that there are."
         raise ValueError(f"{options.role}.id: envpool has no {options.id}.{fix} Or set {options.role}.env_type.")
     if options.ignore_terminations:
         raise ValueError(f"{options.role}.ignore_terminations: envpool always resets. Use env_type=gymnasium.")
@@ -74,7 +69,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
     limit = {} if options.max_episode_steps is None else {"max_episode_steps": options.max_episode_steps}
 
     def make(seed: int) -> GymnasiumVectorEnv:
-        pool: Simulator = envpool.make_gymnasium(  # typed as an Env; it is a VectorEnv
+        pool: Simulator = envpool.make_gymnasium(  # envpool's annotation says Env, but it is a VectorEnv
             options.id,
             num_envs=options.num_envs,
             num_threads=options.num_workers,

@@ -17,52 +17,50 @@ from tether.envs.make import EnvOptions
 from tether.observations import Array
 
 STATE = ("robot0_proprio-state", "object-state")
-"""Entries of robosuite's observation that together are the state: arm and gripper, and what lies on the table."""
-LONGEST = 1000
-"""Steps of an episode without `max_episode_steps`: LIBERO's own horizon."""
-SETTLING = 10
-"""Steps without motion after a start state was set, in which objects come to rest."""
-STILL = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
+"""Entries of robosuite's observation that are concatenated to the state: robot (arm and gripper) and objects."""
+DEFAULT_MAX_STEPS = 1000
+"""Episode length if `max_episode_steps` is not set: LIBERO's own horizon."""
+SETTLING_STEPS = 10
+"""Idle steps after a start state is set, so that objects come to rest."""
+IDLE_ACTION = np.array([0, 0, 0, 0, 0, 0, -1], dtype=np.float32)
 """An action that moves nothing and leaves the gripper open."""
 Obs = NDArray[np.float32] | dict[str, Array]
 
 
 class LiberoTask(gymnasium.Env[Raw, NDArray[np.float32]]):
-    """One task. Its episodes begin in the benchmark's start states, drawn by the seed, and end with success.
+    """A LIBERO task whose episodes start in a random state of the benchmark and end with success.
 
-    The observation is the state [S], or with cameras a Dict of ``state`` and, under the name of each camera, its
-    picture (uint8, [H, W, 3], upright).
+    The observation is the state [S]; with cameras it is a Dict with ``state`` and one upright uint8 picture [H, W, 3]
+    per
+    camera.
 
     Args:
         env: LIBERO's environment.
-        start_states: [K, states of the simulation].
-        cameras: that are seen.
+        start_states: K simulator states, [K, S].
+        cameras: names of the cameras to observe.
     """
 
     def __init__(self, env: ControlEnv, start_states: Array, cameras: tuple[str, ...] = ()) -> None:
         self._env, self._starts, self._cameras = env, start_states, cameras
-        self.action_space = spaces.Box(-1.0, 1.0, (len(STILL),), np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (len(IDLE_ACTION),), np.float32)
         first = self._seen(env.reset())
         self.observation_space = _space_of(first)
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Obs, Info]:
-        """See `gymnasium.Env.reset`."""
         super().reset(seed=seed)
         if seed is not None:
             self._env.seed(seed)
         self._env.reset()
         raw = self._env.set_init_state(self._starts[self.np_random.integers(len(self._starts))])
-        for _ in range(SETTLING):
-            raw = self._env.step(STILL)[0]
+        for _ in range(SETTLING_STEPS):
+            raw = self._env.step(IDLE_ACTION)[0]
         return self._seen(raw), {}
 
     def step(self, action: NDArray[np.float32]) -> tuple[Obs, float, bool, bool, Info]:
-        """See `gymnasium.Env.step`; LIBERO's ``done`` is success, which ends the episode."""
-        raw, reward, done, _ = self._env.step(action)
+        raw, reward, done, _ = self._env.step(action)  # LIBERO's `done` means success
         return self._seen(raw), float(reward), bool(done), False, {"success": bool(done)}
 
     def close(self) -> None:
-        """See `gymnasium.Env.close`."""
         self._env.close()
 
     def _seen(self, raw: Mapping[str, Array]) -> Obs:
@@ -74,16 +72,16 @@ class LiberoTask(gymnasium.Env[Raw, NDArray[np.float32]]):
 
 
 def make_env(options: EnvOptions, arguments: Arguments) -> Env:
-    """Make one environment of ``suite/number``, such as ``libero_spatial/0``.
+    """Make one environment from an id ``suite/index``, such as ``libero_spatial/0``.
 
     Args:
-        options: of the environments.
-        arguments: of LIBERO's environment; ``cameras``: names of those that are seen, such as ``agentview``.
+        options: options of the environments.
+        arguments: arguments of LIBERO's environment; ``cameras`` lists the cameras to observe, such as ``agentview``.
 
     Raises:
-        ValueError: there is no such suite or task, or it is to show itself.
+        ValueError: there is no such suite or task, or a video is requested.
     """
-    suite, _, number = options.id.partition("/")
+    suite, _, index = options.id.partition("/")
     if suite not in get_benchmark_dict():
         raise ValueError(
             f"{options.role}.id: LIBERO has no suite {suite}. Use suite/number with one of "
@@ -91,31 +89,32 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
         )
     benchmark = get_benchmark(suite)()
     count = benchmark.get_num_tasks()
-    if not (number.isdecimal() and int(number) < count):
+    if not (index.isdecimal() and int(index) < count):
         raise ValueError(
             f"{options.role}.id: {options.id} is none of the {count} tasks {suite}/0 to {suite}/{count - 1}."
         )
-    given = {name: value for name, value in arguments.items() if name not in ("cameras", "max_episode_steps")}
-    if "render_mode" in given:
+    env_kwargs = {name: value for name, value in arguments.items() if name not in ("cameras", "max_episode_steps")}
+    if "render_mode" in env_kwargs:
         raise ValueError("env.eval.video_cfg.save_video: LIBERO shows no pictures for videos. Turn it off.")
     cameras = tuple(arguments.get("cameras", ()))
     env = ControlEnv(
-        benchmark.get_task_bddl_file_path(int(number)),
+        benchmark.get_task_bddl_file_path(int(index)),
         **{
             "use_camera_obs": bool(cameras),
             "has_offscreen_renderer": bool(cameras),
-            "ignore_done": True,  # a time limit truncates, which robosuite does not tell from an end
+            # robosuite's `done` does not distinguish the time limit from an end, so `TimeLimit` truncates instead.
+            "ignore_done": True,
             **({"camera_names": list(cameras)} if cameras else {}),
-            **given,
+            **env_kwargs,
         },
     )
-    task = LiberoTask(env, np.asarray(benchmark.get_task_init_states(int(number))), cameras)
-    return TimeLimit(task, options.max_episode_steps or LONGEST)
+    task = LiberoTask(env, np.asarray(benchmark.get_task_init_states(int(index))), cameras)
+    return TimeLimit(task, options.max_episode_steps or DEFAULT_MAX_STEPS)
 
 
 def _space_of(seen: Obs) -> spaces.Space:
     if isinstance(seen, dict):
-        return spaces.Dict({name: _space_of(part) for name, part in seen.items()})
+        return spaces.Dict({name: _space_of(value) for name, value in seen.items()})
     if seen.dtype == np.uint8:
         return spaces.Box(0, 255, seen.shape, np.uint8)
     return spaces.Box(-np.inf, np.inf, seen.shape, np.float32)

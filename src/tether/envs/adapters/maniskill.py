@@ -1,4 +1,4 @@
-"""ManiSkill3: one environment after the other on a CPU, or all of them as one batch of tensors on a GPU."""
+"""ManiSkill3: environments stepped one by one on a CPU, or together as one batch of tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ WITHOUT_PICTURES = ("state", "state_dict")
 
 
 def make_batch(options: EnvOptions, arguments: Arguments) -> BatchedEnv | None:
-    """Make all environments in one simulation, where that is to run on a GPU; else None.
+    """Make all environments in one GPU simulation; return None if they run on a CPU.
 
-    It does so with ``sim_backend`` gpu, and with auto where there is a GPU.
+    The GPU is used with ``sim_backend=gpu``, and with ``auto`` if one is available.
 
     Raises:
-        ValueError: there is no such id or no GPU, or what is asked for needs environments that are stepped one by one.
+        ValueError: there is no such id or no GPU, or an option needs environments that are stepped one by one.
     """
     backend = str(arguments.get("sim_backend", "auto"))
     on_gpu = backend.split(":")[0] in GPU or (backend == "auto" and torch.cuda.is_available())
     if not on_gpu:
         return None
-    for key, asked in {
+    for key, is_set in {
         "wrappers": bool(options.wrappers),
         "drop_observations, frame_stack or info_metrics": options.view != View(),
         "group_size, auto_reset, use_fixed_reset_state_ids or policy.num_action_chunks": options.pacing != Pacing(),
         "video_cfg.save_video": "render_mode" in arguments,
         "vectorization": options.vectorization in ("sync", "subprocess"),
     }.items():
-        if asked:
+        if is_set:
             raise ValueError(
                 f"{options.role}.init_params.sim_backend: {backend} simulates all environments at once, which "
                 f"{options.role}.{key} does not allow. Set sim_backend=cpu, or leave the other key at its default."
@@ -73,7 +73,7 @@ def _made(options: EnvOptions, arguments: Arguments) -> Env:
 
 
 def _simulation(arguments: Arguments, backend: str) -> Info:
-    """Arguments of the simulation: numbers are observed, and nothing is drawn, unless they say otherwise."""
+    """Return the simulation's arguments; by default it observes the state and renders nothing."""
     chosen = {"obs_mode": "state", "sim_backend": backend, **arguments}
     if chosen["sim_backend"] == "auto":
         chosen["sim_backend"] = backend

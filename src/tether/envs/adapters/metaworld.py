@@ -1,4 +1,4 @@
-"""MetaWorld v3 by names of its own: a task, or a suite whose episodes are of tasks in turn drawn at random."""
+"""MetaWorld v3 by its own names: a single task, or a suite whose task is drawn at random for each episode."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TASKS = tuple(metaworld.ALL_V3_ENVIRONMENTS)
 SUITES = {"MT10": tuple(env_dict.MT10_V3), "MT25": tuple(env_dict.MT25_V3), "MT50": tuple(env_dict.MT50_V3)}
 REWARDS = ("dense", "success")
 STATE = 39
-"""Numbers of a task's observation; what a suite adds stands behind them."""
+"""Size of a task's observation; a suite appends its entries after these."""
 
 
 class MetaWorldTasks(gymnasium.Env[Array, Array]):
-    """Some tasks; which one an episode is of, and its goal, follow from the seed.
+    """One or several tasks; the seed determines the task and the goal of each episode.
 
-    So environments that begin with the same seed have the same task: a group of estimators that compare episodes is one
-    task. Where there are several, the observation ends in one entry for each, which is 1 for that of the episode.
+    Environments with the same seed therefore get the same task, as estimators that compare the episodes of a group
+    require. With several tasks, the observation ends with a one-hot encoding of the task.
 
     Args:
-        names: of MetaWorld's tasks.
-        arguments: of `gymnasium.make` for each; ``seed`` decides on the goals that there are.
-        reward: MetaWorld's own is ``dense``; ``success`` pays 1 for a step that solves the task, and nothing else.
+        names: names of MetaWorld tasks.
+        arguments: arguments of `gymnasium.make` for each task; ``seed`` determines the set of goals.
+        reward: ``dense`` is MetaWorld's own; ``success`` is 1 in a step that solves the task, else 0.
     """
 
     def __init__(self, names: tuple[str, ...], arguments: Arguments, reward: str = "dense") -> None:
@@ -49,63 +49,59 @@ class MetaWorldTasks(gymnasium.Env[Array, Array]):
         self.metadata = self._env.metadata
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Array, Info]:
-        """See `gymnasium.Env.reset`."""
         super().reset(seed=seed)
         self._number = int(self.np_random.integers(len(self._names)))
         self._env = self._task(self._number)
-        self.simulator.seed(int(self.np_random.integers(2**31)))  # it takes no seed from `reset`
+        self.simulator.seed(int(self.np_random.integers(2**31)))  # it ignores the seed of `reset`
         self._obs, info = self._env.reset(options=options)
         return self._obs, info
 
     def step(self, action: Array) -> tuple[Array, SupportsFloat, bool, bool, Info]:
-        """See `gymnasium.Env.step`; ``info["success"]`` says whether the task is solved in this step."""
         self._obs, reward, terminated, truncated, info = self._env.step(action)
         pays = float(info["success"]) if self._pays_success else reward
         return self._obs, pays, bool(terminated), bool(truncated), info
 
     def render(self) -> Raw:
-        """See `gymnasium.Env.render`."""
         return self._env.render()
 
     def close(self) -> None:
-        """See `gymnasium.Env.close`."""
         for env in self._made.values():
             env.close()
 
     @property
     def simulator(self) -> Simulator:
-        """MetaWorld's environment of the task that is played."""
+        """MetaWorld's environment of the current task."""
         return self._env.unwrapped
 
     @property
     def task(self) -> str:
-        """The task in words: ``pick place`` for ``pick-place-v3``."""
+        """The current task in words: ``pick place`` for ``pick-place-v3``."""
         return in_words(self._names[self._number])
 
     def scripted_action(self) -> NDArray[np.float32]:
-        """The action of MetaWorld's scripted policy for the task; it reads the numbers, whatever a policy sees."""
+        """Return the action of MetaWorld's scripted policy, which always reads the full state."""
         policy = ENV_POLICY_MAP[self._names[self._number]]()
         return np.clip(policy.get_action(self._obs[:STATE]), -1, 1).astype(np.float32)
 
-    def _task(self, number: int) -> Env:
-        """A task, which is made when an episode is of it for the first time."""
-        if number not in self._made:
+    def _task(self, index: int) -> Env:
+        """Return a task's environment, created the first time an episode uses it."""
+        if index not in self._made:
             several = len(self._names) > 1
-            marked = {"use_one_hot": True, "env_id": number, "num_tasks": len(self._names)} if several else {}
-            name, arguments = self._names[number], self._arguments
-            self._made[number] = gymnasium.make(
+            marked = {"use_one_hot": True, "env_id": index, "num_tasks": len(self._names)} if several else {}
+            name, arguments = self._names[index], self._arguments
+            self._made[index] = gymnasium.make(
                 "Meta-World/MT1", disable_env_checker=True, env_name=name, **marked, **arguments
             )
-        return self._made[number]
+        return self._made[index]
 
 
 def in_words(name: str) -> str:
-    """A task's name as a text that a policy can read."""
+    """Return a task's name as an instruction for a policy."""
     return name.removesuffix("-v3").replace("-", " ")
 
 
 def scripted(env: Env, obs: Raw) -> NDArray[np.float32]:
-    """Play as MetaWorld's scripted policies do."""
+    """Return the action of MetaWorld's scripted policy for the current task."""
     tasks: Simulator = env.unwrapped
     action: NDArray[np.float32] = tasks.scripted_action()
     return action
@@ -115,26 +111,27 @@ def make_env(options: EnvOptions, arguments: Arguments) -> Env:
     """Make one environment of a task (``reach-v3``) or a suite (``MT10``).
 
     Args:
-        options: of the environments.
-        arguments: of `gymnasium.make`, and of this adapter: ``camera`` and ``picture_size``, see
-            `PictureObservations`; ``action_repeat``, how often an action is carried out;
-            ``reward``, see `MetaWorldTasks`.
+        options: options of the environments.
+        arguments: arguments of `gymnasium.make` and of this adapter: ``camera`` and ``picture_size`` of
+            `PictureObservations`, ``action_repeat`` of `Repeated`, ``reward`` of `MetaWorldTasks`.
 
     Raises:
-        ValueError: there is no such name, no such camera, or no such reward.
+        ValueError: there is no such task, camera or reward.
     """
-    given = dict(arguments)
-    seen = {name: given.pop(name) for name in ("camera", "picture_size") if name in given}
-    repeat, reward = given.pop("action_repeat", 1), given.pop("reward", "dense")
+    env_kwargs = dict(arguments)
+    picture_options = {name: env_kwargs.pop(name) for name in ("camera", "picture_size") if name in env_kwargs}
+    repeat, reward = env_kwargs.pop("action_repeat", 1), env_kwargs.pop("reward", "dense")
     if reward not in REWARDS:
         raise ValueError(f"{options.role}.init_params.reward is {reward!r}. Use {' or '.join(REWARDS)}.")
-    if "max_episode_steps" in given:
-        given["max_episode_steps"] *= repeat  # of the simulator
+    if "max_episode_steps" in env_kwargs:
+        env_kwargs["max_episode_steps"] *= repeat  # counted in simulator steps
     names = _names(options)
-    env: Env = MetaWorldTasks(names, given, reward)
+    env: Env = MetaWorldTasks(names, env_kwargs, reward)
     if repeat > 1:
         env = Repeated(env, repeat)
-    return PictureObservations(env, max(len(in_words(name)) for name in names), **seen) if seen else env
+    if not picture_options:
+        return env
+    return PictureObservations(env, max(len(in_words(name)) for name in names), **picture_options)
 
 
 def _names(options: EnvOptions) -> tuple[str, ...]:

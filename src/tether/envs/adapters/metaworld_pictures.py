@@ -1,4 +1,4 @@
-"""MetaWorld as a camera sees it: a picture, the numbers of the hand, and the task in words."""
+"""MetaWorld with picture observations: a camera's picture, the state of the hand and the task in words."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Raw, Simula
 from tether.observations import Array
 
 HAND = 4
-"""Entries at the beginning of MetaWorld's observation that are of the hand: its place, and how far it is open."""
+"""Leading entries of MetaWorld's observation that describe the hand: its position, and how far it is open."""
 SMOOTHING = (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION, mujoco.mjtRndFlag.mjRND_SKYBOX)
-"""Not drawn: in software it takes ten times as long as everything else."""
+"""Render flags that are turned off: in software they take ten times as long as everything else."""
 LETTERS = string.ascii_lowercase + " "
 
 
 class PictureObservations(Wrapper):
-    """Shows a picture, the hand's numbers (``state``) and the ``task`` in place of MetaWorld's numbers.
+    """Replaces MetaWorld's observation by a picture, the state of the hand (``state``) and the ``task``.
 
-    Where object and goal are has to be seen. Pictures are drawn by mujoco, which needs a display, or the environment
-    variable ``MUJOCO_GL`` set to ``egl`` or ``osmesa``.
+    The positions of object and goal are visible in the picture only. mujoco renders it, which requires a display or the
+    environment variable ``MUJOCO_GL`` set to ``egl`` or ``osmesa``.
 
     Args:
-        env: one of `tether.envs.adapters.metaworld.MetaWorldTasks`, wrapped or not.
-        longest: bytes of the longest task.
-        camera: the name of one of MetaWorld's, or where a free one stands: ``lookat`` (a place), ``distance`` from it,
-            ``azimuth`` and ``elevation`` of its direction in degrees.
-        picture_size: height and width.
+        env: a `tether.envs.adapters.metaworld.MetaWorldTasks`, possibly wrapped.
+        longest: length of the longest task in bytes.
+        camera: the name of a MetaWorld camera, or a free camera: ``lookat`` (a point), ``distance`` from it,
+            ``azimuth`` and ``elevation`` in degrees.
+        picture_size: height and width in pixels.
 
     Raises:
         ValueError: there is no such camera.
@@ -52,17 +52,14 @@ class PictureObservations(Wrapper):
         )
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
-        """See `gymnasium.Env.reset`."""
         obs, info = self.env.reset(seed=seed, options=options)
         return self._seen(obs), info
 
     def step(self, action: Raw) -> Stepped:
-        """See `gymnasium.Env.step`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return self._seen(obs), reward, terminated, truncated, info
 
     def close(self) -> None:
-        """See `gymnasium.Env.close`."""
         for renderer in self._renderers.values():
             renderer.close()
         self._renderers.clear()
@@ -73,7 +70,7 @@ class PictureObservations(Wrapper):
 
     def _picture(self) -> NDArray[np.uint8]:
         simulator = self._tasks.simulator
-        if id(simulator) not in self._renderers:  # each task has a model of its own, which `self.env` keeps
+        if id(simulator) not in self._renderers:  # each task has its own model, kept alive by `self.env`
             self._renderers[id(simulator)] = _renderer(simulator.model, self._size)
         renderer = self._renderers[id(simulator)]
         renderer.update_scene(simulator.data, self._camera)
@@ -82,28 +79,28 @@ class PictureObservations(Wrapper):
 
 
 def named_camera(name: str, model: Simulator) -> str:
-    """The name of a camera of a model.
+    """Check the name of a camera and return it.
 
     Raises:
-        ValueError: it has none of that name.
+        ValueError: the model has no such camera.
     """
-    names = [model.camera(number).name for number in range(model.ncam)]
+    names = [model.camera(index).name for index in range(model.ncam)]
     if name not in names:
         raise ValueError(f"init_params.camera: MetaWorld has no camera {name}. Use one of {', '.join(names)}.")
     return name
 
 
 def free_camera(place: Arguments) -> mujoco.MjvCamera:
-    """A camera of its own place.
+    """Return a free camera.
 
     Raises:
-        ValueError: an entry is none of a camera's.
+        ValueError: a camera has no such entry.
     """
     camera = mujoco.MjvCamera()
-    known = ("lookat", "distance", "azimuth", "elevation")
+    fields = ("lookat", "distance", "azimuth", "elevation")
     for name, value in place.items():
-        if name not in known:
-            raise ValueError(f"init_params.camera: a camera has no {name}. Use {', '.join(known)}, or a name.")
+        if name not in fields:
+            raise ValueError(f"init_params.camera: a camera has no {name}. Use {', '.join(fields)}, or a name.")
         setattr(camera, name, value)
     return camera
 

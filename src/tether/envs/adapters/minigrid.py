@@ -1,7 +1,7 @@
-"""MiniGrid's environments: the success that they do not tell by themselves, and their view without copies of the grid.
+"""MiniGrid's environments: adds ``success`` to their infos, and computes the agent's view without copying the grid.
 
-`minigrid.minigrid_env.MiniGridEnv.gen_obs` copies the view up to five times, an object of Python for each of its cells,
-which takes most of a step. `view` reads the same cells in place.
+`minigrid.minigrid_env.MiniGridEnv.gen_obs` copies the view up to five times, one Python object per cell, which takes
+most of the time of a step. `view` reads the same cells in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DARK, EMPTY, OUTSIDE = bytes((0, 0, 0)), bytes((1, 0, 0)), bytes((2, 5, 0))
 
 
 class SuccessByReward(Wrapper):
-    """Says in the infos that a task is solved, which MiniGrid and BabyAI say by a reward above 0 only."""
+    """Adds ``success`` to the infos: in MiniGrid and BabyAI a task is solved when the reward is positive."""
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
@@ -29,16 +29,15 @@ class SuccessByReward(Wrapper):
             inner.gen_obs = partial(_observe, inner)
 
     def step(self, action: Raw) -> Stepped:
-        """See `gymnasium.Env.step`."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         return obs, reward, terminated, truncated, info | {"is_success": float(reward) > 0}
 
 
 def view(env: Simulator) -> NDArray[np.uint8]:
-    """The picture [size, size, 3] that ``MiniGridEnv.gen_obs`` makes: object, colour and state of each cell in sight.
+    """Return the image [size, size, 3] of ``MiniGridEnv.gen_obs``: object, colour and state of each visible cell.
 
     Args:
-        env: a ``MiniGridEnv``.
+        env: the ``MiniGridEnv``.
     """
     size, grid = env.agent_view_size, env.grid
     x, y = (int(at) for at in env.agent_pos)
@@ -59,7 +58,7 @@ def _observe(env: Simulator) -> Info:
 
 
 def _has_usual_view(kind: type) -> bool:
-    """Whether a class leaves MiniGrid's view as it is."""
+    """Whether a class does not override MiniGrid's view."""
     base = next((base for base in kind.__mro__ if base.__name__ == "MiniGridEnv"), None)
     names = ("gen_obs", "gen_obs_grid", "get_view_exts")
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in names)
@@ -69,8 +68,9 @@ def _has_usual_view(kind: type) -> bool:
 def _cells_around(
     size: int, direction: int, width: int, height: int, x: int, y: int
 ) -> Callable[[list[Simulator]], tuple[Simulator, ...]]:
-    """Takes the cells of a view out of those of a grid and one outside: columns from left to right, each from the far
-    end to the agent.
+    """Return a function that picks the cells of a view from a grid's cells followed by one outside cell.
+
+    The order is columns from left to right, each from the far end to the agent.
     """
     dx, dy = ((1, 0), (0, 1), (-1, 0), (0, -1))[direction]
     where = []
@@ -84,7 +84,7 @@ def _cells_around(
 
 @lru_cache(maxsize=10_000)
 def _in_sight(size: int, opaque: bytes) -> bytes:
-    """Cells that light from the agent reaches: row by row away from it, to both sides and ahead, as MiniGrid has it."""
+    """Return visible cells by MiniGrid's algorithm: light spreads from the agent sideways and ahead, row by row."""
     lit = bytearray(size**2)
     lit[size // 2 * size + size - 1] = True
     for row in range(size - 1, -1, -1):
@@ -92,8 +92,8 @@ def _in_sight(size: int, opaque: bytes) -> bytes:
             for column in columns:
                 at = column * size + row
                 if lit[at] and not opaque[at]:
-                    beside = at + side * size
-                    lit[beside] = True
+                    neighbor = at + side * size
+                    lit[neighbor] = True
                     if row > 0:
-                        lit[beside - 1] = lit[at - 1] = True
+                        lit[neighbor - 1] = lit[at - 1] = True
     return bytes(lit)

@@ -1,8 +1,9 @@
 """Observation and action spaces: how a simulator's values become the arrays that policies read and write.
 
-`observations` reads a Gymnasium space into a typed tree, `actions` translates and scales actions, `action_masks` shows
-which choices are allowed. `action_bins` and `chain_actions` turn what a vision-language-action or flow-matching policy
-gives into continuous actions, and `coded` makes environments take it.
+`observations` reads a Gymnasium space into named arrays, `actions` converts actions, and `action_masks` adds the mask
+of
+allowed actions. `action_bins` and `chain_actions` decode the output of a vision-language-action or flow-matching policy
+to continuous actions, and `coded` makes environments accept that output.
 """
 
 __all__ = ["action_bins", "action_masks", "actions", "chain_actions", "coded", "observations"]

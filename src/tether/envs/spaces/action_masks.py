@@ -1,4 +1,4 @@
-"""Which choices are allowed now: ``info["action_mask"]`` of an environment as a part of its observations."""
+"""Masks of the allowed actions: adds ``info["action_mask"]`` to the observations of an environment."""
 
 from __future__ import annotations
 
@@ -13,40 +13,34 @@ from tether.observations import ACTION_MASK, ObsLayout
 
 
 class MaskedActions(Wrapper):
-    """Shows the mask that the infos hold as the part ``action_mask`` of a Dict.
+    """Adds the mask from the infos to the observation, as the entry ``action_mask`` of a Dict.
 
     Args:
-        env: the infos of its resets and steps hold ``action_mask``: for each alternative of each choice whether it is
-            allowed. That of a step that ends an episode may hold none.
+        env: an environment whose infos contain ``action_mask``: one flag per value of each discrete action. It may be
+            missing in the last step of an episode.
 
     Raises:
-        ValueError: its actions are no choices.
+        ValueError: the actions are not discrete.
     """
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         shown = env.observation_space
         self._is_dict = isinstance(shown, spaces.Dict)
-        parts = dict(shown.spaces) if isinstance(shown, spaces.Dict) else {"state": shown}
+        entries = dict(shown.spaces) if isinstance(shown, spaces.Dict) else {"state": shown}
         self._size = sum(_choices(env))
         if not self._size:
             raise ValueError(
                 f"env.train.action_masks=true: the actions of {env} are numbers ({env.action_space}), and masks are of "
                 "choices. Set false."
             )
-        self.observation_space = spaces.Dict({**parts, ACTION_MASK: spaces.MultiBinary(self._size)})
+        self.observation_space = spaces.Dict({**entries, ACTION_MASK: spaces.MultiBinary(self._size)})
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
-        """See `gymnasium.Env.reset`."""
         obs, info = self.env.reset(seed=seed, options=options)
         return self._with_mask(obs, info, "a reset"), info
 
     def step(self, action: Raw) -> Stepped:
-        """See `gymnasium.Env.step`.
-
-        Raises:
-            ValueError: there is no mask, or not one of the actions.
-        """
         obs, reward, terminated, truncated, info = self.env.step(action)
         if (terminated or truncated) and ACTION_MASK not in info:
             info = info | {ACTION_MASK: np.ones(self._size, dtype=np.int8)}
@@ -68,12 +62,12 @@ class MaskedActions(Wrapper):
 
 
 def refuse_unread_mask(info: Info, layout: ObsLayout, env_id: str) -> None:
-    """Refuse an environment whose masks would be ignored without a word.
+    """Refuse an environment whose masks would be ignored silently.
 
     Raises:
-        ValueError: the info of a reset holds one, and no part of the observations does.
+        ValueError: the info of a reset contains a mask, and the observations do not.
     """
-    if ACTION_MASK in info and not any(part.kind == "mask" for part in layout):
+    if ACTION_MASK in info and not any(entry.kind == "mask" for entry in layout):
         raise ValueError(
             f'env.train.action_masks: {env_id} tells which choices are allowed (info["{ACTION_MASK}"]). Set true to '
             "sample among these alone, or false to learn without."
@@ -81,12 +75,12 @@ def refuse_unread_mask(info: Info, layout: ObsLayout, env_id: str) -> None:
 
 
 def _choices(env: Env) -> tuple[int, ...]:
-    """Alternatives of each choice; none where actions are numbers."""
+    """Return the number of values of each discrete action; empty for continuous ones."""
     spec = ActionCodec.of(env.action_space, str(env)).spec
     return spec.choices if isinstance(spec, DiscreteActions) else ()
 
 
 def _flat(mask: object) -> NDArray[np.int8]:
-    """A mask, or one for each choice as Gymnasium's ``sample`` takes them, side by side."""
-    parts = mask if isinstance(mask, tuple | list) else [mask]
-    return np.concatenate([np.asarray(part).astype(np.bool_).reshape(-1) for part in parts]).astype(np.int8)
+    """Return a flat mask from one mask, or from one per action as Gymnasium's ``sample`` accepts them."""
+    masks = mask if isinstance(mask, tuple | list) else [mask]
+    return np.concatenate([np.asarray(each).astype(np.bool_).reshape(-1) for each in masks]).astype(np.int8)

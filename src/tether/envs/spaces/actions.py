@@ -1,4 +1,4 @@
-"""Gymnasium's action spaces as columns of an action."""
+"""Conversion between rows of a policy's actions and Gymnasium's action spaces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tether.observations import Array
 
 @dataclass(frozen=True)
 class ActionCodec:
-    """Turns rows of a policy's action into what a space takes."""
+    """Converts rows of a policy's actions to actions of a space."""
 
     spec: ActionSpec
     space: Space
@@ -23,10 +23,10 @@ class ActionCodec:
 
     @classmethod
     def of(cls, space: Space, env_id: str) -> ActionCodec:
-        """The codec of an action space.
+        """Return the codec of an action space.
 
         Raises:
-            ValueError: no policy acts in this space.
+            ValueError: no policy supports this space.
         """
         match space:
             case spaces.Discrete():
@@ -44,10 +44,10 @@ class ActionCodec:
         )
 
     def decode(self, actions: Array) -> Array:
-        """[N, width] -> [N, *shape of the space], clipped to the bounds of a Box.
+        """Convert actions [N, width] to [N, *shape of the space], clipped to the bounds of a Box.
 
         Raises:
-            ValueError: a number is not finite, so that it never reaches a simulator.
+            ValueError: a value is not finite.
         """
         rows = len(actions)
         match self.space:
@@ -58,35 +58,35 @@ class ActionCodec:
             case spaces.Box():
                 check_finite(actions, self.env_id)
                 shaped = actions.reshape(rows, *self.space.shape)
-                # The two calls cost a third of np.clip, and this runs once a step.
+                # These two calls take a third of the time of np.clip, and this runs at each step.
                 bounded = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
     def encode(self, action: Raw) -> Array:
-        """The row [width] that `decode` makes this action of the space from.
+        """Return the row [width] that `decode` converts to this action.
 
         Raises:
-            ValueError: it is of another shape.
+            ValueError: the action has the wrong shape.
         """
-        given = np.asarray(action)
-        if given.shape != (self.space.shape or ()):
-            raise ValueError(f"{self.env_id}: an action of shape {given.shape} is none of {self.space}")
+        array = np.asarray(action)
+        if array.shape != (self.space.shape or ()):
+            raise ValueError(f"{self.env_id}: an action of shape {array.shape} is none of {self.space}")
         match self.space:
             case spaces.Discrete() | spaces.MultiDiscrete():
-                return np.asarray(given - self.space.start, dtype=np.int64).reshape(-1)
+                return np.asarray(array - self.space.start, dtype=np.int64).reshape(-1)
             case spaces.Box():
-                return given.astype(np.float32).reshape(-1)
-        return given.astype(np.int64).reshape(-1)
+                return array.astype(np.float32).reshape(-1)
+        return array.astype(np.int64).reshape(-1)
 
 
 def check_finite(actions: Array, env_id: str) -> None:
-    """Refuse actions [N, width] that hold a number that is not finite.
+    """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
 
     Raises:
         ValueError: names environment and entry.
     """
-    if math.isfinite(actions.sum()):  # several times as fast as looking at each
+    if math.isfinite(actions.sum()):  # several times as fast as checking each value
         return
     for n, entry in np.argwhere(~np.isfinite(actions)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Actions as flow-matching policies record them: of each, the first columns are the action, in the policy's scale."""
+"""Actions as flow-matching policies record them: the first columns are the action, in the policy's scale."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from tether.observations import Array
 
 @dataclass(frozen=True)
 class ChainActions:
-    """How the recorded columns of an action become one of the environment's."""
+    """Converts the recorded columns of an action to an action of the environment."""
 
     offset: tuple[float, ...]
-    """Of each of the D columns that the environment takes."""
+    """Offset of each of the D columns of the environment's actions."""
     scale: tuple[float, ...]
+    """Scale of each of them."""
     width: int
-    """Columns that are recorded."""
+    """Number of recorded columns."""
 
     @property
     def actions(self) -> ContinuousActions:
-        """The actions as the policy gives them."""
+        """The action space of the policy."""
         return ContinuousActions(self.width)
 
     @property
-    def taken(self) -> int:
-        """D."""
+    def action_dim(self) -> int:
+        """D: columns of the environment's actions."""
         return len(self.offset)
 
     def decode(self, columns: Array) -> Floats:
-        """Actions [..., D] of recorded columns [..., width]."""
-        taken = columns[..., : self.taken]
-        return (taken * np.array(self.scale) + np.array(self.offset)).astype(np.float32)
+        """Return the actions [..., D] of recorded columns [..., width]."""
+        scaled = columns[..., : self.action_dim]
+        return (scaled * np.array(self.scale) + np.array(self.offset)).astype(np.float32)

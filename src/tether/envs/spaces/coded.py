@@ -1,4 +1,4 @@
-"""Environments that take actions in the code of a policy."""
+"""Environments that accept actions in a policy's encoding."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from tether.observations import Array, Observation
 
 
 class ActionCode(Protocol):
-    """How a policy writes actions of D numbers."""
+    """How a policy encodes continuous actions of D columns."""
 
     @property
     def actions(self) -> ActionSpec:
-        """The actions as the policy gives them."""
+        """The action space of the policy."""
         ...
 
     @property
-    def taken(self) -> int:
-        """D."""
+    def action_dim(self) -> int:
+        """D: columns of the environment's actions."""
         ...
 
     def decode(self, columns: Array) -> Floats:
-        """Actions [..., D] of what the policy gives."""
+        """Return the actions [..., D] of the policy's output."""
         ...
 
 
 class CodedEnv:
-    """Makes environments of continuous actions take those of a policy.
+    """Makes environments with continuous actions accept those of a policy.
 
     Args:
         env: the environments.
-        code: of the policy.
+        code: encoding of the policy.
     """
 
     def __init__(self, env: VectorEnv, code: ActionCode) -> None:
@@ -40,21 +40,16 @@ class CodedEnv:
         self.actions = code.actions
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         return self._env.reset(seed)
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
         return self._env.step(self._code.decode(actions))
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         return self._env.get_state()
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         self._env.set_state(data)
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         self._env.close()

@@ -1,4 +1,4 @@
-"""Gymnasium's observation spaces as named, typed parts."""
+"""Gymnasium's observation spaces as named, typed arrays."""
 
 from __future__ import annotations
 
@@ -13,93 +13,94 @@ from tether.envs.gymnasium_types import Raw, Space
 from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
 
 FLAGS = (np.int8, np.uint8, np.bool_)
-"""Types of the entries of a mask."""
+"""dtypes of masks."""
 
 
 class ObservationReader:
-    """Brings what environments of a space show to parts; `layout` says which.
+    """Converts observations of a space to named arrays, which `layout` describes.
 
-    Choices count from 0 on, pictures are [height, width, channels], texts bytes, and floats float32, in which networks
-    compute; everything else keeps its type.
+    Discrete values start at 0, pictures are [height, width, channels], texts are bytes, and floats are float32, in
+    which
+    networks compute; other dtypes stay.
 
     Args:
-        space: of an environment.
-        env_id: for messages.
+        space: observation space of an environment.
+        env_id: id for error messages.
 
     Raises:
-        ValueError: a part of the space is none that policies read; or there are several texts.
+        ValueError: no policy supports a component of the space, or there are several texts.
     """
 
     def __init__(self, space: Space, env_id: str) -> None:
         self._leaves = tuple(_leaves(space, (), env_id))
-        self.layout = tuple(leaf.part for leaf in self._leaves)
-        if sum(part.kind == "text" for part in self.layout) > 1:
+        self.layout = tuple(leaf.entry for leaf in self._leaves)
+        if sum(entry.kind == "text" for entry in self.layout) > 1:
             raise ValueError(f"{env_id}: no policy reads several texts. Leave one in the observation space: {space}")
         is_vector = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
         self.is_plain = is_vector and np.issubdtype(space.dtype, np.floating)
-        """An observation is the one part itself, up to the precision of its numbers."""
+        """Whether observations are one flat vector of floats, which needs no conversion but to float32."""
 
     def __call__(self, obs: Raw, rows: int) -> Observation:
         """Read `rows` observations of the space.
 
         Raises:
-            ValueError: a text is longer than its space allows, a choice is none of the space, or pixels or other
-                integers are none.
+            ValueError: a text is longer than its space allows, a discrete value is outside of the space, or pixels or
+                other integers are not integers.
         """
-        return {leaf.part.name: leaf.read(obs, rows) for leaf in self._leaves}
+        return {leaf.entry.name: leaf.read(obs, rows) for leaf in self._leaves}
 
     def write(self, obs: Raw, into: Observation, row: int) -> None:
-        """Read one observation of the space into a row of parts; see `__call__`."""
+        """Read one observation into a row of arrays; raises as `__call__` does."""
         for leaf in self._leaves:
-            into[leaf.part.name][row] = leaf.read(obs, 1)[0]
+            into[leaf.entry.name][row] = leaf.read(obs, 1)[0]
 
     def zeros(self, rows: int) -> Observation:
-        """Room for `rows` observations."""
-        return {part.name: part.zeros(rows) for part in self.layout}
+        """Return zeroed arrays for `rows` observations."""
+        return {entry.name: entry.zeros(rows) for entry in self.layout}
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A space without others in it."""
+    """A space that contains no other spaces."""
 
     keys: tuple[str | int, ...]
-    """Where it is in a nested observation."""
+    """Path in a nested observation."""
     space: Space
-    part: ObsPart
+    entry: ObsPart
 
     def read(self, obs: Raw, rows: int) -> Array:
-        """Its part [rows, *shape] of `rows` observations."""
+        """Return this leaf's array [rows, *shape] of `rows` observations."""
         for key in self.keys:
             obs = obs[key]
         match self.space:
             case spaces.Text():
-                longest = self.part.shape[0]
+                longest = self.entry.shape[0]
                 return np.stack([encode_text(text, longest) for text in np.asarray(obs).reshape(rows).tolist()])
             case spaces.Discrete() | spaces.MultiDiscrete():
-                choices = _exactly(obs, np.int64).reshape(rows, *self.part.shape) - np.reshape(self.space.start, -1)
-                if not ((choices >= 0) & (choices < self.part.choices)).all():
-                    raise ValueError(f"{self.part.name}: {obs!r:.80} is no choice of {self.space}")
+                choices = _exactly(obs, np.int64).reshape(rows, *self.entry.shape) - np.reshape(self.space.start, -1)
+                if not ((choices >= 0) & (choices < self.entry.choices)).all():
+                    raise ValueError(f"{self.entry.name}: {obs!r:.80} is no choice of {self.space}")
                 return choices
-            case space if self.part.kind == "image":
+            case space if self.entry.kind == "image":
                 return as_picture(_exactly(obs, np.uint8).reshape(rows, *(space.shape or ())))
-        dtype = np.dtype(self.part.dtype)
+        dtype = np.dtype(self.entry.dtype)
         numbers = np.asarray(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)
-        return numbers.reshape(rows, *self.part.shape)
+        return numbers.reshape(rows, *self.entry.shape)
 
 
 def _exactly(obs: Raw, dtype: DTypeLike) -> Array:
-    """An array of integers of this type.
+    """Convert to an integer dtype without changing a value.
 
     Raises:
-        ValueError: they are others: fractions, pixels from 0 to 1, numbers beyond the type.
+        ValueError: the dtype cannot hold a value: a fraction, a pixel in [0, 1], or out of range.
     """
-    given = np.asarray(obs)
-    if np.can_cast(given.dtype, dtype):
-        return given.astype(dtype, copy=False)
+    array = np.asarray(obs)
+    if np.can_cast(array.dtype, dtype):
+        return array.astype(dtype, copy=False)
     with np.errstate(invalid="ignore"):
-        cast = given.astype(dtype)
-    if not (cast == given).all():
-        raise ValueError(f"an observation of the type {given.dtype} has numbers that {np.dtype(dtype)} cannot hold")
+        cast = array.astype(dtype)
+    if not (cast == array).all():
+        raise ValueError(f"an observation of the type {array.dtype} has numbers that {np.dtype(dtype)} cannot hold")
     return cast
 
 
@@ -107,44 +108,45 @@ def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[
     name = ".".join(map(str, keys))
     match space:
         case spaces.MultiBinary() | spaces.Box() if name == ACTION_MASK and space.dtype in FLAGS:
-            part = ObsPart(ACTION_MASK, "mask", (int(np.prod(space.shape)),), "int8")
+            entry = ObsPart(ACTION_MASK, "mask", (int(np.prod(space.shape)),), "int8")
         case spaces.Dict() | spaces.Tuple():
             for key, inner in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
                 yield from _leaves(inner, (*keys, key), env_id)
             return
         case spaces.Text():
-            part = ObsPart(TASK, "text", (int(space.max_length),), "uint8")
+            entry = ObsPart(TASK, "text", (int(space.max_length),), "uint8")
         case spaces.Discrete():
-            part = ObsPart(name or "state", "vector", (1,), "int64", (int(space.n),))
+            entry = ObsPart(name or "state", "vector", (1,), "int64", (int(space.n),))
         case spaces.MultiDiscrete():
             choices = tuple(int(n) for n in space.nvec.reshape(-1))
-            part = ObsPart(name or "state", "vector", (len(choices),), "int64", choices)
+            entry = ObsPart(name or "state", "vector", (len(choices),), "int64", choices)
         case spaces.Box() if is_picture(space):
             shape = as_picture(np.zeros((1, *space.shape), dtype=np.uint8)).shape[1:]
-            part = ObsPart(name or "image", "image", shape, "uint8")
+            entry = ObsPart(name or "image", "image", shape, "uint8")
         case spaces.Box() | spaces.MultiBinary():
             dtype = "float32" if np.issubdtype(space.dtype, np.floating) else str(space.dtype)
-            part = ObsPart(name or "state", "vector", (int(np.prod(space.shape)),), dtype)
+            entry = ObsPart(name or "state", "vector", (int(np.prod(space.shape)),), dtype)
         case _:
             raise ValueError(
                 f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, "
                 "MultiBinary, Text, or Dict and Tuple of these; or leave a part of a Dict out with "
                 "env.train.drop_observations."
             )
-    yield _Leaf(keys, space, part)
+    yield _Leaf(keys, space, entry)
 
 
 def is_picture(space: Space) -> bool:
-    """Whether a space holds bytes in two to four dimensions."""
+    """Whether a space is of bytes in two to four dimensions."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
 
 
 def as_picture(pixels: Array) -> Array:
-    """Bring pictures to [rows, height, width, channels].
+    """Convert pictures to [rows, height, width, channels].
 
-    They come as [rows, height, width]; as [rows, height, width, channels]; as [rows, channels, height, width], which is
-    meant where the last axis is longer than 4 and the first the shortest; or with a stack of frames before either,
-    which become channels.
+    Accepted are [rows, height, width], [rows, height, width, channels] and [rows, channels, height, width] (assumed if
+    the
+    last axis is longer than 4 and the first the shortest), and either with a stack of frames in front, which become
+    channels.
     """
     if pixels.ndim == 3:
         return pixels[..., None]

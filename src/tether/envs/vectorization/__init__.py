@@ -1,6 +1,6 @@
-"""Many environments stepped together: in this process, in subprocesses, or by a batched simulator.
+"""Stepping many environments together: in this process, in subprocesses, or by a batched simulator.
 
-All are `VectorEnv`s. `loop` is the reference that `subprocesses` and the vector environments of Gymnasium must match.
+All implement `VectorEnv`. `loop` is the reference: `subprocesses` and `gymnasium_vector` must give the same results.
 """
 
 __all__ = [

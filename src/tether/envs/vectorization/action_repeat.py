@@ -1,4 +1,4 @@
-"""Actions that are carried out several times, for simulators whose steps are short."""
+"""Action repeat, for simulators with short steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from tether.envs.gymnasium_types import Env, Raw, Stepped, Wrapper
 
 
 class Repeated(Wrapper):
-    """Carries each action out several times, or until the episode ends; rewards add up.
+    """Repeats each action several times or until the episode ends; rewards are summed, and success in any repetition
+    counts.
 
     Args:
-        env: an environment whose ``info`` tells ``success``.
-        times: at least 1.
+        env: an environment whose ``info`` contains ``success``.
+        times: number of repetitions, at least 1.
     """
 
     def __init__(self, env: Env, times: int) -> None:
@@ -18,7 +19,6 @@ class Repeated(Wrapper):
         self._times = times
 
     def step(self, action: Raw) -> Stepped:
-        """See `gymnasium.Env.step`; the task is solved where it is in any of the repetitions."""
         total, success = 0.0, 0.0
         for _ in range(self._times):
             obs, reward, terminated, truncated, info = self.env.step(action)

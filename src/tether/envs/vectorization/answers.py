@@ -1,4 +1,4 @@
-"""Checks of rewards and flags that environments return, which numpy would cast and broadcast in silence."""
+"""Checks of the rewards and flags that environments return, which numpy would cast and broadcast silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS = frozenset({bool, np.bool_})
 
 
 def is_usual(answer: object) -> bool:
-    """Whether an answer is what almost all environments give, so that `read_unusual` need not look at it."""
+    """Whether a step's result has the usual types, so that `read_unusual` is not needed."""
     return (
         type(answer) is tuple
         and len(answer) == 5
@@ -29,19 +29,19 @@ def is_usual(answer: object) -> bool:
 
 
 def read_unusual(answer: object, who: str) -> Stepped:
-    """An answer with its reward and flags as Python's numbers, and an empty info for None.
+    """Convert a step's result: reward and flags to Python numbers, and an info of None to an empty one.
 
     Args:
-        answer: of `step`.
-        who: the environment, for messages.
+        answer: result of `step`.
+        who: the environment, for error messages.
 
     Raises:
-        ValueError: it is not (observation, reward, terminated, truncated, info).
+        ValueError: the result is not (observation, reward, terminated, truncated, info).
     """
     if not isinstance(answer, tuple | list) or len(answer) != 5:
-        given = f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
+        returned = f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
         wanted = "(observation, reward, terminated, truncated, info)"
-        raise ValueError(f"{who}: a step gives {given}, not the five of Gymnasium, {wanted}. {FIX}")
+        raise ValueError(f"{who}: a step gives {returned}, not the five of Gymnasium, {wanted}. {FIX}")
     obs, reward, terminated, truncated, info = answer
     if info is not None and not isinstance(info, Mapping):
         raise ValueError(f"{who}: the info of a step is {described(info)}, no dict. {FIX}")
@@ -56,12 +56,12 @@ def read_flag(value: object, what: str, who: str) -> bool:
     """Return a flag that may be a number or a tensor.
 
     Args:
-        value: as the environment gives it.
+        value: as the environment returns it.
         what: names the flag in messages.
         who: names the environment in messages.
 
     Raises:
-        ValueError: it is neither True nor False, and neither 1 nor 0.
+        ValueError: the flag is neither True, False, 1 nor 0.
     """
     number = _unwrapped(value)
     if not isinstance(number, Real) or number not in (0, 1):
@@ -73,7 +73,7 @@ def success_of(info: Info, who: str) -> bool | None:
     """Return the flag `is_success` (Stable-Baselines3's name) or `success` of a step's info, None without either.
 
     Raises:
-        ValueError: it is neither True nor False, and neither 1 nor 0.
+        ValueError: the flag is neither True, False, 1 nor 0.
     """
     for name in ("is_success", "success"):
         if (flag := info.get(name)) is not None:
@@ -85,7 +85,7 @@ def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
     """Return the flags [count] of a vector environment, which may be numbers.
 
     Raises:
-        ValueError: they have another shape, or one is neither True nor False, and neither 1 nor 0.
+        ValueError: the shape is wrong, or a flag is neither True, False, 1 nor 0.
     """
     flags = np.asarray(values)
     if flags.shape != (count,):
@@ -99,7 +99,7 @@ def read_rewards(values: Raw, who: str, count: int) -> Floats:
     """Return the rewards [count] of a vector environment as float32.
 
     Raises:
-        ValueError: they have another shape, or are no numbers.
+        ValueError: the shape is wrong, or the rewards are not numbers.
     """
     rewards = np.asarray(values)
     if rewards.shape != (count,) or rewards.dtype.kind not in "fiub":
@@ -110,11 +110,11 @@ def read_rewards(values: Raw, who: str, count: int) -> Floats:
 
 
 def described(value: object) -> str:
-    """A value and its type or shape, short."""
+    """Return a short description of a value with its type or shape."""
     shape = getattr(value, "shape", None)
     return f"{reprlib.repr(value)} ({type(value).__name__}{f' of shape {tuple(shape)}' if shape else ''})"
 
 
 def _unwrapped(value: object) -> object:
-    """The Python number in a NumPy scalar or a zero-dimensional array or tensor."""
+    """Return the Python number in a NumPy scalar or a zero-dimensional array or tensor; other values unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value

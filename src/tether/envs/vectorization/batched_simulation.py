@@ -1,4 +1,4 @@
-"""Environments that a simulator steps as one batch of tensors, on a GPU for example."""
+"""Environments that a simulator steps as one batch of tensors, for example on a GPU."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from tether.observations import Array, Observation, copied
 
 
 class Simulation(Protocol):
-    """N environments as ManiSkill steps them: every number is a tensor whose first axis is the environment."""
+    """N environments with ManiSkill's interface: all values are tensors whose first axis is the environment."""
 
     @property
     def unwrapped(self) -> Simulator:
-        """Has ``single_observation_space`` and ``single_action_space``."""
+        """The simulator, which has ``single_observation_space`` and ``single_action_space``."""
         ...
 
     def reset(self, *, seed: Raw = None, options: Info | None = None) -> Begun:
-        """Begin new episodes everywhere, or in ``options["env_idx"]``; the observations are those of all."""
+        """Begin new episodes in all environments, or in ``options["env_idx"]``; return the observations of all."""
         ...
 
     def step(self, action: Raw) -> tuple[Raw, Raw, Raw, Raw, Info]:
-        """Observations, rewards, terminations, truncations and infos; nothing is reset by itself."""
+        """Return observations, rewards, terminations, truncations and infos, without automatic reset."""
         ...
 
     def close(self) -> None:
-        """Free what the simulator holds."""
+        """Free the simulator's resources."""
         ...
 
 
 class BatchedEnv:
-    """Makes a `VectorEnv` of a batch: the step that ends episodes begins the next ones.
+    """Implements `VectorEnv` for a batched simulation: the step that ends an episode begins the next one.
 
     Args:
-        id: what error messages call the environment.
+        id: name of the environment in error messages.
         env: the simulation, which is closed with this one.
-        num_envs: how many environments it holds.
+        num_envs: number of environments in it.
         ignore_terminations: only truncation ends an episode.
     """
 
@@ -55,20 +55,18 @@ class BatchedEnv:
         self.layout = self._read.layout
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         obs, _ = self._env.reset(seed=[seed + i for i in range(self.num_envs)])
         return self._seen(obs)
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
         raw, reward, terminated, truncated, info = self._env.step(torch.as_tensor(self._codec.decode(actions)))
         ends, cut = self._flags(terminated), self._flags(truncated)
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
-        # Before environments are reset, which may write over these tensors.
-        obs, told = self._seen(raw), info.get("success")
+        # Copied first, because a reset may overwrite these tensors.
+        obs, solved = self._seen(raw), info.get("success")
         rewards = np.array(_host(reward), dtype=np.float32).reshape(self.num_envs)
-        success = None if told is None else self._flags(told)
+        success = None if solved is None else self._flags(solved)
         final_obs, over = None, np.flatnonzero(ends | cut)
         if over.size:
             final_obs = obs
@@ -77,26 +75,23 @@ class BatchedEnv:
         return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, success=success)
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         return EnvState(None, ("its simulation, which holds all environments in one",))
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         pass
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         self._env.close()
 
     def _seen(self, obs: Raw) -> Observation:
-        return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its memory
+        return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its buffers
 
-    def _flags(self, told: Raw) -> Flags:
-        return np.array(np.broadcast_to(np.asarray(_host(told), dtype=np.bool_), self.num_envs))
+    def _flags(self, flags: Raw) -> Flags:
+        return np.array(np.broadcast_to(np.asarray(_host(flags), dtype=np.bool_), self.num_envs))
 
 
 def _host(value: Raw) -> Raw:
-    """Tensors in a nested dictionary as arrays."""
+    """Convert the tensors in a nested dictionary to arrays."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, dict):

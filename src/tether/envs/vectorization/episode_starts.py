@@ -1,4 +1,4 @@
-"""When episodes begin, and in which states: at the ends of action chunks or of rollouts, alone or in groups."""
+"""When episodes begin and in which states: after action chunks or only at a reset, individually or in groups."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from tether.observations import Array, Observation
 
 
 class PacedEnv:
-    """Makes a `VectorEnv` of environments that wait.
+    """Implements `VectorEnv` for environments that wait after an episode.
 
-    The actions of a chunk are decided on together, so an episode that ends in the middle of a chunk has no use for the
-    rest of it: the environment waits, and the next episode begins with the next chunk.
+    The actions of a chunk are chosen together, so if an episode ends in the middle of a chunk, the remaining actions
+    are
+    not carried out: the environment waits, and the next episode begins with the next chunk.
 
     Args:
         env: the environments.
-        chunk: actions that are decided on at once.
-        auto_reset: begin new episodes after chunks; False: only in `reset`.
-        group_size: environments in a row whose k-th episodes begin in the same state.
-        fixed_seed: every episode of a group begins in the state of this seed and the group; None: each in another.
-        first: number of the first environment, where those of a run are divided among processes.
+        chunk: number of actions chosen together.
+        auto_reset: begin new episodes after a chunk; False: only in `reset`.
+        group_size: number of adjacent environments whose k-th episodes begin in the same state.
+        fixed_seed: all episodes of a group begin in the state that this seed and the group determine; None: in
+            different ones.
+        first: index of the first environment, if the environments of a run are divided among ranks.
     """
 
     def __init__(
@@ -49,14 +51,12 @@ class PacedEnv:
         self._group_size, self._fixed_seed = group_size, fixed_seed
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         self._seed, self._steps = seed, 0
         self._begun = [0] * self.num_envs
         self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
         return self._begin(range(self.num_envs))
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
         step = self._env.step(actions)
         self._steps += 1
         self._waiting |= step.terminated | step.truncated
@@ -66,21 +66,17 @@ class PacedEnv:
         return step
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders.render`."""
         return self._env.render()
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         inner = self._env.get_state()
         return EnvState((self._seed, self._steps, [*self._begun], self._waiting.copy(), inner.data), inner.left_out)
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         self._seed, self._steps, self._begun, self._waiting, inner = data
         self._env.set_state(inner)
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         self._env.close()
 
     def _begin(self, which: Iterable[int]) -> Observation:
@@ -90,11 +86,11 @@ class PacedEnv:
         return self._env.begin(seeds)
 
     def _next_seed(self, n: int) -> int | None:
-        """Seed of the next episode of an environment; None where its own generator may go on."""
-        number = self._first + n
-        group = number // self._group_size
+        """Return the seed of an environment's next episode; None if its own generator continues."""
+        index = self._first + n
+        group = index // self._group_size
         if self._fixed_seed is not None:
             return seed_of(self._fixed_seed, 0, "episode", group)
         if self._group_size > 1:
             return seed_of(self._seed, self._begun[n], "episode", group)
-        return self._seed + number if self._begun[n] == 0 else None
+        return self._seed + index if self._begun[n] == 0 else None

@@ -1,4 +1,4 @@
-"""Environments that step themselves as a vector: Gymnasium's `VectorEnv`, in any of its three autoreset modes."""
+"""Environments with their own vectorization: Gymnasium's `VectorEnv`, in any of its three autoreset modes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from tether.observations import Array, Observation
 
 
 class GymnasiumVectorEnv:
-    """Brings the three ways of resetting to one.
+    """Implements `VectorEnv` for each of Gymnasium's autoreset modes.
 
-    - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one; the last of the old
-      stands in the infos.
+    - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one, and the infos contain
+      the last one of
+    the old.
     - ``NEXT_STEP``: it returns the last observation; the following step ignores its action and only resets, so it is
-      not valid.
-    - ``DISABLED``: the caller resets, which is done here at once.
+      marked
+    as not valid.
+    - ``DISABLED``: the caller resets, which `step` does immediately.
 
     Args:
-        id: what error messages call the environment.
+        id: name of the environment in error messages.
         env: the vector environment, which is closed with this one.
     """
 
@@ -44,18 +46,12 @@ class GymnasiumVectorEnv:
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
-        """See `VectorEnv.reset`; None leaves the generators of the environment as they are.
-
-        Raises:
-            ValueError: see `refuse_unread_mask`.
-        """
-        obs, info = self._env.reset(seed=seed)
+        obs, info = self._env.reset(seed=seed)  # None leaves the generators of the environments unchanged
         refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
         return self._read(obs, self.num_envs)
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`."""
         raw, rewards, terminations, truncations, infos = self._env.step(self._codec.decode(actions))
         reward = read_rewards(rewards, self.id, self.num_envs)
         terminated = read_flags(terminations, "`terminated`", self.id, self.num_envs)
@@ -71,17 +67,20 @@ class GymnasiumVectorEnv:
             final_obs = self._final(infos, ended) if self._mode is AutoresetMode.SAME_STEP else obs
             if self._mode is AutoresetMode.DISABLED:
                 fresh, _ = self._env.reset(options={"reset_mask": ended})
-                # Only the masked rows of what a partial reset returns are defined.
+                # A partial reset defines only the masked rows.
                 begun = self._read(fresh, self.num_envs)
-                obs = {name: _where(ended, begun[name], part) for name, part in obs.items()}
+                obs = {name: _where(ended, begun[name], array) for name, array in obs.items()}
         success = self._success(infos)
         return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
 
     def _refuse_reset_within_step(self, infos: Info) -> None:
-        """Refuse what would cost the first step of each episode, and would bootstrap from the next one's first state.
+        """Refuse an environment that resets in the same step but declares ``NEXT_STEP``.
+
+        The first step of each episode would be lost, and truncation would bootstrap from the next episode's first
+        state.
 
         Raises:
-            ValueError: the infos hold an episode's last observation, which is needed only where its last step resets.
+            ValueError: the infos contain the last observation of an episode, as only ``SAME_STEP`` requires.
         """
         for name in ("final_obs", "final_observation"):
             if name in infos:
@@ -93,39 +92,36 @@ class GymnasiumVectorEnv:
                 )
 
     def _success(self, infos: Info) -> Flags | None:
-        """Return the success of each environment; that of an episode that has ended stands in `final_info`."""
+        """Return the success of each environment; for an episode that has ended it is in `final_info`."""
         for name in ("is_success", "success"):
             success = None
             for info in (infos, infos.get("final_info", {})):
                 if name not in info:
                     continue
-                given = info.get(f"_{name}", np.ones(self.num_envs, dtype=np.bool_))
+                present = info.get(f"_{name}", np.ones(self.num_envs, dtype=np.bool_))
                 values = np.array(info[name])
-                if values.shape == given.shape:
-                    values[~given] = False
+                if values.shape == present.shape:
+                    values[~present] = False
                 flags = read_flags(values, f"info[{name!r}]", self.id, self.num_envs)
-                success = flags if success is None else np.where(given, flags, success)
+                success = flags if success is None else np.where(present, flags, success)
             if success is not None:
                 return success
         return None
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         data, left_out = self._keeper.get()
         return EnvState((self._resetting, data), left_out)
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         resetting, envs = data
         self._keeper.set(envs)
         self._resetting = resetting
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         self._env.close()
 
     def _final(self, infos: Info, ended: Flags) -> Observation:
-        """Rows of `final_obs` for the episodes that ended."""
+        """Return the last observations, with rows for the episodes that ended."""
         final = self._read.zeros(self.num_envs)
         for i in np.flatnonzero(ended).tolist():
             self._read.write(infos["final_obs"][i], final, i)
@@ -133,5 +129,5 @@ class GymnasiumVectorEnv:
 
 
 def _where(rows: Flags, chosen: Array, other: Array) -> Array:
-    """Some rows [N, ...] of one array, the rest of another."""
+    """Return the flagged rows [N, ...] of one array and the other rows of another."""
     return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)

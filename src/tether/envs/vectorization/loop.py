@@ -20,19 +20,19 @@ from tether.observations import Array, Observation, copied, shapes
 
 
 class SyncVectorEnv:
-    """Steps N environments in a loop; the step that ends an episode begins the next one, unless they are held.
+    """Steps N environments in a loop; the step that ends an episode begins the next one, unless `holds` is set.
 
-    What Gymnasium's own loop adds to each step (copies, dictionaries of infos) costs as much as a cheap environment
-    itself, so this one writes straight into its arrays.
+    Gymnasium's own loop adds copies and dictionaries of infos, which take as long as a step of a cheap environment, so
+    this one writes directly into its arrays.
 
     Args:
-        id: what error messages call the environment.
+        id: name of the environment in error messages.
         make: makes one environment.
-        num_envs: how many.
+        num_envs: number of environments.
         ignore_terminations: only truncation ends an episode.
-        holds: after an end wait for `begin` (`HeldEnv`).
-        ignore_masks: environments may tell which choices are allowed without showing it; else `begin` refuses them.
-        info_metrics: numbers in the info of an episode's last step that become `EnvStep.told`.
+        holds: wait for `begin` after an episode (`HeldEnv`).
+        ignore_masks: allow action masks in the infos that are not observed; otherwise `begin` refuses them.
+        info_metrics: names of the numbers in an episode's last info to return as `EnvStep.told`.
     """
 
     def __init__(
@@ -65,15 +65,9 @@ class SyncVectorEnv:
         self._success, self._had_success = np.zeros(num_envs, dtype=np.bool_), False
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         return self.begin({i: seed + i for i in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
-        """See `HeldEnv.begin`.
-
-        Raises:
-            ValueError: see `refuse_unread_mask`.
-        """
         for i, seed in seeds.items():
             obs, info = self._envs[i].reset(seed=seed)
             if info and not self._ignore_masks:
@@ -83,15 +77,10 @@ class SyncVectorEnv:
         return self._obs
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`.
-
-        Raises:
-            ValueError: the info of an episode's last step lacks one of the `info_metrics`, or has it as no number.
-        """
         decoded = self._codec.decode(actions)
         ended = has_success = False
-        valid, told = None, dict[str, Floats]()
-        if self._had_success:  # an environment may give the flag in some steps only
+        valid, metrics = None, dict[str, Floats]()
+        if self._had_success:  # an environment may report success in some steps only
             self._success[:] = False
         if self._holds and self._waiting.any():
             valid = ~self._waiting
@@ -118,8 +107,8 @@ class SyncVectorEnv:
             if terminated or truncated:
                 ended = True
                 for name in self._info_metrics:
-                    column = told.setdefault(name, np.full(self.num_envs, np.nan, dtype=np.float32))
-                    column[i] = told_number(info, name, self.id)
+                    column = metrics.setdefault(name, np.full(self.num_envs, np.nan, dtype=np.float32))
+                    column[i] = info_number(info, name, self.id)
                 self._write(self._final_obs, i, obs)
                 if self._holds:
                     self._waiting[i] = True
@@ -135,27 +124,20 @@ class SyncVectorEnv:
             final_obs=self._final_obs if ended else None,
             valid=valid,
             success=self._success if has_success else None,
-            told=told or None,
+            told=metrics or None,
         )
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders.render`.
-
-        Raises:
-            ValueError: the environment shows nothing.
-        """
         picture = self._envs[0].render()
         if isinstance(picture, np.ndarray) and picture.ndim == 3:
             return picture
         raise ValueError(f"{self.id}: it shows no picture (render_mode=rgb_array). Turn env.eval.video_cfg off.")
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`."""
         data, left_out = self._keeper.get()
         return EnvState((copied(self._obs), self._waiting.copy(), data), left_out)
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`."""
         obs, waiting, envs = data
         if len(waiting) != self.num_envs:
             raise ValueError(f"saved of {len(waiting)} environments, now {self.num_envs}")
@@ -165,8 +147,7 @@ class SyncVectorEnv:
         self._obs, self._waiting[:] = copied(obs), waiting
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
-        with ExitStack() as all_of_them:  # the others, too, where one raises
+        with ExitStack() as all_of_them:  # closes the others even if one raises
             for env in self._envs:
                 all_of_them.callback(env.close)
 
@@ -174,22 +155,22 @@ class SyncVectorEnv:
         try:
             if not self._read.is_plain:
                 self._read.write(obs, rows, i)
-            elif len(obs) == self.layout[0].shape[0]:  # most are plain, and their step takes microseconds
+            elif len(obs) == self.layout[0].shape[0]:  # the usual case, made fast
                 rows[self.layout[0].name][i] = obs
-            else:  # numpy would broadcast some
+            else:  # numpy would broadcast some lengths
                 raise ValueError("another length")
-        except Exception as error:  # whatever cannot be read is one and the same problem
+        except Exception as error:  # whatever is raised, the observation is not in the space
             raise ValueError(
                 f"{self.id}, environment {i}: the observation {described(obs)} is not in "
                 f"{self._envs[i].observation_space}. {FIX}"
             ) from error
 
 
-def told_number(info: Info, name: str, env_id: str) -> float:
-    """A number in the info of an episode's last step.
+def info_number(info: Info, name: str, env_id: str) -> float:
+    """Return a number from the info of an episode's last step.
 
     Raises:
-        ValueError: it is missing, or no finite number.
+        ValueError: the number is missing or not finite.
     """
     fix = "Correct the name, or take it out."
     if name not in info:

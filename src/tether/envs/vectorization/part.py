@@ -1,4 +1,4 @@
-"""Some of the environments of a run, of which others are in other processes."""
+"""The environments of one rank, if those of a run are divided among ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from tether.observations import Observation
 
 
 class PartOfEnvs:
-    """Seeds environments by their numbers in the whole; everything else is their own.
+    """Seeds environments by their index in the run; everything else is delegated.
 
     Args:
         env: the environments.
-        first: number of the first of them.
+        first: index of the first one in the run.
     """
 
     def __init__(self, env: VectorEnv, first: int) -> None:
         self._env, self._first = env, first
-        self.step = env.step  # without a detour
+        self.step = env.step  # bound here, to save a lookup by `__getattr__` at each step
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._env, name)
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         return self._env.reset(seed + self._first)

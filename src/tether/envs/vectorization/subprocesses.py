@@ -1,4 +1,4 @@
-"""Gymnasium environments in worker processes, each of which steps a few of them in a loop."""
+"""Gymnasium environments in worker processes, each of which steps some of them in a loop."""
 
 from __future__ import annotations
 
@@ -27,40 +27,42 @@ from tether.runtime.user_files import raised_by_tether
 from tether.types import StateDict
 
 MakeVector = Callable[[int], SyncVectorEnv]
-"""Number of environments -> a loop over so many."""
+"""Makes a loop over a number of environments."""
 
-PATIENCE = 5.0
-"""Seconds in which the processes of environments that are closed should end."""
+CLOSE_TIMEOUT = 5.0
+"""Seconds that the worker processes get to end when the environments are closed."""
 
 
 @dataclass
 class _Worker:
     process: SupervisedProcess
     rows: slice
-    """Its environments."""
+    """Slice of the environments that the worker steps."""
     failure: str | None = None
-    """The end of the process before this one."""
+    """How the previous process of this worker ended."""
 
 
 class WorkerVectorEnv:
     """Steps N environments in processes.
 
-    A process that ends, is not done in time, or whose environment raises, is replaced once: the episodes in it are
-    lost, which their steps say by being truncated and not valid. The second time is an error.
+    A process that dies, exceeds the timeout, or whose environment raises, is replaced once. Its episodes are lost:
+    their
+    last step is truncated and not valid. The second failure is an error.
 
     Args:
-        id: what error messages call the environment.
-        make: makes a loop over some environments, in the worker.
-        make_first: the same in the first worker, which says what is wrong with them; nothing is made in this process.
-        num_envs: how many in all.
-        num_workers: processes, at most one for each environment.
-        timeout: seconds that a process may take to make, reset or step its environments.
+        id: name of the environment in error messages.
+        make: makes a loop over a number of environments, in the worker.
+        make_first: replaces `make` in the first worker, which reports errors in the environments; none is made in this
+            process.
+        num_envs: total number of environments.
+        num_workers: number of processes, at most one per environment.
+        timeout: maximum seconds for a process to make, reset or step its environments.
         holds: the loops wait for `begin` (`HeldEnv`).
-        first: number of the first environment for messages, where those of a run are divided.
+        first: index of the first environment in messages, if those of a run are divided among ranks.
 
     Raises:
         ValueError: the environments cannot be made.
-        RuntimeError: they are not made in time.
+        RuntimeError: making them exceeds the timeout.
     """
 
     def __init__(
@@ -89,52 +91,34 @@ class WorkerVectorEnv:
             raise
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`."""
         self._seed = seed
         return self.begin({n: self._seed + n for n in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
-        """See `HeldEnv.begin`.
-
-        Raises:
-            ValueError: tether refuses what an environment gave.
-            RuntimeError: a process failed for the second time.
-        """
         requests = []
         for worker in self._workers:
             first, stop = worker.rows.start, worker.rows.stop
             requests.append(("begin", {n - first: seed for n, seed in seeds.items() if first <= n < stop}))
             self._send(worker, requests[-1])
         answers = []
-        for number, request in enumerate(requests):
-            while isinstance(answer := self._result(number), str):
-                self._replace(number, answer)
-                self._send(self._workers[number], request)
+        for index, request in enumerate(requests):
+            while isinstance(answer := self._result(index), str):
+                self._replace(index, answer)
+                self._send(self._workers[index], request)
             answers.append(answer)
         return _stacked(answers)
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step` and `HeldEnv.step`.
-
-        Raises:
-            ValueError: see `begin`.
-            RuntimeError: a process failed for the second time.
-        """
         check_finite(actions, self.id)
         for worker in self._workers:
             self._send(worker, ("step", actions[worker.rows]))
         steps = []
-        for number in range(len(self._workers)):
-            answer = self._result(number)
-            steps.append(self._lost(number, answer) if isinstance(answer, str) else answer)
+        for index in range(len(self._workers)):
+            answer = self._result(index)
+            steps.append(self._lost(index, answer) if isinstance(answer, str) else answer)
         return _joined(steps)
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders.render`.
-
-        Raises:
-            RuntimeError: the environment shows nothing.
-        """
         self._send(self._workers[0], ("render", None))
         picture: NDArray[np.uint8] | str = self._receive(self._workers[0])
         if isinstance(picture, str):
@@ -142,10 +126,8 @@ class WorkerVectorEnv:
         return picture
 
     def get_state(self) -> EnvState:
-        """See `VectorEnv.get_state`; the global generators of each process are a part of it.
-
-        The state of a process that has ended is left out, so that new episodes begin, which replaces it.
-        """
+        # The state includes the global generators of each process. That of a dead process is left out, so that new
+        # episodes begin, which replaces it.
         for worker in self._workers:
             self._send(worker, ("get_state", None))
         states, left_out = list[Saved](), dict[str, None]()
@@ -161,11 +143,6 @@ class WorkerVectorEnv:
         return EnvState((self._seed, states), tuple(left_out))
 
     def set_state(self, data: Saved) -> None:
-        """See `VectorEnv.set_state`.
-
-        Raises:
-            RuntimeError: a process died.
-        """
         seed, states = data
         if len(states) != len(self._workers):
             raise ValueError(f"saved of {len(states)} processes, now {len(self._workers)}")
@@ -181,18 +158,17 @@ class WorkerVectorEnv:
         self._seed = seed
 
     def close(self) -> None:
-        """See `VectorEnv.close`."""
         for worker in self._workers:
             worker.process.finish()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + CLOSE_TIMEOUT
         for worker in self._workers:
             worker.process.close(end - time.monotonic())
 
     def _announced(self) -> tuple[ActionSpec, ObsLayout]:
-        """The description that the first worker gives of its environments."""
+        """Return the action and observation spaces that the first worker announces."""
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
-            first.process.send(b"", self._timeout + PATIENCE)  # its own deadline, which says more, comes before
+            first.process.send(b"", self._timeout + CLOSE_TIMEOUT)  # the worker's own deadline is earlier
         answer = self._result(0)
         if isinstance(answer, str):
             raise ValueError(f"{self.id}: the process of {self._names(first)}, making them, {answer}")
@@ -200,7 +176,7 @@ class WorkerVectorEnv:
         return announced
 
     def _start(self, rows: slice, make: MakeVector | None = None, *, announces: bool = False) -> _Worker:
-        # Each process begins with global generators of its own, which follow from those of the run.
+        # Each process has its own global generators, seeded from those of the run.
         seed = random.getrandbits(32)
         count = rows.stop - rows.start
         serve = partial(
@@ -209,92 +185,94 @@ class WorkerVectorEnv:
         return _Worker(SupervisedProcess.fork(serve), rows)
 
     def _send(self, worker: _Worker, request: object) -> None:
-        with contextlib.suppress(ProcessEnded):  # as receiving its answer will say
+        with contextlib.suppress(ProcessEnded):  # receiving the answer will report it
             worker.process.send(pickle.dumps(request), self._timeout)
 
     def _receive(self, worker: _Worker) -> Any:
-        """A worker's answer; text where it failed: how."""
+        """Return a worker's answer, or a text that says how it failed."""
         try:
             return pickle.loads(worker.process.receive())
         except ProcessEnded as end:
             return end.reason
 
-    def _result(self, number: int) -> Any:
-        """As `_receive`.
+    def _result(self, index: int) -> Any:
+        """Return a worker's answer, as `_receive` does.
 
         Raises:
-            ValueError, RuntimeError: by which tether refused an environment there.
+            ValueError, RuntimeError: the error with which tether refused an environment in the worker.
         """
-        answer = self._receive(self._workers[number])
+        answer = self._receive(self._workers[index])
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _replace(self, number: int, how: str) -> None:
-        failed = self._workers[number]
+    def _replace(self, index: int, how: str) -> None:
+        failed = self._workers[index]
         failed.process.close()
         names = f"{self.id}: the process of {self._names(failed)}"
         if failed.failure is not None:
             raise RuntimeError(f"{names} failed twice. First it {failed.failure}. Then it {how}.")
         warnings.warn(f"{names} {how}. It is replaced, and its episodes are lost", RuntimeWarning, stacklevel=4)
-        self._workers[number] = self._start(failed.rows)
-        self._workers[number].failure = how
+        self._workers[index] = self._start(failed.rows)
+        self._workers[index].failure = how
 
     def _names(self, worker: _Worker) -> str:
         return f"environments {self._first + worker.rows.start} to {self._first + worker.rows.stop - 1}"
 
-    def _lost(self, number: int, how: str) -> EnvStep:
-        """Replace a process; returns the step in which its episodes were lost."""
-        self._replace(number, how)
-        worker = self._workers[number]
+    def _lost(self, index: int, how: str) -> EnvStep:
+        """Replace a process, and return the step in which its episodes were lost."""
+        self._replace(index, how)
+        worker = self._workers[index]
         count = worker.rows.stop - worker.rows.start
-        obs = {part.name: part.zeros(count) for part in self.layout}
+        obs = {entry.name: entry.zeros(count) for entry in self.layout}
         if not self._holds:
             seeds = {i: self._seed + self.num_envs + worker.rows.start + i for i in range(count)}
             self._send(worker, ("begin", seeds))
             obs = self._receive(worker)
             if isinstance(obs, str):
-                self._replace(number, obs)
+                self._replace(index, obs)
         no = np.zeros(count, dtype=np.bool_)
         return EnvStep(obs, np.zeros(count, dtype=np.float32), no, ~no, final_obs=obs, valid=no)
 
 
 def _joined(steps: list[EnvStep]) -> EnvStep:
-    """One step of all environments."""
+    """Concatenate the steps of all workers."""
     columns: dict[str, Any] = {}
     for field in fields(EnvStep):
-        parts = [getattr(step, field.name) for step in steps]
-        if all(part is None for part in parts):
+        values = [getattr(step, field.name) for step in steps]
+        if all(value is None for value in values):
             columns[field.name] = None
             continue
         missing = np.ones if field.name == "valid" else np.zeros
-        known = next(part for part in parts if part is not None)
+        example = next(value for value in values if value is not None)
         if field.name == "told":
             counts = [len(step.reward) for step in steps]
-            parts = [part or dict.fromkeys(known, np.full(n, np.nan)) for part, n in zip(parts, counts, strict=True)]
-            columns["told"] = {name: np.concatenate([part[name] for part in parts]) for name in known}
+            values = [
+                value or dict.fromkeys(example, np.full(n, np.nan)) for value, n in zip(values, counts, strict=True)
+            ]
+            columns["told"] = {name: np.concatenate([value[name] for value in values]) for name in example}
             continue
-        if isinstance(known, dict):  # where no episode ended, the rows of the last observations mean nothing
-            columns[field.name] = _stacked([part or step.obs for step, part in zip(steps, parts, strict=True)])
+        if isinstance(example, dict):  # final_obs: its rows are undefined where no episode ended
+            columns[field.name] = _stacked([value or step.obs for step, value in zip(steps, values, strict=True)])
             continue
         columns[field.name] = np.concatenate(
             [
-                missing((len(step.reward), *known.shape[1:]), dtype=known.dtype) if part is None else part
-                for step, part in zip(steps, parts, strict=True)
+                missing((len(step.reward), *example.shape[1:]), dtype=example.dtype) if value is None else value
+                for step, value in zip(steps, values, strict=True)
             ]
         )
     return EnvStep(**columns)
 
 
-def _stacked(parts: list[Observation]) -> Observation:
-    """The observations of all workers, one after the other."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _stacked(observations: list[Observation]) -> Observation:
+    """Concatenate the observations of all workers."""
+    return {name: np.concatenate([obs[name] for obs in observations]) for name in observations[0]}
 
 
 def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed: int, announces: bool) -> None:
-    """Answer the requests of the owner until it is gone.
+    """Answer the owner's requests until it closes the channel.
 
-    A worker that announces its environments answers first what they are, or the error by which tether refuses them.
+    A worker that announces its environments first sends their spaces, or the error with which tether refuses them.
     """
 
     def answer(what: object) -> None:
@@ -312,7 +290,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
     except Exception as error:
         if announces and refuse(error):
             return
-        # If the first process could make none either, there is no request: its error says all, without a traceback.
+        # If the first worker failed too, no request comes: its error is reported, and this one needs no traceback.
         if announces or channel.receive() is not None:
             answer(f"raised {type(error).__name__}: {error}")
             raise
@@ -335,7 +313,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
                     state = env.get_state()
                     answer((rng_state(), state))
                 case "set_state":
-                    answer(_take_over(env, *argument))
+                    answer(_restore(env, *argument))
         env.close()
     except Exception as error:
         if not refuse(error):
@@ -343,8 +321,8 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
             raise
 
 
-def _take_over(env: SyncVectorEnv, rng: StateDict, data: Saved) -> ValueError | None:
-    """Set the state of a process; returns why it does not fit."""
+def _restore(env: SyncVectorEnv, rng: StateDict, data: Saved) -> ValueError | None:
+    """Restore the state of a process; return the error if it does not fit."""
     try:
         env.set_state(data)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Environments that step in this process, with a deadline."""
+"""Environments that step in this process, with a timeout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tether.runtime.late_calls import LateCalls
 
 
 class TimedEnv:
-    """Ends a step or a reset that takes too long in an error, and closing that does in a warning.
+    """Raises an error if a step or a reset exceeds the timeout, and warns if closing fails.
 
-    Everything else is the environments' own.
+    Everything else is delegated.
 
     Args:
         env: environments that step in this process.
-        timeout: seconds that a step or a reset may take.
-        role: section of the configuration, for the error.
+        timeout: maximum seconds for a step or a reset.
+        role: section of the configuration, for error messages.
     """
 
     def __init__(self, env: VectorEnv, timeout: float, role: str) -> None:
@@ -32,39 +32,28 @@ class TimedEnv:
         return getattr(self._env, name)
 
     def reset(self, seed: int) -> Observation:
-        """See `VectorEnv.reset`.
-
-        Raises:
-            RuntimeError: it took too long, or would end this process.
-        """
         self._calls.begin()
         try:
             return self._env.reset(seed)
-        except SystemExit as exit:  # else the run would end here as if it were done
+        except SystemExit as exit:  # otherwise the run would end here as if it were complete
             raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:
             self._calls.end()
 
     def step(self, actions: Array) -> EnvStep:
-        """See `VectorEnv.step`.
-
-        Raises:
-            RuntimeError: it took too long, or would end this process.
-        """
         self._calls.begin()
         try:
             return self._env.step(actions)
-        except SystemExit as exit:  # else the run would end here as if it were done
+        except SystemExit as exit:  # otherwise the run would end here as if it were complete
             raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:
             self._calls.end()
 
     def close(self) -> None:
-        """See `VectorEnv.close`; what fails is a warning: there is nothing more that is asked of them."""
         self._calls.begin()
         try:
             self._env.close()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the code of a user's class raises)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (user classes may raise anything)
             what = f"{self._env.id} could not be closed. {type(error).__name__}: {error}"
             warnings.warn(what, RuntimeWarning, stacklevel=2)
         finally:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tether.rewards.sandbox.harness import MODULES, MOST_NESTED
 from tether.rewards.sandbox.imports import names_of
-from tether.runtime.digits import MOST_DIGITS, has_too_many_digits, many_digits
+from tether.runtime.digits import MAX_DIGITS, has_too_many_digits, many_digits
 
 _LAYOUTS = (
     "{inputs, outputs} with an optional fn_name (APPS, TACO, verl's code rows), a list of {input, output, testtype} "
@@ -73,7 +73,7 @@ def parse_tests(ground_truth: object) -> list[Test]:
             return _parsed(_json(ground_truth, "ground_truth"))
     except ValueError as error:
         if has_too_many_digits(error):
-            raise ValueError(f"the tests of the row have a whole number of more than {MOST_DIGITS:,} digits") from error
+            raise ValueError(f"the tests of the row have a whole number of more than {MAX_DIGITS:,} digits") from error
         raise
     except (TypeError, AttributeError, LookupError, OverflowError, RecursionError, MemoryError) as error:
         # A list where keys belong, tests within tests without end, and the like.

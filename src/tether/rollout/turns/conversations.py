@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
 from tether.data.chat import decode, tokenize
-from tether.data.rows import Agent, agent_of
+from tether.data.rows import RowAgent, agent_of
 from tether.rewards import RewardError, RewardFailure, RewardOutcome, Score
 from tether.rollout.turns.template import TurnTemplate
 from tether.runtime.worker_pool import WorkersFailed
@@ -82,7 +82,7 @@ class _Row:
     """The state of one conversation."""
 
     prompt: Prompt
-    agent: Agent
+    agent: RowAgent
     turns: list[str] = field(default_factory=list)
     """Turns of the policy, as text."""
     turn_ends: list[int] = field(default_factory=list)
