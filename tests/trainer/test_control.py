@@ -99,18 +99,18 @@ def whole(tmp_path_factory):
     return train(overrides(tmp_path_factory.mktemp("control") / "whole")).directory
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(whole, tmp_path):
-    killed = build_control_run(load_config(None, overrides(tmp_path / "killed")))
+def test_a_run_that_an_error_ended_continues_as_if_nothing_had_been(whole, tmp_path):
+    failed = build_control_run(load_config(None, overrides(tmp_path / "failed")))
 
-    def kill_after_three_steps():
-        assert killed.trainer.step_number < 3, "killed"
+    def fail_after_three_steps():
+        assert failed.trainer.step_number < 3, "failed"
         return False
 
-    with pytest.raises(AssertionError, match="killed"):
-        killed.trainer.fit(kill_after_three_steps)
-    killed.close()
-    again = train(overrides(tmp_path / "killed"))
-    assert again.resumed_from == tmp_path / "killed" / "global_step_2"
+    with pytest.raises(AssertionError, match="failed"):
+        failed.trainer.fit(fail_after_three_steps)
+    failed.close()
+    again = train(overrides(tmp_path / "failed"))
+    assert again.resumed_from == tmp_path / "failed" / "global_step_3"
     assert same(contents(whole / "global_step_6"), contents(again.directory / "global_step_6"))
     assert without_clocks(whole) == without_clocks(again.directory)
 

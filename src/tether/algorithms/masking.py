@@ -52,9 +52,9 @@ def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Ten
 
     Versions of torch disagree about the gradient of `torch.clamp` at a bound, where the ratio of a clip of 0 is.
     """
+    lowest, highest = (torch.as_tensor(bound, dtype=values.dtype, device=values.device) for bound in (lowest, highest))
     inside = (values >= lowest) & (values <= highest)
-    outside = torch.where(values > highest, highest, lowest)
-    return torch.where(inside, values, torch.where(values.isnan(), values.detach(), outside))
+    return torch.where(inside, values, values.detach().clamp(lowest, highest))
 
 
 def masked_sum(

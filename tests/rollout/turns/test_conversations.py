@@ -59,8 +59,8 @@ def test_a_reply_that_fills_the_room_many_times_is_not_tokenized_whole(
             row = {"length": length}
             prompt = Prompt([ID["?"]], "game", None, extra_info=row, messages=({"role": "user", "content": "?"},))
             talk = conversations(pool).begin([prompt], n=1)
-            talk.listen(0, [ID["7"], END])
-            answer = talk.answer(0, room=40)
+            talk.submit_turn(0, [ID["7"], END])
+            answer = talk.wait_reply(0, room=40)
             ends.append((answer is None, talk.counts(0)["cut_by_length_limit"]))
     assert ends == [(False, 0.0), (True, 1.0), (True, 1.0)]
     assert longest < 10_000

@@ -36,8 +36,9 @@ def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         model.save_pretrained(folder, state_dict=weights)
         add_older_names(folder)
         return
-    model.save_pretrained(folder, state_dict={})  # only the config
-    add_older_names(folder)
+    model.save_pretrained(folder, state_dict={})  # only the config, which transformers writes on rank 0 alone
+    if (folder / "config.json").is_file():
+        add_older_names(folder)
     folder.mkdir(parents=True, exist_ok=True)
     named = revert_weight_conversion(model, remove_tied_weights_from_state_dict(loaded, model))
     if named:
