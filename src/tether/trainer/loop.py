@@ -201,8 +201,9 @@ class Trainer:
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
             with self._saving_first():
-                done, stopping = self.step_number, self._has_to_stop() or interrupted()
+                done = self.step_number
                 self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
+                stopping = self._has_to_stop() or interrupted()
                 if self.validation_due and not stopping:
                     tested = self.evaluate()
                     self.alarms.check_validation(tested, self.loggers.warn)
