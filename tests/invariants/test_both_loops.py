@@ -263,7 +263,7 @@ def test_a_lost_state_of_an_environment_would_show(tmp_path: Path, monkeypatch: 
 
     def take_over_most(self: EnvKeeper, data: bytes) -> None:
         take_over(self, data)
-        for wrapper in (place.owner for place in self._places if place.name == "OwnGenerators" and place.is_layer):
+        for wrapper in (owner.obj for owner in self._owners if owner.name == "OwnGenerators" and owner.is_layer):
             wrapper._python.seed(3)
 
     monkeypatch.setattr(EnvKeeper, "set", take_over_most)
