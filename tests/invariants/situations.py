@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.installed import HAS_MEGATRON
 from tests.tiny import EOS, save_tiny, save_tiny_reward_model, tiny_model
 from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
+from tether.config import load_config
 from tether.config.keys import keys
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -299,6 +300,11 @@ def control(folder: Path) -> Situation:
         "trainer.total_env_steps": ["trainer.total_training_steps=null", "trainer.total_env_steps=64"],
         "trainer.project_name": ["~trainer.default_local_dir"],
         "trainer.experiment_name": ["~trainer.default_local_dir"],
+        "trainer.resume_from_path": [
+            "trainer.resume_mode=resume_path",
+            f"trainer.resume_from_path={folder / 'episodes' / 'global_step_1'}",
+            "policy.init_logstd=0",
+        ],
     }
     others = {
         "actor_rollout_ref.actor.clip_ratio_c": ["2.5"],
@@ -309,7 +315,12 @@ def control(folder: Path) -> Situation:
         "policy.features_extractor": [f"{features}:Features"],
         "trainer.device": ["cuda"],
         "trainer.profile_steps": ["[1]"],
+        "trainer.resume_from_path": [f"{folder / 'episodes' / 'global_step_2'}"],
         f"{MODEL}.target_modules": ["[q_proj]"],
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }
+    saved = [*base, f"trainer.default_local_dir={folder / 'episodes'}", "trainer.save_freq=1", "policy.init_logstd=0"]
+    run = importlib.import_module("tether.assembly.build").build(load_config(None, saved))
+    run.trainer.fit()
+    run.close()
     return Situation(base, context, others)

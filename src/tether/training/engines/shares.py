@@ -13,9 +13,6 @@ from tether.checkpoints import moments_path
 from tether.models.language.save import join_shards
 from tether.training.division import balanced
 
-CHECKED_BYTES = 2**30
-"""Bytes of weights that are written before the first step to check that saving works: few enough to be quick."""
-
 
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     """Return the rank that writes each of `model.parameters()`, balanced by size.
