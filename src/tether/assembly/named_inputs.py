@@ -227,7 +227,7 @@ def _of_both(config: RunConfig) -> Named:
     yield from ((key, package, partial(_package, extra=extra)) for key, package, extra in _packages(config))
 
 
-LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow")
 SIMULATOR_PACKAGES = {"envpool": "envpool", "metaworld": "metaworld", "maniskill": "mani_skill", "libero": "libero"}
 
 
@@ -235,9 +235,7 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the configuration requires: (key, import name, extra of tether)."""
     if config.trainer.devices > 1:
         yield "trainer.n_gpus_per_node", "ray", "ray"
-    yield from (
-        ("trainer.logger", LOGGER_PACKAGES[name], name) for name in config.trainer.logger if name in LOGGER_PACKAGES
-    )
+    yield from (("trainer.logger", name, name) for name in config.trainer.logger if name in LOGGER_PACKAGES)
     if config.actor_rollout_ref.model.lora_rank > 0:
         yield "actor_rollout_ref.model.lora_rank", "peft", "lora"
     if config.env.train.id is not None:

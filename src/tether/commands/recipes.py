@@ -13,7 +13,7 @@ from tether.spelling import did_you_mean
 
 _IN_A_CLONE = Path(__file__).parents[3] / "recipes"
 FOLDER = _IN_A_CLONE if _IN_A_CLONE.is_dir() else Path(__file__).parents[1] / "recipes"
-"""Of the clone, of which an editable install is a part; a wheel has a copy in the package."""
+"""Folder of the recipes: the clone's for an editable install, else the copy in the package."""
 
 
 def recipe_names() -> list[str]:

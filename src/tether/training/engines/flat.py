@@ -28,12 +28,11 @@ from tether.training.control.closed_form_gradients import Draws
 from tether.training.control.forward import RolloutOutputs
 from tether.training.control.losses import ControlLoss, Outputs
 from tether.training.control.samples import Samples
-from tether.training.division import CHECKED_BYTES
 from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
 from tether.training.engines.incident import Incidents
 from tether.training.engines.optimizer import OptimizerOptions, learning_rate
 from tether.training.out_of_memory import within_memory
-from tether.training.protocol import AnyLoss, Forward, Updated, UpdatePlan
+from tether.training.protocol import CHECKED_BYTES, AnyLoss, Forward, Updated, UpdatePlan
 from tether.types import StateDict
 
 Result = TypeVar("Result")

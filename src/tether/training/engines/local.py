@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
-from tether.training.division import CHECKED_BYTES, mini_batches
+from tether.training.division import mini_batches
 from tether.training.engines.autograd import AutogradEngine
 from tether.training.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.training.engines.master_weights import MasterWeights
 from tether.training.engines.optimizer import OptimizerOptions
 from tether.training.engines.shares import writers
-from tether.training.protocol import LossSpec, Outputs, Updated, UpdatePlan
+from tether.training.protocol import CHECKED_BYTES, LossSpec, Outputs, Updated, UpdatePlan
 from tether.training.text.micro_batches import MicroBatching
 from tether.types import StateDict
 
