@@ -24,6 +24,7 @@ DONE = {
             "models",
             "rollout",
             "runtime",
+            "tools",
             "training",
         )
     },

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tether.tools import CallRequest, Talkers, ToolPool, read_tools
+from tether.tools import CallRequest, ResponderSpecs, ToolPool, read_tools
 
 if find_spec("mcp") is None:
     pytest.skip("needs mcp", allow_module_level=True)
@@ -72,7 +72,7 @@ def sums(folder: Path) -> dict[str, object]:
 
 
 def pool_of(path: str, timeout: float = 60.0) -> ToolPool:
-    return ToolPool(Talkers(read_tools(path)), num_workers=1, timeout=timeout, startup_timeout=120.0)
+    return ToolPool(ResponderSpecs(read_tools(path)), num_workers=1, timeout=timeout, startup_timeout=120.0)
 
 
 def call(pool: ToolPool, name: str, **arguments: object) -> object:
