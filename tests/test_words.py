@@ -17,11 +17,13 @@ DONE = {
         for package in (
             "assembly",
             "checkpoints",
+            "commands",
             "data",
             "envs",
             "kernels",
             "metrics",
             "models",
+            "rewards",
             "rollout",
             "runtime",
             "tools",

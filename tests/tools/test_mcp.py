@@ -132,8 +132,8 @@ def test_all_pages_of_tools_are_there_and_a_name_stands_for_one_tool(tmp_path: P
     one = {"command": sys.executable, "args": [str(tmp_path / "pages.py")], "cwd": str(tmp_path / "elsewhere")}
     with pool_of(entry(tmp_path, {"one": one})) as pool:
         assert [schema["function"]["name"] for schema in pool.schemas] == ["where", "read", "last"]
-        said = call(pool, "last").messages[0]["content"]
-        assert said == f"{tmp_path / 'elsewhere'}\n[resource file:///a]\nTHE FILE"
+        text_of = call(pool, "last").messages[0]["content"]
+        assert text_of == f"{tmp_path / 'elsewhere'}\n[resource file:///a]\nTHE FILE"
     with pytest.raises(ValueError, match=r"mcpServers\.one and mcpServers\.two both have a tool named where"):
         pool_of(entry(tmp_path, {"one": one, "two": one}))
 
@@ -143,14 +143,14 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
 
     from tether.tools.mcp_servers import as_text
 
-    def said(*parts: object, structured: object = None) -> str:
-        return as_text(types.CallToolResult(content=list(parts), structured_content=structured))
+    def text_of(*blocks: object, structured: object = None) -> str:
+        return as_text(types.CallToolResult(content=list(blocks), structured_content=structured))
 
     def text(words: str) -> types.TextContent:
         return types.TextContent(text=words)
 
     blob = types.BlobResourceContents(uri="file:///b", blob="aGVsbG8=", mime_type="application/pdf")
-    assert said(
+    assert text_of(
         text("found"),
         types.ImageContent(data="aGVsbG8=", mime_type="image/png"),
         types.AudioContent(data="aGVsbG8=", mime_type="audio/wav"),
@@ -163,7 +163,7 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
         "[link to c: file:///c (a page)]",
         "[resource file:///b: application/pdf, which cannot be shown as text]",
     ]
-    for parts, structured, expected in (
+    for blocks, structured, expected in (
         ([], {"degrees": 21}, '{"degrees": 21}'),
         ([text("warm")], {"degrees": None}, 'warm\n{"degrees": null}'),
         ([text('{"degrees": 21}')], {"degrees": 21}, '{"degrees": 21}'),
@@ -171,7 +171,7 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
         ([text("42")], {"result": 42}, "42"),
         ([text("a"), text("b")], {"result": ["a", "b"]}, "a\nb"),
     ):
-        assert said(*parts, structured=structured) == expected
+        assert text_of(*blocks, structured=structured) == expected
 
 
 @contextmanager

@@ -73,8 +73,8 @@ def test_verls_tools_and_interactions_are_taken():
     schema = {"type": "function", "function": {"name": "calculator"}}
     truth = {"extra_info": {"interaction_kwargs": {"name": "judge", "truth": "b"}}}
     with pool_of(tool("VerlTool", schema, a=1), judge=EnvironmentSpec(f"{OWN}:VerlInteraction")) as pool:
-        found = call(pool, ("x", 7), create_kwargs={"truth": 3})
-        assert found == said("{'x': 7} {'truth': 3} {'a': 1}", 0.5)
+        result = call(pool, ("x", 7), create_kwargs={"truth": 3})
+        assert result == said("{'x': 7} {'truth': 3} {'a': 1}", 0.5)
         assert step(pool, "a", name="judge", about=truth) == said("wrong", 0.0, "user")
         assert step(pool, "a", "b", name="judge", about=truth) == said("right", 1.0, "user", done=True)
 
@@ -151,17 +151,17 @@ def test_what_an_environment_returns_is_of_its_types():
     ]
     specs = {f"env{n}": EnvironmentSpec(f"{OWN}:Says", {"answer": says}) for n, (says, _) in enumerate(answers)}
     with pool_of(**specs) as pool:
-        found = [step(pool, "a", row=n, name=name) for n, name in enumerate(specs)]
+        result = [step(pool, "a", row=n, name=name) for n, name in enumerate(specs)]
     expected = [error and f"TypeError: {OWN}:Says.step {error}" for _, error in answers]
-    assert [reply.error for reply in found] == expected
-    assert [(reply.reward, reply.done) for reply in found[-2:]] == [(0.0, False), (1.0, True)]
+    assert [reply.error for reply in result] == expected
+    assert [(reply.reward, reply.done) for reply in result[-2:]] == [(0.0, False), (1.0, True)]
 
 
 def test_what_verls_interaction_returns_has_four_parts():
     with pool_of(judge=EnvironmentSpec(f"{OWN}:ShortInteraction")) as pool:
-        found = step(pool, "a", name="judge").error
+        result = step(pool, "a", name="judge").error
     named = f"{OWN}:ShortInteraction.generate_response"
-    assert found == f"TypeError: {named} returned '(True,)', not (done, reply, reward, data)"
+    assert result == f"TypeError: {named} returned '(True,)', not (done, reply, reward, data)"
 
 
 def line_of(text):
@@ -172,9 +172,9 @@ def test_what_an_environment_raises_is_placed():
     """In the user's own file, also where a library raised it; a tool's error, which the policy reads, is not."""
     with pool_of(tool(), count=EnvironmentSpec(f"{OWN}:Count")) as pool:
         assert step(pool, "raise").error == f"RuntimeError: no more ({OWN} line {line_of('no more')})"
-        found = step(pool, "library", row=1).error
-        assert found.startswith("json.decoder.JSONDecodeError: ")
-        assert found.endswith(f"({OWN} line {line_of('json.loads')})")
+        result = step(pool, "library", row=1).error
+        assert result.startswith("json.decoder.JSONDecodeError: ")
+        assert result.endswith(f"({OWN} line {line_of('json.loads')})")
         assert call(pool, ("expression", "1 / 0")).error == "ZeroDivisionError: division by zero"
     with pytest.raises(ValueError, match=rf"Broken cannot be created .*KeyError: 'no server'\) \({OWN} line \d+\)"):
         pool_of(tool("Broken"))
@@ -264,9 +264,9 @@ def test_files_of_verls_layout_are_read(tmp_path):
         "tools: [{class_name: a.py:B, config: {type: native, x: 1}, tool_schema: {function: {name: b}}}]\n"
         "interaction: [{name: judge, class_name: a.b.C}]\n"
     )
-    (found,) = read_tools(str(path))
-    assert (found.class_name, found.config) == ("a.py:B", {"x": 1})
-    assert found.schema == {"type": "function", "function": {"name": "b"}}
+    (result,) = read_tools(str(path))
+    assert (result.class_name, result.config) == ("a.py:B", {"x": 1})
+    assert result.schema == {"type": "function", "function": {"name": "b"}}
     assert read_environments(str(path))["judge"].class_name == "a.b.C"
     with pytest.raises(ValueError, match="no such file"):
         read_environments(str(path) + "x")

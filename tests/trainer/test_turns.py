@@ -250,7 +250,7 @@ def test_classes_of_tools_are_looked_for(
             "Ask', config: {know: true}",
             "Ask cannot be created with config {'know': True} (TypeError: got an unexp",
         ),
-        ("tools", "Digits'", "Digits has no method `call` (or `execute`, as verl's have)"),
+        ("tools", "Digits'", "Digits has no method `call` (or `execute`, as verl's tools have)"),
         ("tools", "Later', config: {word: 1}", "Later cannot be created with config {'word': 1}"),
         ("tools", "Unknown', config: {word: 1}", None),
         ("tools", "Asks', config: {knows: false}", None),

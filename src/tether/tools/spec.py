@@ -214,7 +214,7 @@ def schema_problem(schema: object) -> str:
     if not isinstance(function.get("name"), str) or not function["name"]:
         return "function.name is missing: the model calls the tool by it"
     if not isinstance(function.get("parameters", {}), Mapping):
-        return "function.parameters is no mapping (a JSON schema)"
+        return "function.parameters is not a mapping (a JSON schema)"
     return ""
 
 
