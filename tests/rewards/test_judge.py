@@ -154,7 +154,7 @@ WITHOUT_SCORE = [
         )
     ),
     (Judge("", parser=r"Score: (\S+)"), "Score: high", "'high', which is not a number"),
-    (Judge("", parser=r"Score: (\S+)"), "Score: nan", "no score"),
+    (Judge("", parser=r"Score: (\S+)"), "Score: nan", "a score must be finite"),
     (Judge("", parser=r"(\w+)$", scores={"yes": 1.0}), "perhaps", "'perhaps', which is none of yes"),
 ]
 
