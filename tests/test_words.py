@@ -15,6 +15,7 @@ DONE = {
     **{
         package: (package,)
         for package in (
+            "algorithms",
             "assembly",
             "checkpoints",
             "data",
