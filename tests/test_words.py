@@ -25,6 +25,7 @@ DONE = {
             "models",
             "rollout",
             "runtime",
+            "trainer",
             "training",
         )
     },
