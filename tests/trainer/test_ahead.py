@@ -131,8 +131,8 @@ def test_staleness_is_bounded_however_fast_the_sampler_is(staleness: int):
     ages = []
     for step in range(1, 10):
         drawn = take(ahead, step)
-        for asked in list(ahead._asked.values()):  # the sampler does all that it may
-            asked.result()
+        for batch in list(ahead._pending.values()):  # the sampler does all that it may
+            batch.result()
         ages.append(drawn.metrics["training/staleness"])
         ahead.load_weights(update(step))
     ahead.close()
@@ -143,7 +143,7 @@ def test_fully_asynchronous_sampling_takes_the_newest_weights():
     ahead, echo = made(fixed=False, staleness=3)
     echo.may.release()
     take(ahead, 1)
-    with ahead._engine:  # batch 2 has not begun, or has begun with the first weights
+    with ahead._engine_lock:  # batch 2 has not begun, or has begun with the first weights
         ahead.load_weights(update(1))
     echo.may.release(2)
     assert take(ahead, 2).batch[1] in (0, 1)
@@ -320,8 +320,8 @@ def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ahead = run.trainer.rollouts
 
     def stop() -> bool:
-        for asked in list(ahead._asked.values()):  # the sampler does all that it may
-            asked.result()
+        for batch in list(ahead._pending.values()):  # the sampler does all that it may
+            batch.result()
         return run.trainer.step_number == 1
 
     run.trainer.fit(stop)
@@ -355,7 +355,7 @@ def test_batches_that_other_settings_drew_are_sampled_again(
     reward.write_text(text + "\n# repaired\n" * (changes == [REPAIRED]))
     resumed = build_run(load_config(None, [*ahead_overrides(inputs, reward, tmp_path), *changes]))
     try:
-        assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
+        assert [*resumed.trainer.rollouts._pending] == ([] if again else [2, 3])
         assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
         assert not again or changes[0].partition("=")[0].rpartition(".")[0] in caplog.text
         if "max_staleness" in changes[0] or not again:
