@@ -105,9 +105,8 @@ class Persistence:
 
 def _first_broken(file: Path) -> str | None:
     """Return the name of the first tensor of a file that is not finite or too large, or None."""
-    largest = (
-        LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf
-    )  # the statistics of a control policy may be large
+    # The statistics of a control policy may be large.
+    largest = LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf
     with safe_open(file, "pt") as weights:
         for name in weights.keys():  # noqa: SIM118  it is not a mapping
             weight = weights.get_tensor(name)
