@@ -162,9 +162,8 @@ class EnvRollouts:
         self.env_steps += steps
         self.finished += ended
         speed = {"perf/env_steps": float(self.env_steps), "perf/sps": steps / time.seconds["step"]}
-        score = (
-            {"env/return": fmean(episode.reward for episode in ended)} if ended else {}
-        )  # of this step only, for alarms
+        # The score of this step only, for alarms.
+        score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}
         return speed | score | self.transfers() | time.metrics()
 
     def metrics_to_log(self) -> dict[str, float]:
