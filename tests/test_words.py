@@ -19,6 +19,7 @@ DONE = {
             "checkpoints",
             "data",
             "envs",
+            "execution",
             "kernels",
             "metrics",
             "models",
