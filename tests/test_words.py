@@ -22,14 +22,17 @@ DONE = {
         for package in (
             "assembly",
             "checkpoints",
+            "commands",
             "data",
             "envs",
             "execution",
             "kernels",
             "metrics",
             "models",
+            "rewards",
             "rollout",
             "runtime",
+            "tools",
             "training",
         )
     },
