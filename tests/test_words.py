@@ -12,6 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src/tether"
 DONE = {
     "modules": ("batch.py", "keyed_random.py", "observations.py", "spelling.py", "types.py"),
+    "config": (  # without the interpreter of bash
+        *(f"config/{path.name}" for path in (PACKAGE / "config").iterdir() if path.name != "importers"),
+        "config/importers/rlinf",
+        "config/importers/verl/command.py",
+    ),
     **{
         package: (package,)
         for package in (
@@ -21,6 +26,7 @@ DONE = {
             "commands",
             "data",
             "envs",
+            "execution",
             "kernels",
             "metrics",
             "models",

@@ -1,4 +1,4 @@
-"""The configuration of a run: verl's key names, checked as a whole before anything heavy is loaded.
+"""The configuration of a run, with verl's key names; all of it is checked before heavy modules are loaded.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The names that TRL, Stable-Baselines3, OpenRLHF and transformers have for our keys and their values."""
+"""Names of our keys and values in TRL, Stable-Baselines3, OpenRLHF and transformers."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "log_completions": ("trainer.log_val_generations",),
     "num_completions_to_print": ("trainer.log_val_generations",),
 }
-"""Name that has no dot, or the last part of one -> our keys, the likeliest first."""
+"""Name without its sections -> our keys, the most likely first."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "adv_estimator": {
@@ -279,4 +279,4 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "vectorization": {"subprocvecenv": "subprocess", "dummyvecenv": "sync"},
 }
-"""Last part of our key -> its value in another library, in small letters and with _ for - -> ours."""
+"""Last name of our key -> value in another library, in lower case with _ for - -> our value."""
