@@ -7,7 +7,7 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from tether.config.keys import keys, sections
-from tether.config.loading.foreign_words import KEYS, VALUES
+from tether.config.loading.foreign_words import KEYS, VALUES, WITHOUT_KEY
 from tether.config.problems import Problem
 from tether.config.support.verl_keys import unread_keys
 from tether.spelling import closest
@@ -35,6 +35,8 @@ def unknown_key(path: str) -> Problem:
         return Problem(path, "says where presets are, which are read before overrides", fix)
     if top in HYDRA:
         return Problem(path, HYDRA[top], "leave it out")
+    if instead := WITHOUT_KEY.get(_split(path)[1]):
+        return Problem(path, "unknown key", instead)
     meant = " or ".join(KEYS.get(path, ())) or nearest(path)
     return Problem(path, "unknown key", f"did you mean {meant}?" if meant else f"see `tether config {_listing(path)}`")
 
@@ -110,4 +112,8 @@ def _listing(path: str) -> str:
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     section = next((name for name in around if name in sections()), None)
-    return f"explain {section}" if section else f"explain --search {parts[-1]}"
+    if section:
+        return f"explain {section}"
+    # A search that finds nothing would be a hint that leads nowhere.
+    found = any(parts[-1].lower() in f"{key.path} {key.doc}".lower() for key in keys().values())
+    return f"explain --search {parts[-1]}" if found else "explain"
