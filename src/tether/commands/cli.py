@@ -509,7 +509,9 @@ def main() -> None:
         app()
     except SystemExit as end:
         code = NOBODY_READS if isinstance(end.__context__, BrokenPipeError) else end.code  # of typer, or of rich: 1
-        if key := _key_meant(getattr(end.__context__, "option_name", "")):
+        from tether.config import key_written_as
+
+        if key := key_written_as(getattr(end.__context__, "option_name", "")):
             typer.echo(f"Keys are written without dashes: {key}=...", err=True)
     except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
         message = _for_the_user(error)
@@ -526,15 +528,6 @@ def main() -> None:
         typer.secho(error.strerror, fg=typer.colors.RED, err=True)
         code = code or 2
     raise SystemExit(code)
-
-
-def _key_meant(option: str) -> str | None:
-    """Return the key that somebody wrote as the option of a command, as is done with other libraries."""
-    from tether.config.keys import keys
-    from tether.config.loading.foreign_words import KEYS
-
-    name = option.lstrip("-").replace("-", "_")
-    return name if name in keys() else next(iter(KEYS.get(name, ())), None)
 
 
 def _for_the_user(error: Exception) -> str | None:

@@ -74,6 +74,12 @@ def nearest(path: str, known: Collection[str] | None = None) -> str | None:
     return best if best and _is_like(leaf, _split(best)[1]) else None
 
 
+def key_written_as(option: str) -> str | None:
+    """The key that was written as an option of a command, such as --trainer.seed; None if there is none like it."""
+    name = option.lstrip("-").replace("-", "_")
+    return name if name in keys() else next(iter(KEYS.get(name, ())), None)
+
+
 def _foreign(section: str, leaf: str) -> str | None:
     """The key that another library calls `leaf`; the critic's, where the section is the critic's."""
     meant = KEYS[leaf][0] if leaf in KEYS else None
