@@ -7,7 +7,7 @@ from collections.abc import Collection
 from difflib import SequenceMatcher
 
 from tether.config.keys import keys, sections
-from tether.config.loading.foreign_words import KEYS, VALUES
+from tether.config.loading.foreign_words import KEYS, VALUES, WITHOUT_KEY
 from tether.config.problems import Problem
 from tether.config.support.verl_keys import unread_keys
 from tether.spelling import closest
@@ -35,6 +35,8 @@ def unknown_key(path: str) -> Problem:
         return Problem(path, "names folders of presets, which are read before overrides", fix)
     if top in HYDRA:
         return Problem(path, HYDRA[top], "leave it out")
+    if instead := WITHOUT_KEY.get(_split(path)[1]):
+        return Problem(path, "unknown key", instead)
     meant = " or ".join(KEYS.get(path, ())) or nearest(path)
     return Problem(path, "unknown key", f"did you mean {meant}?" if meant else f"see `tether config {_listing(path)}`")
 
@@ -70,6 +72,12 @@ def nearest(path: str, candidates: Collection[str] | None = None) -> str | None:
         return f"{section}.{similar[0]}"
     best = next(iter(closest(corrected, names)), None)
     return best if best and _is_like(leaf, _split(best)[1]) else None
+
+
+def key_written_as(option: str) -> str | None:
+    """Return the key that was written as an option of a command, such as --trainer.seed, or None if none is like it."""
+    name = option.lstrip("-").replace("-", "_")
+    return name if name in keys() else next(iter(KEYS.get(name, ())), None)
 
 
 def _foreign(section: str, leaf: str) -> str | None:
@@ -110,4 +118,8 @@ def _listing(path: str) -> str:
     names = path.split(".")
     parents = (".".join(names[:count]) for count in range(len(names), 0, -1))
     section = next((name for name in parents if name in sections()), None)
-    return f"explain {section}" if section else f"explain --search {names[-1]}"
+    if section:
+        return f"explain {section}"
+    # A search that matches nothing would be a hint that leads nowhere.
+    matches = any(names[-1].lower() in f"{key.path} {key.doc}".lower() for key in keys().values())
+    return f"explain --search {names[-1]}" if matches else "explain"
