@@ -24,7 +24,7 @@ from benchmarks.speed.peers.processes import Peers
 from benchmarks.speed.setting import SYNTHETIC, Setting
 from benchmarks.speed.table import Section, grid, wrapped
 from benchmarks.speed.timing import release
-from tether.models.language.registry_download import pull_model
+from tether.integrations.hubs.registry_download import pull_model
 from tether.runtime.cache import cache_dir
 from tether.runtime.huge_pages import SWITCH, restart_with_huge_pages
 from tether.runtime.machine import set_threads

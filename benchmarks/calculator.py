@@ -29,11 +29,11 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.resumable import ROOT, all_runs, arguments_of_runs, fields, save_figure, write_between
-from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.machine import set_threads
+from tether.text.build import build_run
 
 BEGIN, END = "<!-- calculator:begin -->", "<!-- calculator:end -->"
 PROBLEMS = (

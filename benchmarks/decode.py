@@ -16,8 +16,8 @@ from benchmarks.speed.peers.processes import Skipped, Worker
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds, take_turns
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PROMPT_LENGTH = 60  # mean; lengths differ by up to 10
 NEW_TOKENS = 64

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.kernels.cuda.backend import Cuda
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS = 100, 192
 OF_TRANSFORMERS = 48  # of its tokens, which all take about the same time

@@ -11,7 +11,7 @@ import sys
 from benchmarks.sharding import table
 from tests.training.megatron_ranks import critic_gradients, gradients
 from tests.training.test_megatron import LAYOUTS
-from tether.models.megatron import MegatronLayout
+from tether.integrations.megatron import MegatronLayout
 
 
 def worst(layout: MegatronLayout) -> list[float]:

@@ -25,11 +25,11 @@ from tests.ranks import on_ranks
 from tests.tiny import tiny_model
 from tests.training.batches import ROWS, make_batch, make_critic, make_policy
 from tests.training.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
-from tether.models.megatron import MegatronLayout
-from tether.models.megatron.layout import experts_of, shared_expert_width
-from tether.training.engines.megatron import MegatronEngine
-from tether.training.engines.ranks import from_all
-from tether.training.protocol import UpdatePlan
+from tether.integrations.megatron import MegatronLayout
+from tether.integrations.megatron.engine import MegatronEngine
+from tether.integrations.megatron.layout import experts_of, shared_expert_width
+from tether.loop.engines.protocol import UpdatePlan
+from tether.text.learning.engines.ranks import from_all
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4},

@@ -24,11 +24,11 @@ from tests.training.batches import make_batch, make_critic, make_policy
 from tests.training.fsdp_ranks import make_fsdp, on_ranks, share, whole_weights
 from tests.training.test_fsdp import LOSS
 from tether.batch import TrainBatch
-from tether.training.division import mini_batches
-from tether.training.protocol import UpdatePlan
-from tether.training.text.forward import PolicyForward
-from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import token_rows
+from tether.loop.engines.protocol import UpdatePlan
+from tether.text.learning.engines.division import mini_batches
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import token_rows
 
 Messages = Mapping[tuple[str, str], tuple[int, int]]
 """Phase and kind -> how many, and their bytes."""

@@ -22,9 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from tether.models.language.load import ready
-from tether.rollout import NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
+from tether.text.models.load import ready
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 SAME, REFUSED, WRONG, NOT_BUILT = "same tokens", "refused", "OTHER TOKENS", "not built"
 NEW_TOKENS = 8

@@ -30,15 +30,14 @@ from benchmarks.speed.timing import seconds, take_turns
 from tests.rollout.bench import vllm_python
 from tests.tiny import save_tiny
 from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
-from tether.assembly import groups
-from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.execution import Replicas, ShardedEngine, ShardedSampler, StoredWeights
-from tether.execution.ray_group import RayGroup
-from tether.rollout.servers import InferenceServer, ServedPolicy
-from tether.rollout.vllm import Vllm, launch_of
+from tether.distributed import Replicas, ShardedEngine, ShardedSampler, StoredWeights, groups
+from tether.distributed.ray_group import RayGroup
+from tether.loop.loop import Trainer
 from tether.runtime.ranks import Pool
-from tether.trainer.loop import Trainer
+from tether.text.build import build_run
+from tether.text.servers import InferenceServer, ServedPolicy
+from tether.text.servers.vllm_api import Vllm, launch_of
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 SERVED_BEGIN, SERVED_END = "<!-- served:begin -->", "<!-- served:end -->"

@@ -57,7 +57,7 @@ class Times:
 
 
 def makespan(sampling: Sequence[float], training: Sequence[float], ahead: int) -> float:
-    """Seconds of a whole run by a discrete-event model of `tether.trainer.ahead`: one sampler and one trainer.
+    """Seconds of a whole run by a discrete-event model of `tether.loop.ahead`: one sampler and one trainer.
 
     At the beginning of step k the batches up to k + `ahead` are asked for; the sampler draws one after the other, and a
     step begins to train when the step before has ended and its batch is there.

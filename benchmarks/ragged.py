@@ -12,8 +12,8 @@ from benchmarks.speed.peers.processes import Skipped
 from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds, take_turns
-from tether.rollout.native.engine import NativeEngine, eos_token_ids
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 GOAL = 1.5
 

@@ -21,12 +21,12 @@ from benchmarks.speed.machine import machine_line
 from benchmarks.speed.table import grid
 from benchmarks.speed.timing import seconds, take_turns
 from tests.tiny import save_tiny_reward_model, tiny_tokenizer
-from tether.models.language.critic import load_reward_model
-from tether.rewards import Dialogue, RewardError, RewardRequest
 from tether.runtime.machine import set_threads
-from tether.training.engines.local import LocalEngine
-from tether.training.text import ConversationReader, MicroBatching, RewardModel
-from tether.training.text.scoring import ScoreForward, ScoreOutputs, score_batch
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreForward, ScoreOutputs, score_batch
+from tether.text.models.critic import load_reward_model
+from tether.text.rewards import Dialogue, RewardError, RewardRequest
 
 BEGIN, END = "<!-- scoring:begin -->", "<!-- scoring:end -->"
 PROMPTS, RESPONSES = 16, 8

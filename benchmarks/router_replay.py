@@ -20,10 +20,10 @@ from benchmarks.resumable import write_between
 from tests.tiny import MOE, VOCAB_SIZE, tiny_model
 from tether.algorithms import off_policy_metrics
 from tether.batch import TrainBatch
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.text.forward import PolicyForward, PolicyOutputs
-from tether.training.text.packing import Experts
+from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.packing import Experts
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 SIZES = {"num_hidden_layers": 4}
 EXPERTS = {"deepseek_v3": {"n_routed_experts": 16}}

@@ -15,13 +15,13 @@ from statistics import median
 import psutil
 
 from benchmarks.speed.machine import machine_line
-from tether.rewards.outcome import RewardRequest
-from tether.rewards.sandbox import Limits, ProgramOptions
-from tether.rewards.sandbox.bubblewrap import why_not
-from tether.rewards.sandbox.languages import LANGUAGES
-from tether.rewards.sandbox.limits import Program
-from tether.rewards.sandbox.run import run
-from tether.rewards.service import RewardPool
+from tether.text.rewards.outcome import RewardRequest
+from tether.text.rewards.sandbox import Limits, ProgramOptions
+from tether.text.rewards.sandbox.bubblewrap import why_not
+from tether.text.rewards.sandbox.languages import LANGUAGES
+from tether.text.rewards.sandbox.limits import Program
+from tether.text.rewards.sandbox.run import run
+from tether.text.rewards.service import RewardPool
 
 LIMITS = Limits(seconds=6.0, memory_mb=1024, processes=64)
 PROGRAM = Program(LANGUAGES["python"].run, {"answer.py": b"a, b = map(int, input().split())\nprint(a + b)\n"})

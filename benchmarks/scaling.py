@@ -19,15 +19,15 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
 from benchmarks.speed.timing import peak_memory, seconds
 from tether.batch import TrainBatch
-from tether.models.layers.attention import use_tether_attention
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.layers.attention import use_tether_attention
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PICTURE = ROOT / "docs/assets/scaling.png"
 MODELS = "model parameters"

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from benchmarks.resumable import write_between
 from benchmarks.scored_rows import PROBLEMS, QUESTIONS, program_replies, search_replies
-from tether.rewards.router import find_reward
-from tether.rewards.sandbox import ProgramOptions
+from tether.text.rewards.router import find_reward
+from tether.text.rewards.sandbox import ProgramOptions
 from tether.types import JsonObject
 
 BEGIN, END = "<!-- scorers:begin -->", "<!-- scorers:end -->"

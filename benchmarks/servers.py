@@ -28,13 +28,13 @@ import torch
 from benchmarks.algorithms.cases import ACTOR, ALGORITHM, GRPO, ROLLOUT, SHARED
 from benchmarks.algorithms.tasks import SPELL, overrides, tiny_llama, write_inputs
 from benchmarks.resumable import QUICKSTART, ROOT, all_runs, arguments_of_runs, plot_scores, schedule, write_between
-from tether.assembly.run import build_run
 from tether.config import load_config
+from tether.integrations.hubs.registry_download import pull_model
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.models.language.registry_download import pull_model
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, set_threads
+from tether.text.build import build_run
 
 ENGINES = ("native", "vllm")
 ALGORITHMS = {"GRPO": (GRPO,), "PPO": (f"{ALGORITHM}.adv_estimator=gae",)}

@@ -26,12 +26,12 @@ from benchmarks.speed.rollouts import Updater, sampled_batch
 from benchmarks.speed.setting import SYNTHETIC, Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds
-from tether.models.language.registry_download import pull_model
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.integrations.hubs.registry_download import pull_model
 from tether.runtime.cache import cache_dir
 from tether.runtime.huge_pages import SWITCH, restart_with_huge_pages
 from tether.runtime.machine import set_threads
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 MODEL = "smollm2-135m"
 BEGIN, END = "<!-- shared:begin -->", "<!-- shared:end -->"

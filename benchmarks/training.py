@@ -19,7 +19,7 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Goal, Section
 from benchmarks.speed.timing import seconds, take_turns
 from tether.batch import TrainBatch
-from tether.training.text.packing import row_sizes
+from tether.text.learning.packing import row_sizes
 
 NEW_TOKENS, MICRO_ROWS, MICRO_TOKENS = 64, 8, 4096
 OVER_PEERS, SHARE = 2.0, 0.75

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.speed.timing import seconds
 from tether.batch import TrainBatch
-from tether.data.chat import render, tokenize
-from tether.data.rows import Row
-from tether.models.language.load import load_causal_lm, load_tokenizer
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.text.forward import PolicyForward
+from tether.text.data.chat import render, tokenize
+from tether.text.data.rows import Row
+from tether.text.learning.forward import PolicyForward
+from tether.text.models.load import load_causal_lm, load_tokenizer
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 
 def sums(model: str, count: int) -> list[list[int]]:

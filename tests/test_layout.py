@@ -172,11 +172,11 @@ def test_a_wrong_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     trainer, rewards, config = (tmp_path / f"src/tether/{room}/new.py" for room in ("trainer", "rewards", "config"))
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "src/tether")
-    trainer.write_text("from tether.rewards.pool import Slot\nfrom tether.rewards import Score\n")
-    assert imports_past_a_face(trainer) == {"src/tether/trainer/new.py: tether.rewards.pool.Slot"}
+    trainer.write_text("from tether.text.rewards.pool import Slot\nfrom tether.text.rewards import Score\n")
+    assert imports_past_a_face(trainer) == {"src/tether/trainer/new.py: tether.text.rewards.pool.Slot"}
     assert wrong_imports(trainer) == set()
-    rewards.write_text("from tether.trainer import Trainer\nimport torch\n")
-    assert wrong_imports(rewards) == {"src/tether/rewards/new.py must not import tether.trainer.Trainer"}
+    rewards.write_text("from tether.loop import Trainer\nimport torch\n")
+    assert wrong_imports(rewards) == {"src/tether/rewards/new.py must not import tether.loop.Trainer"}
     config.write_text("import torch.nn\nfrom tether.runtime import guard\n")
     assert wrong_imports(config) == {"src/tether/config/new.py must not import torch.nn"}
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.config.test_reference_command import PAGE, RUN_GEMMA
 from tether.config import LoadedConfig, load_config
-from tether.data.pairs import pair_problems
-from tether.data.sources import load_rows
-from tether.rewards.custom import load_reward_function
+from tether.text.data.pairs import pair_problems
+from tether.text.data.sources import load_rows
+from tether.text.rewards.custom import load_reward_function
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 RUNS = sorted(RECIPES.glob("*/*.yaml"))

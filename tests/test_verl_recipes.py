@@ -15,11 +15,11 @@ from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, MOE, save_tiny, save_tiny_reward_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
-from tether.assembly import groups
 from tether.config import ConfigError, LoadedConfig, load_config
 from tether.config.keys import values_of
 from tether.config.support.live_keys import live_keys, why_idle
 from tether.config.support.verl_keys import unread
+from tether.distributed import groups
 from tether.metrics.loggers.jsonl import read_metrics
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes/verl"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tether.batch import TrainBatch
-from tether.trainer.loop import Trainer
+from tether.loop.loop import Trainer
 
 
 def flip(batch: TrainBatch) -> Tensor:

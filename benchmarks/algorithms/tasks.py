@@ -13,11 +13,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tether.assembly.run import build_run
 from tether.config import load_config
+from tether.loop.loop import Trainer
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.loop import Trainer
+from tether.text.build import build_run
 
 PAD, EOS, GO = "_", ".", ">"
 LETTERS = "abcdef"

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 
 from tests.tiny import tiny_tokenizer
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.sources import load_rows
+from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.sources import load_rows
 
 GOOD: dict[str, Any] = {
     "data_source": "toy",

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 
 from tests.rewards import hostile
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
+from tether.text.rewards.service.pool import RewardPool
 
 DEADLINE = 1.0
 ERRORS = (

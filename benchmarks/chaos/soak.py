@@ -18,8 +18,8 @@ from tests.execution.processes import marked
 from tests.trainer.loops import contents, results
 from tether.commands.train import train
 from tether.config import load_config
+from tether.loop.callbacks import Callbacks
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics
-from tether.trainer import Callbacks
 
 STEPS = "steps.txt"
 """In the folder of a run: a line for each step that was done."""

@@ -26,8 +26,8 @@ while training; parts (tether): seconds."""
 
 def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     """Train and test with tether."""
-    from tether.assembly.control import build_control_run
     from tether.config import load_config
+    from tether.control.build import build_control_run
     from tether.metrics.loggers.jsonl import read_metrics
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,15 +8,15 @@ import torch
 
 from benchmarks.speed.setting import Setting
 from tether.batch import TrainBatch
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.rollout.native.engine import NativeEngine, eos_token_ids
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 
 def sampled_batch(setting: Setting, prompts: int, samples: int, limit: int) -> TrainBatch:

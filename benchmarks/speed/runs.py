@@ -10,10 +10,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from benchmarks.speed.setting import Setting
-from tether.assembly.number_formats import DTYPE_KEYS
-from tether.assembly.run import build_run
 from tether.config import load_config
-from tether.trainer.loop import Trainer
+from tether.loop.loop import Trainer
+from tether.text.build import build_run
+from tether.text.building.number_formats import DTYPE_KEYS
 
 SAMPLES, NEW_TOKENS = 8, 64
 REWARD = """

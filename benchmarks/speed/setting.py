@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.speed.machine import Roofline, roofline_of
 from benchmarks.speed.peers.processes import Peers
-from tether.data.chat import render, tokenize
-from tether.data.rows import Row
-from tether.data.sources import load_rows
-from tether.models.language.load import load_causal_lm, load_tokenizer
+from tether.text.data.chat import render, tokenize
+from tether.text.data.rows import Row
+from tether.text.data.sources import load_rows
+from tether.text.models.load import load_causal_lm, load_tokenizer
 
 SYNTHETIC = "reasoning_gym:gsm_symbolic?size=256&seed=1"
 MAX_PROMPTS = 1024

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from tether.rewards.rules.gsm8k import strict
+from tether.text.rewards.rules.gsm8k import strict
 
 _ANSWER = re.compile(r"#### -?\$?[0-9][0-9.,]*")
 
@@ -11,7 +11,7 @@ _ANSWER = re.compile(r"#### -?\$?[0-9][0-9.,]*")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], format_score: float = 0.1
 ) -> dict[str, float]:
-    """1 for the right answer by `tether.rewards.rules.gsm8k.strict`; for another ``#### number`` part of
+    """1 for the right answer by `tether.text.rewards.rules.gsm8k.strict`; for another ``#### number`` part of
     `format_score`.
 
     All of it where the reply ends there, half of it where it goes on. ``acc``, which validation watches, is the strict

@@ -59,7 +59,7 @@ class Runs:
 
 def test_the_state_of_environments_runs_no_code_of_others_unless_a_key_says_so(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
-    from tether.trainer.control.rollouts import ENVIRONMENTS, EnvRollouts
+    from tether.control.learning.rollouts import ENVIRONMENTS, EnvRollouts
 
     collector = SimpleNamespace(env=None)
     rollouts = EnvRollouts(

@@ -14,10 +14,10 @@ import tether  # noqa: E402
 from tests.trainer.control_run import assert_resume_is_exact  # noqa: E402
 from tests.trainer.loops import Control, contents  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
-from tether.assembly.named_inputs import missing_inputs  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
-from tether.envs.make import EnvOptions, make_vector_env  # noqa: E402
+from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.runtime.user_files import definition  # noqa: E402
+from tether.text.building.named_inputs import missing_inputs  # noqa: E402
 
 MINE = '''
 import gymnasium
@@ -386,8 +386,8 @@ def test_a_file_without_a_name_is_an_error(file: Path, tmp_path: Path, key: str,
 
 def test_a_network_has_the_critic_of_its_name(file: Path) -> None:
     """The layer whose name begins with critic has the critic's learning rate."""
-    from tether.models.control.mlp_policy import make_policy
-    from tether.models.control.spec import PolicySpec
+    from tether.control.policies.mlp_policy import make_policy
+    from tether.control.policies.spec import PolicySpec
 
     spec = PolicySpec(obs_dim=2, choices=(2,), action_width=1, network=f"{file}:Network", hidden_dim=5)
     state = torch.get_rng_state()

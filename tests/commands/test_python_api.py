@@ -17,18 +17,18 @@ import torch
 import tether
 from tests.trainer.loops import Control, Text
 from tests.trainer.tiny_run import write_inputs
-from tether.assembly.standalone import build_evaluator
 from tether.commands.model import generate
 from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
 from tether.config import ConfigError, Override, load_config
+from tether.control.learning.rollouts import EnvRollouts
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.rollout.native.engine import NativeEngine
 from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.objects import holding
-from tether.trainer.control.rollouts import EnvRollouts
-from tether.trainer.text.rollouts import TextRollouts
+from tether.text.building.standalone import build_evaluator
+from tether.text.learning.rollouts import TextRollouts
+from tether.text.sampling.engine import NativeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.preflight": False}

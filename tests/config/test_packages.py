@@ -2,8 +2,8 @@
 
 import pytest
 
-from tether.assembly import named_inputs
 from tether.config import load_config
+from tether.text.building import named_inputs
 
 CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_local_dir=run"]
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from tether.commands.cli import app
 from tether.config import ConfigError, load_config
-from tether.config.importers.verl.command import translate
-from tether.config.importers.verl.shell import read_script
-from tether.config.importers.verl.words import UNKNOWN
+from tether.integrations.verl.command import translate
+from tether.integrations.verl.shell import read_script
+from tether.integrations.verl.words import UNKNOWN
 
 HOME = {"HOME": "/home/me"}
 

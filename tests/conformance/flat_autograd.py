@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tether.training.control.closed_form_gradients import Draws
-from tether.training.control.forward import decision_outputs
-from tether.training.control.losses import ControlLoss, Outputs
-from tether.training.control.samples import Samples
-from tether.training.engines.flat import FlatEngine
-from tether.training.protocol import LossSizes
+from tether.control.learning.closed_form_gradients import Draws
+from tether.control.learning.flat import FlatEngine
+from tether.control.learning.forward import decision_outputs
+from tether.control.learning.losses import ControlLoss, Outputs
+from tether.control.learning.samples import Samples
+from tether.loop.engines.protocol import LossSizes
 
 
 class FlatAutogradEngine(FlatEngine):

@@ -11,8 +11,8 @@ from tests.training import test_control_network as networks
 from tests.training.flat_learner import OPTIONS
 from tests.training.test_control import CHUNKED, LEVELS, SPECS, chunked_samples, make_policy, make_samples
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS
-from tether.models.flow import backbone
-from tether.training.control.losses import ControlLoss
+from tether.control.learning.losses import ControlLoss
+from tether.integrations.robots.flow import backbone
 
 LOSSES = sorted(POLICY_LOSSES.keys() - {"bypass_mode"})
 SELECTION = {

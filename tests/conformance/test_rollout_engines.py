@@ -12,7 +12,7 @@ import torch
 
 from tests.rollout.bench import EOS, EVERY, KEY, LONG, PROMPTS, SAMPLING, Bench, bench_of, log_probs_of, rows_of
 from tether.batch import RolloutBatch
-from tether.rollout import FinishedResponse, NoiseKey
+from tether.text.sampling.protocol import FinishedResponse, NoiseKey
 
 
 @pytest.fixture(scope="module", params=EVERY)

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.tiny import CHATML, EOS, EOS_ID, PAD_ID, tiny_tokenizer
-from tether.data.chat import render
-from tether.data.checks import opening_problem, turn_end_problem
-from tether.data.rows import Row
+from tether.text.data.chat import render
+from tether.text.data.checks import opening_problem, turn_end_problem
+from tether.text.data.rows import Row
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
 TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

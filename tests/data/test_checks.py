@@ -5,9 +5,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import MARKERS, TEMPLATE, record
 from tether.batch import Prompt
-from tether.data.checks import bos_problem, cut_problem, template_problem
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Rows, RowSource
+from tether.text.data.checks import bos_problem, cut_problem, template_problem
+from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.rows import Rows, RowSource
 
 Make = Callable[..., PreTrainedTokenizerFast]
 BARE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

@@ -16,11 +16,11 @@ import pytest
 from tests.data.hub_server import serving
 from tests.data.test_published import Record, parquet
 from tether.commands.data import pull
-from tether.data.sources import load_rows
-from tether.rewards import check_truth
-from tether.rewards.sandbox import ProgramOptions
-from tether.rewards.sandbox.bubblewrap import why_not
-from tether.rewards.sandbox.reward import ProgramReward
+from tether.text.data.sources import load_rows
+from tether.text.rewards import check_truth
+from tether.text.rewards.sandbox import ProgramOptions
+from tether.text.rewards.sandbox.bubblewrap import why_not
+from tether.text.rewards.sandbox.reward import ProgramReward
 
 HUMANEVAL: Record = {
     "task_id": "HumanEval/53",
@@ -295,7 +295,7 @@ UNREADABLE = [
 
 def test_a_line_without_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file that may be small, as it is compressed."""
-    monkeypatch.setattr("tether.data.published.pull.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("tether.integrations.hubs.pull.LONGEST_LINE", 1 << 20)
     source = tmp_path / "long.jsonl.gz"
     source.write_bytes(gzip.compress(b'{"task_id": "' + b"x" * (50 << 20) + b'"}\n'))
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

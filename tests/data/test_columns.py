@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
 from tests.data.test_sources import refusal, write_parquet
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.sources import load_rows
-from tether.rewards.router import find_reward
-from tether.rewards.sandbox.options import ProgramOptions
+from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.sources import load_rows
+from tether.text.rewards.router import find_reward
+from tether.text.rewards.sandbox.options import ProgramOptions
 
 GSM8K = {"question": "2 * 600?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
 MATH = {"problem": "Half?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 1", "type": "Algebra"}

@@ -8,12 +8,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
-from tether.assembly.inputs import build_dataset
 from tether.config import load_config
-from tether.data.custom import load_custom_dataset, rows_of_object
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Rows
 from tether.runtime.objects import PREFIX, holding
+from tether.text.building.inputs import build_dataset
+from tether.text.data.custom import load_custom_dataset, rows_of_object
+from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.rows import Rows
 
 CODE = '''
 from __future__ import annotations

@@ -6,9 +6,9 @@ import huggingface_hub
 import pytest
 
 from tests.data.conftest import record, write_jsonl
-from tether.data.hub import read_hub
-from tether.data.rows import Rows
-from tether.data.sources import load_rows
+from tether.text.data.hub import read_hub
+from tether.text.data.rows import Rows
+from tether.text.data.sources import load_rows
 
 
 @pytest.fixture(autouse=True)

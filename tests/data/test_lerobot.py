@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.data.demonstrations import Demonstration
-from tether.data.lerobot import read_dataset, write_dataset
+from tether.integrations.robots.demonstrations import Demonstration
+from tether.integrations.robots.lerobot import read_dataset, write_dataset
 
 PILLOW = pytest.importorskip("PIL.Image")
 
-from tether.data.png import decode_png  # noqa: E402
+from tether.integrations.robots.png import decode_png  # noqa: E402
 
 
 def demonstration(steps=4, seed=0, *, task="reach red", whole=False, success=True, width=2):

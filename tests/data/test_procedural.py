@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from tether.data.sources import load_rows
+from tether.text.data.sources import load_rows
 
 SUMS = "reasoning_gym:chain_sum?size=20&seed=1&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 

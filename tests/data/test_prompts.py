@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
-from tether.data import chat, prompts
-from tether.data.checks import repeated_problem
-from tether.data.prompts import PromptDataset, PromptOptions
-from tether.data.rows import Row, Rows, RowSource
-from tether.data.sources import load_rows
 from tether.runtime.terminal import Waiting
+from tether.text.data import chat, prompts
+from tether.text.data.checks import repeated_problem
+from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.rows import Row, Rows, RowSource
+from tether.text.data.sources import load_rows
 
 Make = Callable[..., PreTrainedTokenizerFast]
 

@@ -21,12 +21,12 @@ import pytest
 from tests.data.hub_server import COMMIT, HubServer, serving
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
-from tether.data.pairs import load_pairs
-from tether.data.published import DATASETS, catalogue, pull_dataset
-from tether.data.published.catalogue import boxed, gsm8k, searched
-from tether.data.sources import load_rows
-from tether.rewards.rules.search import exact_match
+from tether.integrations.hubs import DATASETS, catalogue, pull_dataset
+from tether.integrations.hubs.catalogue import boxed, gsm8k, searched
 from tether.runtime.user_files import raised_by_tether
+from tether.text.data.pairs import load_pairs
+from tether.text.data.sources import load_rows
+from tether.text.rewards.rules.search import exact_match
 
 Record = dict[str, object]
 

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.conftest import record, write_jsonl
-from tether.data.location import SUFFIXES, split_query
-from tether.data.pairs import load_pairs
-from tether.data.rows import Rows
-from tether.data.sources import READERS, load_rows
+from tether.text.data.location import SUFFIXES, split_query
+from tether.text.data.pairs import load_pairs
+from tether.text.data.rows import Rows
+from tether.text.data.sources import READERS, load_rows
 
 
 def write_parquet(path: Path, records: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 from tether.config import load_config
-from tether.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 from tether.observations import describe, row_width
 
 STATE = spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -74,7 +74,7 @@ def mani_skill(monkeypatch):
     sys.modules["mani_skill"].envs = sys.modules["mani_skill.envs"]
     module(monkeypatch, "mani_skill.utils.registration", REGISTERED_ENVS={"Pick-v1": None})
     module(monkeypatch, "mani_skill.utils.wrappers.gymnasium", CPUGymWrapper=OneOfBatch)
-    sys.modules.pop("tether.envs.adapters.maniskill", None)
+    sys.modules.pop("tether.integrations.robots.maniskill", None)
     made = []
 
     def make(**arguments):
@@ -84,7 +84,7 @@ def mani_skill(monkeypatch):
     gymnasium.register("Pick-v1", entry_point=make, order_enforce=False)
     yield made
     del gymnasium.registry["Pick-v1"]
-    sys.modules.pop("tether.envs.adapters.maniskill", None)
+    sys.modules.pop("tether.integrations.robots.maniskill", None)
 
 
 def pick(num_envs, backend, **more):
@@ -202,9 +202,9 @@ def libero(monkeypatch):
     names = {"get_benchmark": suites.get, "get_benchmark_dict": lambda: suites}
     module(monkeypatch, "libero.libero.benchmark", **names)
     module(monkeypatch, "libero.libero.envs.env_wrapper", ControlEnv=Libero)
-    sys.modules.pop("tether.envs.adapters.libero", None)
+    sys.modules.pop("tether.integrations.robots.libero", None)
     yield
-    sys.modules.pop("tether.envs.adapters.libero", None)
+    sys.modules.pop("tether.integrations.robots.libero", None)
 
 
 def spatial(**more):

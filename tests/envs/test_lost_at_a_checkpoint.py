@@ -12,7 +12,7 @@ NOTHING = np.zeros((3, 1), dtype=np.int64)
 
 def test_a_checkpoint_leaves_out_what_a_dead_process_held():
     """An error here would end the run with nothing saved."""
-    from tether.envs.make import EnvOptions, make_vector_env
+    from tether.control.envs.make import EnvOptions, make_vector_env
 
     toys.register()
     options = EnvOptions("tether/Countdown-v0", 3, vectorization="subprocess", num_workers=2)

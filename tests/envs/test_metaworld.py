@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("metaworld")
 
 from tests.trainer.control_run import call
-from tether.data.lerobot import read_dataset
-from tether.envs.make import EnvOptions, make_one, make_vector_env, scripted
+from tether.control.envs.make import EnvOptions, make_one, make_vector_env, scripted
+from tether.integrations.robots.lerobot import read_dataset
 
 CAMERA = {"lookat": [0.0, 0.7, 0.1], "distance": 0.75, "azimuth": 240.0, "elevation": -45.0}
 draws = pytest.mark.skipif("MUJOCO_GL" not in os.environ, reason="pictures are drawn with MUJOCO_GL=egl or osmesa")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.envs import toys
-from tether.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 from tether.observations import row_width
 
 COUNTDOWN = "tether/Countdown-v0"  # 5 steps an episode; the reward is the number of the step

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("gymnasium")
 
-from tether.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 
 
 @pytest.mark.parametrize(

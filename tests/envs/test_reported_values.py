@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tether.envs.vectorization.loop import SyncVectorEnv
+from tether.control.envs.vectorization.loop import SyncVectorEnv
 
 gymnasium = pytest.importorskip("gymnasium")
 FLAT = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -102,7 +102,7 @@ class Vectorized(gymnasium.vector.VectorEnv):
 
 
 def two_steps(env):
-    from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+    from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 
     adapted = GymnasiumVectorEnv("mine", env)
     adapted.reset(0)
@@ -160,7 +160,7 @@ gymnasium.register("Registered-v0", Env)
 
 def test_every_argument_reaches_an_environment_of_ones_own(tmp_path: Path):
     """Gymnasium's `make` takes some names for itself, and would turn this length into a truncation."""
-    from tether.envs.make import EnvOptions, make_vector_env
+    from tether.control.envs.make import EnvOptions, make_vector_env
 
     file = tmp_path / "mine.py"
     file.write_text(ENVIRONMENT)

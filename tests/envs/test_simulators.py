@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.trainer.tiny_run import measured
-from tether.assembly.control import build_control_run
 from tether.config import load_config
-from tether.envs.make import EnvOptions, Pacing, View, make_vector_env
-from tether.envs.protocol import ContinuousActions, DiscreteActions
+from tether.control.build import build_control_run
+from tether.control.envs.make import EnvOptions, Pacing, View, make_vector_env
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions
 from tether.observations import copied, row_width
 
 FETCH = EnvOptions("gymnasium_robotics:FetchReach-v4", 1, max_episode_steps=10)

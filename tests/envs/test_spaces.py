@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tether.envs.protocol import ContinuousActions, DiscreteActions
-from tether.envs.spaces.actions import ActionCodec
-from tether.envs.spaces.observations import ObservationReader
-from tether.models.control.actors import as_tensors
-from tether.models.control.observations import FlatRow
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions
+from tether.control.envs.spaces.actions import ActionCodec
+from tether.control.envs.spaces.observations import ObservationReader
+from tether.control.policies.actors import as_tensors
+from tether.control.policies.observations import FlatRow
 from tether.observations import row_width
 
 NESTED = spaces.Dict(

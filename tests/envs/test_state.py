@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tether.envs.state import EnvKeeper
+from tether.control.envs.state import EnvKeeper
 
 HISTORY: list[float] = []
 

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import batch_space
 
 import tether
 from tether.config import load_config
-from tether.envs.make import EnvOptions, Pacing, View, make_vector_env
+from tether.control.envs.make import EnvOptions, Pacing, View, make_vector_env
 
 ID = "tests/VectorAlone-v0"
 SPACES = gymnasium.spaces.Box(0, 10, (1,), np.float32), gymnasium.spaces.Box(-1, 1, (2,), np.float32)

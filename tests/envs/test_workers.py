@@ -15,8 +15,8 @@ import pytest
 
 from tests.envs import toys
 from tests.processes import runs
-from tether.envs.make import EnvOptions, Pacing, make_vector_env
-from tether.rollout.env.episodes import EpisodeTracker
+from tether.control.collecting.episodes import EpisodeTracker
+from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = np.zeros((3, 1), dtype=np.int64)
@@ -122,7 +122,7 @@ def test_a_guard_that_is_killed_takes_its_environments_along(countdown):
 TRAINER = """
 import numpy as np
 from tests.envs import toys
-from tether.envs.make import EnvOptions, make_vector_env
+from tether.control.envs.make import EnvOptions, make_vector_env
 from tether.runtime import interrupt
 
 toys.register()
@@ -242,7 +242,7 @@ def test_time_in_which_the_trainer_stands_still_does_not_count():
     code = """
 import numpy as np, time
 from tests.envs import toys
-from tether.envs.make import EnvOptions, make_vector_env
+from tether.control.envs.make import EnvOptions, make_vector_env
 toys.register()
 for how in ("sync", "subprocess"):
     options = EnvOptions("tether/Sleeps-v0", 1, vectorization=how, timeout=2, init_params={"seconds": 0.5})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tether.execution import Group, StoredWeights
+from tether.distributed import Group, StoredWeights
 
 NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
@@ -100,7 +100,7 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[in
 
 def ray_group(*arguments: Any, **options: Any) -> Group:
     """Start ranks by Ray, which takes a second to import: only where a test needs it."""
-    from tether.execution.ray_group import RayGroup
+    from tether.distributed.ray_group import RayGroup
 
     return RayGroup(*arguments, **options)
 

@@ -20,10 +20,10 @@ from tests.trainer.tiny_run import train as one_process
 from tether.commands.doctor import show_doctor
 from tether.commands.train import train
 from tether.config import load_config
-from tether.execution.cluster import check_versions
-from tether.execution.worker import this_process
+from tether.distributed.cluster import check_versions
+from tether.distributed.worker import this_process
+from tether.loop.callbacks import Callbacks
 from tether.runtime.ranks import Deadlines, Pool, RankFailed
-from tether.trainer import Callbacks
 
 pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def taken() -> Iterator[int]:
 def test_a_port_that_another_program_has_is_said(taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would wait for minutes, and then end the process."""
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken}")
-    monkeypatch.setattr("tether.execution.cluster.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("tether.distributed.cluster.CONNECT_SECONDS", 0.5)
     says = rf"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:{taken} \(another program listens there; .*--port"
     with pytest.raises(RankFailed, match=says):
         ray_group([Pool(2, 1)], "cpu", 1, tmp_path)
@@ -155,7 +155,7 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(tmp_path: Path) -> 
     environment |= {"PYTHONPATH": os.pathsep.join([f"{ROOT}/src", str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
     command += ["--num-cpus=1", "--include-dashboard=false"]
-    ask = f"from tether.execution.cluster import nodes_of; print(*nodes_of('127.0.0.1:{port}'))"
+    ask = f"from tether.distributed.cluster import nodes_of; print(*nodes_of('127.0.0.1:{port}'))"
     at_once = ask.replace("')", "', 0.001)")
     with (tmp_path / "said").open("w") as said:
         head = subprocess.Popen(command, env=environment, stdout=said, stderr=said)

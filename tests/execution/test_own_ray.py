@@ -14,7 +14,7 @@ pytestmark = NEEDS_RAY
 
 def pid_of_a_rank(logs: Path, **options: Any) -> int:
     """Start a rank, ask it, and end it."""
-    from tether.execution.ray_group import RayGroup, is_local
+    from tether.distributed.ray_group import RayGroup, is_local
 
     assert not is_local(1, {})
     group = RayGroup([Pool(1, 1)], "cpu", 1, logs, options=options)

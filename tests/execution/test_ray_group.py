@@ -17,7 +17,7 @@ from tests.execution.parts import NEEDS_RAY, make, ray_group
 from tests.execution.processes import marked
 from tests.processes import runs
 from tether.commands.status import show_status
-from tether.execution import Group
+from tether.distributed import Group
 from tether.runtime.ranks import Deadlines, Pool
 
 pytestmark = NEEDS_RAY
@@ -26,7 +26,7 @@ DRIVER = """
 import os, signal, sys
 from pathlib import Path
 from tests.execution.parts import make
-from tether.execution.ray_group import RayGroup
+from tether.distributed.ray_group import RayGroup
 from tether.runtime.ranks import Pool
 if __name__ == "__main__":
     group = RayGroup([Pool(1, 1)], "cpu", 1, Path(sys.argv[1]))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
-from tether.execution.handles import Replicas, ShardedEngine
-from tether.execution.transfers import Transfers
-from tether.training.text.forward import PolicyForward
+from tether.distributed.transfers import Transfers
+from tether.text.learning.forward import PolicyForward
+from tether.text.sharded import Replicas, ShardedEngine
 
 
 class Ranks:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.batch import RolloutBatch
-from tether.execution.handles import ShardedSampler, prompt_chunks
-from tether.execution.transfers import Transfers
-from tether.rollout import NoiseKey, SamplingParams
+from tether.distributed.transfers import Transfers
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.sharded import ShardedSampler, prompt_chunks
 
 PROMPTS = [[number] for number in range(24)]
 SAMPLING = SamplingParams(max_new_tokens=1, n=2)

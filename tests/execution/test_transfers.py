@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.training.batches import make_rollout
-from tether.execution import Transfers
-from tether.execution.transfers import FROM, TO, size_of
+from tether.distributed import Transfers
+from tether.distributed.transfers import FROM, TO, size_of
 
 
 @dataclass

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tether.batch import WeightUpdate
-from tether.execution import ShardedSampler, StoredWeights, Transfers
-from tether.execution.handles import EngineHandle
-from tether.execution.weights import weight_chunks
+from tether.distributed import ShardedSampler, StoredWeights, Transfers
+from tether.distributed.weights import weight_chunks
+from tether.text.sharded import EngineHandle
 
 WEIGHTS = [("one", torch.ones(2)), ("two", torch.full((2,), 2.0)), ("three", torch.full((2,), 3.0))]
 

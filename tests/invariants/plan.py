@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tether.batch import WeightUpdate
 from tether.config import LoadedConfig
 from tether.config.schema.section import Section
-from tether.execution import StoredWeights, Transfers
+from tether.distributed import StoredWeights, Transfers
 from tether.runtime.ranks import Pool
 
 Plan = dict[str, str]

@@ -320,7 +320,7 @@ def control(folder: Path) -> Situation:
         **{f"env.{role}.wrappers": ["[gymnasium.wrappers:FlattenObservation]"] for role in ("train", "eval")},
     }
     saved = [*base, f"trainer.default_local_dir={folder / 'episodes'}", "trainer.save_freq=1", "policy.init_logstd=0"]
-    run = importlib.import_module("tether.assembly.build").build(load_config(None, saved))
+    run = importlib.import_module("tether.commands.build").build(load_config(None, saved))
     run.trainer.fit()
     run.close()
     return Situation(base, context, others)

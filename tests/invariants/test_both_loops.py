@@ -1,6 +1,6 @@
 """The promises of a run as a whole, for text and for control: resume, interrupts, validation, warm-up.
 
-What the twins share is `tether.trainer.loop`; what they do not is held to the same promises here.
+What the twins share is `tether.loop.loop`; what they do not is held to the same promises here.
 """
 
 import random
@@ -16,9 +16,9 @@ pytest.importorskip("gymnasium")
 
 from tests.trainer.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
 from tests.trainer.tiny_run import write_inputs
-from tether.trainer import checkpoint as checkpoint_module
-from tether.trainer import loop as loop_module
-from tether.trainer.parts.critic_warmup import CriticWarmup
+from tether.loop import checkpoint as checkpoint_module
+from tether.loop import loop as loop_module
+from tether.loop.parts.critic_warmup import CriticWarmup
 
 TOTAL = 6
 UNTIL = "trainer.critic_warmup_until_explained_variance"
@@ -137,7 +137,7 @@ def test_nothing_known_of_the_critic_ends_no_warm_up(
 
     monkeypatch.setattr(CriticWarmup, "is_over", record)
     if isinstance(loop, Text):
-        monkeypatch.setattr("tether.assembly.advantages.value_metrics", lambda batch: {})
+        monkeypatch.setattr("tether.text.building.advantages.value_metrics", lambda batch: {})
     else:
         nothing = ["algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=1e9"]
         episodes = ["env.train.auto_reset=False", "env.train.group_size=2", "algorithm.rewards_upper_bound=2e9"]
@@ -254,7 +254,7 @@ def test_a_state_that_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> No
 
 
 def test_a_lost_state_of_an_environment_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tether.envs.state import EnvKeeper
+    from tether.control.envs.state import EnvKeeper
 
     control, more = Control(), [f"env.train.wrappers=[{WRAPPERS['generators of its own']}]", *STEPS["here"]]
     control.train(control.overrides(tmp_path / "whole", *more))

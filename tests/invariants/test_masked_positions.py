@@ -25,14 +25,14 @@ from tests.training.batches import (
 )
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS
 from tether.batch import TrainBatch, filled
+from tether.loop.engines.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
+from tether.loop.parts.mismatch import sampler_metrics
 from tether.metrics.timing import Timer
-from tether.rewards.summary import RewardReport
-from tether.trainer.parts.mismatch import sampler_metrics
-from tether.trainer.text.rollouts import step_metrics, value_metrics
-from tether.training.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
-from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.training.text.micro_batches import MicroBatching
+from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
+from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.rollouts import step_metrics, value_metrics
+from tether.text.rewards.summary import RewardReport
 
 POISONS = (math.nan, 1e9, math.inf)
 ACTOR_LOSS = PolicyLoss(entropy_coeff=0.03, kl_coef=0.2)

@@ -25,8 +25,8 @@ from tether.algorithms import (
     kl_penalty,
     value_loss,
 )
-from tether.training.protocol import LossSizes
-from tether.training.text.losses import Aggregation
+from tether.loop.engines.protocol import LossSizes
+from tether.text.learning.losses import Aggregation
 
 Step = Callable[[Case], dict[str, Tensor]]
 MODES = (*AGGREGATIONS, "masked_mean_ratio")

@@ -13,11 +13,11 @@ from tests.pairwise import in_turn, pairwise_parameters
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.training.protocol import LossFunction, LossSizes, LossSpec, LossTerm
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
-from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.protocol import LossFunction, LossSizes, LossSpec, LossTerm
+from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
+from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
 
 TOLERANCE = 1e-10
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")

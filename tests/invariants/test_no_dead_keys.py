@@ -31,8 +31,7 @@ from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
 from tests.models.flow.fake import FakeBackbone
 from tests.rollout.stand_in import environment
-from tether.assembly import groups, inputs, learners, reward_model, rewards
-from tether.assembly.build import build
+from tether.commands.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
 from tether.config import ConfigError, LoadedConfig, control_defaults, live_keys, load_config
@@ -40,12 +39,14 @@ from tether.config.keys import Key, keys, show, values_of
 from tether.config.loading.type_errors import expected
 from tether.config.support.live_keys import is_off
 from tether.config.support.verl_keys import is_unread_section, unread_keys
+from tether.distributed import groups
+from tether.loop.engines.optimizer import OptimizerOptions
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.rewards.service.pool import RewardPool
 from tether.runtime.terminal import Screen
-from tether.training.engines import fsdp
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.text.micro_batches import MicroBatching
+from tether.text.building import inputs, learners, reward_model, rewards
+from tether.text.learning.engines import fsdp
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.rewards.service.pool import RewardPool
 
 # --- one key in one situation -------------------------------------------------------------------------------------
 
@@ -156,14 +157,16 @@ class Bench:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         patch.setattr(fsdp, "FsdpEngine", GivenEngine)
         if HAS_MEGATRON:
-            patch.setattr(importlib.import_module("tether.training.engines.megatron"), "MegatronEngine", GivenEngine)
-        patch.setattr(importlib.import_module("tether.models.flow.backbone"), "make_backbone", FakeBackbone)
+            patch.setattr(importlib.import_module("tether.integrations.megatron.engine"), "MegatronEngine", GivenEngine)
+        patch.setattr(
+            importlib.import_module("tether.integrations.robots.flow.backbone"), "make_backbone", FakeBackbone
+        )
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),
             (reward_model, "load_reward_model", deepcopy),
             (inputs, "load_tokenizer", deepcopy),
-            *([(importlib.import_module("tether.envs.make"), "make_vector_env", None)] if HAS_ENVS else []),
+            *([(importlib.import_module("tether.control.envs.make"), "make_vector_env", None)] if HAS_ENVS else []),
         ):
             loader = Loader(getattr(module, name), keep)
             patch.setattr(module, name, loader)

@@ -12,16 +12,16 @@ from transformers import PreTrainedModel
 from tests.pairwise import pairwise_parameters
 from tests.training.batches import make_policy
 from tether.batch import TrainBatch, filled
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import Learner, LossSpec, UpdatePlan
+from tether.loop.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
 from tether.metrics.data import mismatch_metrics
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.trainer.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import Learner, LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
 PROMPTS = [[5, 6, 7, 80], [9], [70, 71, 72, 73, 74, 75, 76], [33, 200]]

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
-from tether.assembly.run import build_run
 from tether.batch import TrainBatch, filled
 from tether.config import load_config
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardFailure, RewardRequest, Score
-from tether.rewards.service.pool import RewardPool
+from tether.text.build import build_run
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardFailure, RewardRequest, Score
+from tether.text.rewards.service.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 1.0  # enough for a call that does not hang, on a machine with other work too

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.training.batches import make_policy
-from tether.rollout.native import generation
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.sampling import generation
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 KEY = NoiseKey(seed=5, step=9)
 N = 3

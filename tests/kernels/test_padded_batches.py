@@ -4,7 +4,7 @@ import torch
 
 from tether.kernels.attention_spec import AttentionSpec
 from tether.kernels.padded_batches import PaddedBatches, padded_batches, select_rows
-from tether.models.layers.attention import Packed
+from tether.text.models.layers.attention import Packed
 
 CPU = torch.device("cpu")
 

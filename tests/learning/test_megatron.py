@@ -10,7 +10,7 @@ from tests.installed import needs_megatron
 from tests.tiny import tiny_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import train
-from tether.assembly import groups
+from tether.distributed import groups
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
 

@@ -10,8 +10,8 @@ from transformers import (
 )
 
 from tests.tiny import TINY_CONFIGS, save_tiny, tiny_model
-from tether.models.language.critic import critic_from, load_critic, value_head_of, values_from_hidden
-from tether.models.language.packing_check import hidden_states, prepare_for_packing
+from tether.text.models.critic import critic_from, load_critic, value_head_of, values_from_hidden
+from tether.text.models.packing_check import hidden_states, prepare_for_packing
 
 
 def values(critic, packed):

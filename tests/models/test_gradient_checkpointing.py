@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPTBigCodeConfig, PreTrainedModel
 
 from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
-from tether.models.language import gradient_checkpointing
-from tether.models.language.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_own_pages
-from tether.models.language.packing_check import disable_dropout, hidden_states
-from tether.models.layers.attention import Packed, use_tether_attention
+from tether.text.models import gradient_checkpointing
+from tether.text.models.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_own_pages
+from tether.text.models.layers.attention import Packed, use_tether_attention
+from tether.text.models.packing_check import disable_dropout, hidden_states
 
 
 def gradients(model: PreTrainedModel, packed: tuple[Tensor, Tensor, Packed]) -> dict[str, Tensor]:

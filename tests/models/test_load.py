@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2_5_VLConfig, T5Config
 
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from tether.models.language.critic import critic_from, load_critic
-from tether.models.language.lazy_weights import sources_of
-from tether.models.language.load import load_causal_lm, load_config, load_tokenizer
-from tether.models.language.packing_check import hidden_states
 from tether.runtime.objects import holding
+from tether.text.models.critic import critic_from, load_critic
+from tether.text.models.lazy_weights import sources_of
+from tether.text.models.load import load_causal_lm, load_config, load_tokenizer
+from tether.text.models.packing_check import hidden_states
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.models.language.model_path import check_is_text, resolve_model_path, weight_files
+from tether.text.models.model_path import check_is_text, resolve_model_path, weight_files
 
 
 def model_directory(path: Path) -> Path:
@@ -18,7 +18,7 @@ def model_directory(path: Path) -> Path:
 
 
 def test_importing_it_loads_no_torch():
-    code = "import sys, tether.models.language.model_path; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, tether.text.models.model_path; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.data.modelscope_server import ModelScopeServer, modelscope_server
-from tether.assembly.named_inputs import missing_inputs
 from tether.config import load_config
-from tether.models.language.model_path import resolve_model_path
 from tether.runtime.hubs import uses_modelscope
+from tether.text.building.named_inputs import missing_inputs
+from tether.text.models.model_path import resolve_model_path
 
 pytest.importorskip("modelscope", reason="needs the extra modelscope")
 
@@ -61,7 +61,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def download(*arguments: object, **options: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tether.models.language.modelscope.snapshot_download", download)
+    monkeypatch.setattr("tether.text.models.modelscope.snapshot_download", download)
     says = rf"^{tmp_path}: cannot be written \(No space left on device\)\. make room, .*TETHER_CACHE$"
     with pytest.raises(ValueError, match=says):
         resolve_model_path("modelscope:owner/tiny", tmp_path)
@@ -84,7 +84,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets no more of ModelScope through, and lists the questions; what this process has learned is forgotten."""
     from modelscope_hub.errors import NetworkError
 
-    from tether.models.language import modelscope
+    from tether.text.models import modelscope
 
     asked = []
 

@@ -16,13 +16,13 @@ from transformers.initialization import no_init_weights
 
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.kernels import dispatch, padded_batches
-from tether.models.language.packing_check import hidden_states
-from tether.models.layers.attention import Packed, use_tether_attention
-from tether.models.output.log_probs import lm_head_of, token_log_probs
-from tether.rollout.native.decoder import Decoder
-from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
-from tether.rollout.native.sampling import sample_tokens
-from tether.rollout.protocol import SamplingParams
+from tether.text.models.layers.attention import Packed, use_tether_attention
+from tether.text.models.output.log_probs import lm_head_of, token_log_probs
+from tether.text.models.packing_check import hidden_states
+from tether.text.sampling.decoder import Decoder
+from tether.text.sampling.kv_cache import Decode, KVCache, Prefill
+from tether.text.sampling.protocol import SamplingParams
+from tether.text.sampling.sampling import sample_tokens
 
 CUDA = torch.device("cuda:0")
 MODELS = ("llama", "qwen3", "gemma2")

@@ -22,16 +22,16 @@ from transformers import (
 )
 
 from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
-from tether.models.language.load import load_causal_lm
-from tether.models.language.packing_check import (
+from tether.text.models.layers import context_length, spec_of
+from tether.text.models.layers.attention import Packed, use_tether_attention
+from tether.text.models.load import load_causal_lm
+from tether.text.models.packing_check import (
     disable_dropout,
     hidden_states,
     prepare_for_packing,
 )
-from tether.models.layers import context_length, spec_of
-from tether.models.layers.attention import Packed, use_tether_attention
-from tether.rollout import NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 FLOAT32_INSIDE = (
     "gemma2",

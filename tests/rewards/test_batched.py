@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tether.rewards import RewardError, RewardRequest, Score
-from tether.rewards.custom import LISTS, CustomReward, load_reward_function
-from tether.rewards.outcome import Abstention
-from tether.rewards.service import BatchedRewards
+from tether.text.rewards import RewardError, RewardRequest, Score
+from tether.text.rewards.custom import LISTS, CustomReward, load_reward_function
+from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.service import BatchedRewards
 
 FILE = '''
 import os, time

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tether.rewards.rules import bounded as module
-from tether.rewards.rules.bounded import BoundedProcessKilled, LimitExceeded, bounded
+from tether.text.rewards.rules import bounded as module
+from tether.text.rewards.rules.bounded import BoundedProcessKilled, LimitExceeded, bounded
 
 
 def test_a_result_arrives():

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tether.rewards import RewardError, RewardOutcome, RewardRequest, Score
-from tether.rewards.outcome import Abstention
-from tether.rewards.service import CombinedRewards, LocalRewards, ModelRewards, WeightedReward
+from tether.text.rewards import RewardError, RewardOutcome, RewardRequest, Score
+from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.service import CombinedRewards, LocalRewards, ModelRewards, WeightedReward
 
 
 def by_text(outcomes: dict[str, Any]) -> ModelRewards:

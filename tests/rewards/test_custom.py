@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tether.rewards.custom import load_reward_function
+from tether.text.rewards.custom import load_reward_function
 
 GOOD = """def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1):
     return scale * len(solution_str)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.rewards.rules.extract import answer_tag, first_word, last_boxed, last_number
+from tether.text.rewards.rules.extract import answer_tag, first_word, last_boxed, last_number
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from tether.rewards.rules.gsm8k import strict
+from tether.text.rewards.rules.gsm8k import strict
 
 STRICT = [
     ("4 + 3 = 7\n#### 7", 1.0),

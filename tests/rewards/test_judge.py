@@ -11,11 +11,11 @@ import torch
 
 from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, tiny_tokenizer
-from tether.assembly.judge import EngineAnswers, model_judge
 from tether.batch import TokenIds
-from tether.rewards import Dialogue, RewardError, RewardRequest, Score
-from tether.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
-from tether.rewards.service import Endpoint, RemoteRewards, ServedRewardModel
+from tether.text.building.judge import EngineAnswers, model_judge
+from tether.text.rewards import Dialogue, RewardError, RewardRequest, Score
+from tether.text.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
+from tether.text.rewards.service import Endpoint, RemoteRewards, ServedRewardModel
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 

@@ -6,8 +6,8 @@ import time
 
 import math_verify
 
-from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
-from tether.rewards.service import LocalRewards
+from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
+from tether.text.rewards.service import LocalRewards
 
 
 def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:

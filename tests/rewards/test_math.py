@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from tether.rewards.rules import bounded
-from tether.rewards.rules.math import boxed, dapo, equal, geo3k
+from tether.text.rewards.rules import bounded
+from tether.text.rewards.rules.math import boxed, dapo, equal, geo3k
 
 SAME = [
     ("\\frac12", "0.5"),

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from tether.rewards import RewardError, RewardRequest, Score
-from tether.rewards.outcome import Abstention
-from tether.rewards.service import ModelRewards
+from tether.text.rewards import RewardError, RewardRequest, Score
+from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.service import ModelRewards
 
 SCORES = {"good": 2.0, "bad": -1.0, "long": RewardError("too long"), "none": Abstention()}
 REQUESTS = [RewardRequest("mine", text, None) for text in SCORES]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.rewards.outcome import Abstention, RewardError, Score, outcome_of, plain
+from tether.text.rewards.outcome import Abstention, RewardError, Score, outcome_of, plain
 
 SCORES = [
     (1, 1.0),

@@ -1,8 +1,8 @@
 """A reward function that tries to put off the deadline of its own call."""
 
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardError, RewardRequest
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardError, RewardRequest
+from tether.text.rewards.service.pool import RewardPool
 
 HANGS = """
 import gc, time

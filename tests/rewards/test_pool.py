@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from tests.processes import runs
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
+from tether.text.rewards.service.pool import RewardPool
 
 HOSTILE = Path(__file__).with_name("hostile.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,9 +238,9 @@ def test_a_row_whose_process_always_ends_before_it_begins_is_an_error(tmp_path):
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path, calls):
     code = f"""
 import time
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardRequest
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardRequest
+from tether.text.rewards.service.pool import RewardPool
 pool = RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=2, timeout=60)
 for index, what in enumerate({calls!r}):
     pool.submit(index, RewardRequest("test", what, "1", {{"pids": {str(tmp_path / "pids")!r}}}))
@@ -354,9 +354,9 @@ def test_close_ends_a_running_call_at_once():
 def test_a_signal_ends_the_wait_for_a_call(number):
     code = f"""
 from tether.runtime import interrupt
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardRequest
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardRequest
+from tether.text.rewards.service.pool import RewardPool
 interrupt.PATIENCE = 0.2
 with interrupt.graceful_interrupt(), RewardPool(CustomReward({str(HOSTILE)!r}), num_workers=1, timeout=600) as pool:
     pool.submit(0, RewardRequest("test", "hangs", "1", {{}}))
@@ -383,7 +383,7 @@ print("resumes from here")
 
 
 def test_workers_load_no_torch():
-    modules = "tether.rewards.service.worker, tether.rewards.service.pool, tether.rewards.summary"
+    modules = "tether.text.rewards.service.worker, tether.text.rewards.service.pool, tether.text.rewards.summary"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -3,11 +3,11 @@ import re
 
 import pytest
 
-from tether.rewards.outcome import RewardRequest, Score
-from tether.rewards.rules import bounded
-from tether.rewards.rules.reasoning_answers import EVALUATED_TASKS, EXPRESSION_TASKS, NUMBER_TASKS
-from tether.rewards.rules.reasoning_gym import score
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.outcome import RewardRequest, Score
+from tether.text.rewards.rules import bounded
+from tether.text.rewards.rules.reasoning_answers import EVALUATED_TASKS, EXPRESSION_TASKS, NUMBER_TASKS
+from tether.text.rewards.rules.reasoning_gym import score
+from tether.text.rewards.service.pool import RewardPool
 
 
 def create_dataset(task: str, **params: object):

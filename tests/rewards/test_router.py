@@ -1,11 +1,11 @@
 import pytest
 
 from tests.rewards.sandbox.machine import needs_prlimit
-from tether.rewards import router
-from tether.rewards.router import REWARDS, check_sources, check_truth, find_reward
-from tether.rewards.rules import gsm8k, math, reasoning_gym, search
-from tether.rewards.sandbox.options import ProgramOptions
-from tether.rewards.sandbox.reward import ProgramReward
+from tether.text.rewards import router
+from tether.text.rewards.router import REWARDS, check_sources, check_truth, find_reward
+from tether.text.rewards.rules import gsm8k, math, reasoning_gym, search
+from tether.text.rewards.sandbox.options import ProgramOptions
+from tether.text.rewards.sandbox.reward import ProgramReward
 
 PROGRAMS = ProgramOptions(unconfined=True)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tether.rewards.rules.math import geo3k, numina
-from tether.rewards.rules.search import exact_match
+from tether.text.rewards.rules.math import geo3k, numina
+from tether.text.rewards.rules.search import exact_match
 
 TRUTH = {"target": ["The Beatles", "Beatles, the band"]}
 

@@ -12,17 +12,17 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from tests.processes import command_of
 from tests.rollout import sglang_stand_in, vllm_stand_in
 from tether.batch import RolloutBatch, WeightUpdate
-from tether.models.language.lora import LoraOptions, add_lora
-from tether.models.output import KeptSets
-from tether.rollout import NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
-from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic
-from tether.rollout.sglang import SGLang
-from tether.rollout.sglang import launch_of as launch_sglang
-from tether.rollout.vllm import Adapters, Vllm
-from tether.rollout.vllm import launch_of as launch_vllm
+from tether.integrations.sglang import SGLang
+from tether.integrations.sglang import launch_of as launch_sglang
 from tether.runtime.program import environment_of
+from tether.text.models.lora import LoraOptions, add_lora
+from tether.text.models.output import KeptSets
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.parity import ParityProbe
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic
+from tether.text.servers.vllm_api import Adapters, Vllm
+from tether.text.servers.vllm_api import launch_of as launch_vllm
 
 SAMPLING = SamplingParams(max_new_tokens=6, n=2, temperature=0.8)
 KEY = NoiseKey(seed=5, step=1)

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.rollout.forked import PROGRAM, address
-from tether.models.language.expert_choice import ExpertChoice, follow_choice, recorded_choice
-from tether.models.language.fused_experts import fused
-from tether.models.megatron.layout import experts_of
+from tether.integrations.megatron.layout import experts_of
+from tether.text.models.expert_choice import ExpertChoice, follow_choice, recorded_choice
+from tether.text.models.fused_experts import fused
 
 Draw = Callable[[torch.Tensor, int], int]
 ROOT = Path(__file__).resolve().parents[2]

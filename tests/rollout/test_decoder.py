@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.kernels.dispatch import kernels_for
-from tether.models.layers.attention import Packed, use_tether_attention
-from tether.rollout.native.decoder import Decoder, decoder_for
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.native.packed_linear import Product
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.models.layers.attention import Packed, use_tether_attention
+from tether.text.sampling.decoder import Decoder, decoder_for
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.packed_linear import Product
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 LAYOUT = Packed((7, 12, 1))
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")

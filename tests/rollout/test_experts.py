@@ -8,10 +8,11 @@ from transformers import PreTrainedModel
 
 from tests.tiny import MOE, VOCAB_SIZE, tiny_model
 from tether.batch import RolloutBatch, TrainBatch, WeightUpdate
-from tether.models.layers import use_tether_attention
-from tether.rollout import NoiseKey, SamplingParams, join_rollouts
-from tether.rollout.native import NativeEngine
-from tether.training.text.forward import PolicyForward
+from tether.text.learning.forward import PolicyForward
+from tether.text.models.layers import use_tether_attention
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.concat import join_rollouts
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PROMPTS = [[5, 6, 7, 22], [8, 30], [9, 1, 2, 3, 4, 5]]
 SAMPLING, KEY = SamplingParams(12, n=3, record_experts=True), NoiseKey(0, 0)

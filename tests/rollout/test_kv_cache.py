@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tether.kernels.attention_spec import AttentionSpec
-from tether.models.layers.attention import Packed
-from tether.rollout.native.kv_cache import Decode, KVCache, Prefill
+from tether.text.models.layers.attention import Packed
+from tether.text.sampling.kv_cache import Decode, KVCache, Prefill
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, VALUE_SIZE = 6, 2, 4, 3

@@ -9,9 +9,9 @@ gymnasium = pytest.importorskip("gymnasium")
 from tests.envs import toys  # noqa: E402
 from tests.envs.test_vector import ENVS, MAKERS  # noqa: E402
 from tests.envs.test_workers import kill  # noqa: E402
-from tether.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
-from tether.rollout.env.collector import EnvCollector  # noqa: E402
-from tether.rollout.env.evaluation import evaluate  # noqa: E402
+from tether.control.collecting.collector import EnvCollector  # noqa: E402
+from tether.control.collecting.evaluation import evaluate  # noqa: E402
+from tether.control.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
 
 
 class Counts:

@@ -13,9 +13,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from tests.rollout.test_sampling import expected_distribution
 from tests.tiny import EOS_ID, TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.batch import RolloutBatch, WeightUpdate
-from tether.models.layers.attention import Packed
-from tether.rollout.native.engine import NativeEngine, eos_token_ids
-from tether.rollout.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
+from tether.text.models.layers.attention import Packed
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
+from tether.text.sampling.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
 
 KEY = NoiseKey(seed=1, step=2)
 NO_EOS: frozenset[int] = frozenset()

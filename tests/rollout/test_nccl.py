@@ -12,13 +12,13 @@ import torch
 from torch.distributed import HashStore
 
 from tests.rollout.bench import PROMPTS, SAMPLING, SERVER_APIS, Bench
-from tether.assembly.servers import look_at_servers
 from tether.config import load_config
-from tether.rollout import NoiseKey
-from tether.rollout.inside import tether_buffers
-from tether.rollout.servers import CPU
-from tether.rollout.sglang import SGLang
-from tether.rollout.vllm import Vllm
+from tether.integrations.sglang import SGLang
+from tether.text.building.servers import look_at_servers
+from tether.text.sampling.protocol import NoiseKey
+from tether.text.servers import CPU
+from tether.text.servers.inside import tether_buffers
+from tether.text.servers.vllm_api import Vllm
 
 ROLLOUT = "actor_rollout_ref.rollout"
 DEVICE, GLOO = tether_buffers._BACKENDS["gloo"]
@@ -28,7 +28,7 @@ DEVICE, GLOO = tether_buffers._BACKENDS["gloo"]
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """With a server in this process."""
     kind = request.param
-    monkeypatch.setattr(f"tether.rollout.{kind}.weights.this_gpu", lambda: CPU)
+    monkeypatch.setattr(f"tether.text.sampling.{kind}.weights.this_gpu", lambda: CPU)
     policy = SERVER_APIS[kind].policy
     api = Vllm(policy, transfer="nccl") if kind == "vllm" else SGLang(policy, "nccl")
     bench = Bench(tmp_path, kind, api=api)
@@ -44,7 +44,7 @@ def test_weights_arrive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         return GLOO(*given)
 
     monkeypatch.setitem(tether_buffers._BACKENDS, "nccl", (DEVICE, nccl))
-    monkeypatch.setattr("tether.rollout.vllm.weights.gpu_of", lambda _: "GPU-1")
+    monkeypatch.setattr("tether.text.servers.vllm_weights.gpu_of", lambda _: "GPU-1")
     model = bench.there.RequestHandlerClass.speaks.model
     model.gpu = "GPU-2"
     bench.learn()
@@ -61,7 +61,7 @@ def test_weights_arrive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_without_a_gpu_of_its_own_is_refused(
     gpu: str | None, why: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tether.rollout.vllm.weights.gpu_of", lambda _: "GPU-1")
+    monkeypatch.setattr("tether.text.servers.vllm_weights.gpu_of", lambda _: "GPU-1")
     bench.there.RequestHandlerClass.speaks.model.gpu = gpu
     with pytest.raises(ValueError, match=rf"a worker {why}; {ROLLOUT}.weight_transfer=nccl needs a GPU for each"):
         bench.engine.load_weights(bench.export())

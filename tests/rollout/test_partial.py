@@ -7,8 +7,9 @@ import torch
 
 from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, log_probs_of, rows_of, tiny_policy
 from tether.batch import WeightUpdate
-from tether.rollout import SamplingParams, join_rollouts
-from tether.rollout.native import NativeEngine
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.concat import join_rollouts
+from tether.text.sampling.protocol import SamplingParams
 
 OLD, NEW = tiny_policy(0), tiny_policy(1)
 MORE = SamplingParams(max_new_tokens=12, n=4, temperature=0.8)

@@ -8,8 +8,8 @@ from tests.tiny import tiny_model
 from tether.batch import RolloutBatch, WeightUpdate
 from tether.kernels.dispatch import REFERENCE, kernels_for
 from tether.kernels.reference import Reference
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(kernels_for(torch.zeros(1, dtype=BF16)) is REFERENCE, reason="no GNU OpenMP here")

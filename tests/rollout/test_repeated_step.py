@@ -14,8 +14,8 @@ from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
 from tether.kernels import dispatch
 from tether.kernels.cuda.backend import Cuda
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import SamplingParams
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import SamplingParams
 
 LONG = SamplingParams(max_new_tokens=40, n=2)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether.kernels import dispatch
-from tether.rollout.native import sampling
-from tether.rollout.native.sampling import sample_tokens
-from tether.rollout.protocol import SamplingParams
+from tether.text.sampling import sampling
+from tether.text.sampling.protocol import SamplingParams
+from tether.text.sampling.sampling import sample_tokens
 
 ALMOST_ONE = 1 - 2.0**-53
 

@@ -13,10 +13,10 @@ from tests.rollout.bench import STAND_INS
 from tests.rollout.test_experts import EOS, KEY, PROMPTS, SAMPLING, Echo, agrees
 from tests.tiny import tiny_model
 from tether.batch import WeightUpdate
-from tether.rollout import SamplingParams
-from tether.rollout.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic
-from tether.rollout.sglang import SGLang
-from tether.rollout.vllm import Vllm
+from tether.integrations.sglang import SGLang
+from tether.text.sampling.protocol import SamplingParams
+from tether.text.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic
+from tether.text.servers.vllm_api import Vllm
 
 POLICY = ServedPolicy("qwen3_moe", 260)
 SERVER_APIS: dict[str, ServerApi] = {"vllm": Vllm(POLICY), "sglang": SGLang(POLICY, experts=(2, 2))}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.bench import SERVER_APIS
-from tether.rollout.servers import InferenceServer
-from tether.rollout.servers.engine import _Watchdog
-from tether.rollout.sglang import launch_of as launch_sglang
-from tether.rollout.vllm import launch_of as launch_vllm
+from tether.integrations.sglang import launch_of as launch_sglang
+from tether.text.servers import InferenceServer
+from tether.text.servers.engine import _Watchdog
+from tether.text.servers.vllm_api import launch_of as launch_vllm
 
 EAGER = "actor_rollout_ref.rollout.enforce_eager=True"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tether.rollout.inside.tether_buffers import Buffer
-from tether.rollout.servers import BroadcastGroup, Connections, broadcast, is_local, shared_file
-from tether.rollout.servers.transfer import Staging, buckets
+from tether.text.servers import BroadcastGroup, Connections, broadcast, is_local, shared_file
+from tether.text.servers.inside.tether_buffers import Buffer
+from tether.text.servers.transfer import Staging, buckets
 
 TENSORS = {
     "scalar": torch.tensor(3, dtype=torch.int64),

@@ -38,9 +38,9 @@ from tests.rollout.bench import (
 from tests.rollout.forked import fork_behind
 from tests.rollout.stand_in import environment
 from tether.batch import RolloutBatch
-from tether.rollout import NoiseKey
-from tether.rollout.parity import ParityProbe
-from tether.rollout.servers import GenerateRequest, InferenceServer, SampledRow, engine, server
+from tether.text.sampling.parity import ParityProbe
+from tether.text.sampling.protocol import NoiseKey
+from tether.text.servers import GenerateRequest, InferenceServer, SampledRow, engine, server
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -141,7 +141,7 @@ def test_a_server_that_dies_is_replaced(
 ) -> None:
     """Its rows are sampled again, with the same seeds; each is handed on once. A silence is told while it lasts."""
     monkeypatch.setenv("STAND_IN_SECONDS", "1" if number == signal.SIGSTOP else "0.2")
-    monkeypatch.setattr("tether.rollout.servers.engine.LOG_EVERY_SECONDS", 1.0)
+    monkeypatch.setattr("tether.text.servers.engine.LOG_EVERY_SECONDS", 1.0)
     bench = started()
     bench.server.token_timeout = 5.0
     expected = rows_of(bench.engine.generate(PROMPTS, SAMPLING, KEY))

@@ -12,9 +12,9 @@ from tests.rollout.bench import KEY, LONG, PROMPTS, SAMPLING, Bench, complaint, 
 from tests.rollout.stand_in import environment
 from tests.rollout.test_vllm import Forgetless
 from tether.batch import WeightUpdate
-from tether.rollout import NoiseKey
-from tether.rollout.servers import Connections, InferenceServer, ServedPolicy
-from tether.rollout.sglang import SGLang
+from tether.integrations.sglang import SGLang
+from tether.text.sampling.protocol import NoiseKey
+from tether.text.servers import Connections, InferenceServer, ServedPolicy
 
 
 @pytest.fixture

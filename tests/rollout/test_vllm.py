@@ -34,10 +34,10 @@ from tests.rollout.bench import (
 )
 from tests.rollout.stand_in import Refused, environment
 from tether.batch import WeightUpdate
-from tether.rollout import NoiseKey
-from tether.rollout.inside import tether_buffers
-from tether.rollout.servers import Connections, InferenceServer, Launch, ServerGone, broadcast, server, shared_file
-from tether.rollout.vllm import Adapters, Vllm
+from tether.text.sampling.protocol import NoiseKey
+from tether.text.servers import Connections, InferenceServer, Launch, ServerGone, broadcast, server, shared_file
+from tether.text.servers.inside import tether_buffers
+from tether.text.servers.vllm_api import Adapters, Vllm
 
 
 @pytest.fixture(scope="module", params=VLLM)
@@ -148,7 +148,7 @@ def test_adapters_of_a_server_on_another_machine_are_refused_before_it_gets_weig
     made: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = made(adapters=Adapters(4, 16))
-    monkeypatch.setattr("tether.rollout.vllm.api.is_local", lambda http: False)
+    monkeypatch.setattr("tether.text.servers.vllm_api.is_local", lambda http: False)
     with pytest.raises(ValueError, match=r"another machine, and adapters are sent in files.*=distributed, which sends"):
         bench.engine.generate(PROMPTS, SAMPLING, KEY)
     assert bench.server.bytes_sent == 0

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rollout.stand_in import Model, Refused, cut, faults_of_environment, listening, parser
-from tether.models.language.fused_experts import fused
-from tether.models.megatron.layout import experts_of
-from tether.rollout.inside.tether_buffers import Buffer
+from tether.integrations.megatron.layout import experts_of
+from tether.text.models.fused_experts import fused
+from tether.text.servers.inside.tether_buffers import Buffer
 
 FAULTS = (
     "stale_head", "deaf_to_temperature", "lost_update", "half_answers", "no_routes", "old", "dies",

@@ -10,16 +10,16 @@ from tether.checkpoints.manifest import MANIFEST, _checksum, find_damage
 from tether.checkpoints.rollbacks import rollbacks_of
 from tether.checkpoints.store import TRACKER, CheckpointStore
 from tether.commands.status import show_status
-from tether.data import lerobot_meta
+from tether.integrations.robots import lerobot_meta
+from tether.loop.checkpoint import check_identity
 from tether.metrics.loggers import read_metrics
 from tether.metrics.loggers.jsonl import METRICS_FILE
-from tether.rewards.rules.search import answers_of
-from tether.rollout.servers.http import _parsed
 from tether.runtime.disk import read_json, reading
 from tether.runtime.ranks import STATUS
 from tether.runtime.run_lock import LOCK, owner_of
-from tether.trainer.checkpoint import check_identity
-from tether.trainer.text.rollout_files import read_rollouts
+from tether.text.learning.rollout_files import read_rollouts
+from tether.text.rewards.rules.search import answers_of
+from tether.text.servers.http import _parsed
 
 DEEP = "[" * 100_000
 NO_OBJECTS = ["", "{", "null", "3", '"text"', "[]", DEEP]

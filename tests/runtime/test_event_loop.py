@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardRequest, Score
-from tether.rewards.service import LocalRewards
-from tether.rewards.service.pool import RewardPool
 from tether.runtime.deadline import deadline
 from tether.runtime.event_loop import finished
-from tether.tools import CallRequest, ResponderSpecs, StepRequest, ToolPool
-from tether.tools.spec import EnvironmentSpec, ToolSpec
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardRequest, Score
+from tether.text.rewards.service import LocalRewards
+from tether.text.rewards.service.pool import RewardPool
+from tether.text.turns.tools import CallRequest, ResponderSpecs, StepRequest, ToolPool
+from tether.text.turns.tools.spec import EnvironmentSpec, ToolSpec
 
 CLIENT = '''
 import asyncio

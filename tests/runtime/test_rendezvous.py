@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.execution.ray_group import newest_heartbeats
+from tether.distributed.ray_group import newest_heartbeats
 from tether.runtime.rendezvous import StoreAddress, serve_store
 
 LISTENS = "0A"

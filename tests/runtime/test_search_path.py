@@ -15,9 +15,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 COMMAND = """
 import contextlib, sys
 from tether.commands.cli import main
-from tether.rewards.custom import CustomReward
-from tether.rewards.outcome import RewardRequest
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardRequest
+from tether.text.rewards.service.pool import RewardPool
 
 sys.argv = ["tether", "--version"]
 with contextlib.suppress(SystemExit):

@@ -12,15 +12,15 @@ import torch
 
 import tether
 from tests.tiny import save_tiny
-from tether.assembly.control import env_options, view_of
 from tether.checkpoints.manifest import write_manifest
 from tether.commands import cli
 from tether.config import load_config
-from tether.rewards import RewardRequest, Score
-from tether.rewards.custom import CustomReward
-from tether.rewards.service.pool import RewardPool
+from tether.control.build import env_options, view_of
 from tether.runtime import threads
 from tether.runtime.threads import SPINS, num_threads, usable_cores
+from tether.text.rewards import RewardRequest, Score
+from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.service.pool import RewardPool
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_affinity = pytest.mark.skipif(not CORES, reason="only Linux has affinity masks")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tether.tools import FORMATS, Call, shortened
+from tether.text.turns.tools import FORMATS, Call, shortened
 
 HERMES, LLAMA3 = FORMATS["hermes"], FORMATS["llama3_json"]
 

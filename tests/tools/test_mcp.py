@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tether.tools import CallRequest, ResponderSpecs, ToolPool, read_tools
+from tether.text.turns.tools import CallRequest, ResponderSpecs, ToolPool, read_tools
 
 if find_spec("mcp") is None:
     pytest.skip("needs mcp", allow_module_level=True)
@@ -141,7 +141,7 @@ def test_all_pages_of_tools_are_there_and_a_name_stands_for_one_tool(tmp_path: P
 def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
     from mcp import types
 
-    from tether.tools.mcp_servers import as_text
+    from tether.integrations.agents.mcp_servers import as_text
 
     def text_of(*blocks: object, structured: object = None) -> str:
         return as_text(types.CallToolResult(content=list(blocks), structured_content=structured))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.tools import (
+from tether.text.turns.tools import (
     EnvironmentSpec,
     Reply,
     ResponderSpecs,
@@ -16,7 +16,7 @@ from tether.tools import (
     read_environments,
     read_tools,
 )
-from tether.tools.pool import CallRequest, StepRequest
+from tether.text.turns.tools.pool import CallRequest, StepRequest
 
 OWN = Path(__file__).with_name("own.py")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tether.tools import EnvironmentSpec, ResponderSpecs, ToolPool, ToolSpec
-from tether.tools.pool import CallRequest, StepRequest
+from tether.text.turns.tools import EnvironmentSpec, ResponderSpecs, ToolPool, ToolSpec
+from tether.text.turns.tools.pool import CallRequest, StepRequest
 
 FILE = """
 import random

@@ -9,9 +9,9 @@ pytest.importorskip("verifiers", reason="pip install 'tether[verifiers]'")
 
 from tests.tools.test_pool import said
 from tests.trainer.tiny_run import base_overrides, measured, train, write_inputs
-from tether.data.sources import load_rows
-from tether.tools import Reply, ResponderSpecs, ToolPool, environment_named
-from tether.tools.pool import StepRequest
+from tether.text.data.sources import load_rows
+from tether.text.turns.tools import Reply, ResponderSpecs, ToolPool, environment_named
+from tether.text.turns.tools.pool import StepRequest
 
 NAME = "verifiers:count-up"
 

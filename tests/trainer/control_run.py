@@ -5,11 +5,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.trainer.tiny_run import measured, same
-from tether.assembly.control import build_control_run
 from tether.checkpoints import load_state
 from tether.commands.cli import app
 from tether.config import load_config
-from tether.trainer.control.rollouts import POLICY
+from tether.control.build import build_control_run
+from tether.control.learning.rollouts import POLICY
 
 
 def train(overrides, until=None):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.forks import forking
-from tether.execution.transfers import Transfers
-from tether.execution.worker import Worker
+from tether.distributed.transfers import Transfers
+from tether.distributed.worker import Worker
 from tether.runtime.ranks import Pool, RankFailed
 from tether.runtime.rendezvous import StoreAddress, serve_store
 
@@ -18,7 +18,7 @@ JOIN_SECONDS = 600.0
 
 
 class ForkedGroup:
-    """See `tether.execution.Group`; takes the place of `tether.execution.ray_group.RayGroup`."""
+    """See `tether.distributed.Group`; takes the place of `tether.distributed.ray_group.RayGroup`."""
 
     def __init__(self, pools: Sequence[Pool], device: str, threads: int | None, logs: Path, **_: object) -> None:
         self.size, self.transfers = sum(pool.size for pool in pools), Transfers()

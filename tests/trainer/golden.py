@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.loops import Loop
-from tether.trainer import Callbacks
+from tether.loop.callbacks import Callbacks
 
 STEPS = 4
 SCHEDULE = [

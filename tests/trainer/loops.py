@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from tests.forks import forking
 from tests.trainer.tiny_run import GAE, base_overrides, measured, same
-from tether.assembly.control import build_control_run
-from tether.assembly.run import build_run
 from tether.checkpoints import load_state
 from tether.checkpoints.store import TRACKER
 from tether.config import load_config
+from tether.control.build import build_control_run
 from tether.metrics.loggers.jsonl import read_samples
+from tether.text.build import build_run
 
 ACTOR = "actor_rollout_ref.actor"
 

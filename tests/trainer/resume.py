@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tests.trainer.tiny_run import base_overrides, measured, same, train, weights
-from tether.assembly.run import build_run
 from tether.checkpoints import load_state
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
+from tether.text.build import build_run
 
 
 def assert_resume_is_exact(

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tether.assembly.run import Run, build_run
 from tether.batch import TrainBatch
 from tether.config import load_config
-from tether.trainer.loop import Trainer
+from tether.loop.loop import Trainer
+from tether.text.build import Run, build_run
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from tests.envs import toys  # noqa: E402
 from tests.trainer.test_control import learned, train  # noqa: E402
-from tether.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
-from tether.models.control.mlp_policy import make_policy  # noqa: E402
-from tether.models.control.spec import PolicySpec  # noqa: E402
+from tether.control.collecting.agent import EnvAgent  # noqa: E402
+from tether.control.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
+from tether.control.policies.mlp_policy import make_policy  # noqa: E402
+from tether.control.policies.spec import PolicySpec  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
-from tether.rollout.env.agent import EnvAgent  # noqa: E402
 
 MASKS = ["env.train.action_masks=True", "env.train.max_steps_per_rollout_epoch=12"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, train, weights
-from tether.assembly.run import build_run
 from tether.batch import WeightUpdate
 from tether.config import load_config
+from tether.loop.ahead import FILE, SamplingAhead, SourceAhead
+from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience
 from tether.metrics.timing import Timer
-from tether.trainer.ahead import FILE, SamplingAhead, SourceAhead
-from tether.trainer.protocol import CheckpointExtras, EvaluationResult, Experience
+from tether.text.build import build_run
 
 MODES = {
     "one_step_off": ["trainer.async_mode=one_step_off"],

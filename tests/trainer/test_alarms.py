@@ -16,8 +16,7 @@ from tests.trainer.recorded_runs import RUNS, kill, metrics_of, recorded
 from tests.trainer.steps import built
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides
 from tether.commands.cli import app
-from tether.runtime.objects import holding
-from tether.trainer.parts.alarms import (
+from tether.loop.parts.alarms import (
     CALLS,
     COLLAPSED_STEPS,
     CRITIC_STEPS,
@@ -32,7 +31,8 @@ from tether.trainer.parts.alarms import (
     ZERO_ADVANTAGE_STEPS,
     Alarms,
 )
-from tether.trainer.parts.evaluation_history import EvaluationHistory
+from tether.loop.parts.evaluation_history import EvaluationHistory
+from tether.runtime.objects import holding
 
 EXPLAINED = "critic/vf_explained_var"
 

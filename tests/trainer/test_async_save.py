@@ -10,11 +10,11 @@ import pytest
 from tests.trainer.golden import Golden
 from tests.trainer.loops import Text, assert_same_run, train_apart, train_killed
 from tests.trainer.tiny_run import LIGHT, same, weights
-from tether.assembly.run import Run, build_run
 from tether.checkpoints import CheckpointStore
 from tether.checkpoints.store import DiskFull
 from tether.config import load_config
-from tether.trainer import Callbacks
+from tether.loop.callbacks import Callbacks
+from tether.text.build import Run, build_run
 
 LATER = "trainer.async_save=True"
 

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.tiny import save_tiny
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, rows, train, write_jsonl
-from tether.assembly.run import build_run
 from tether.checkpoints.store import CheckpointDamaged
 from tether.config import load_config
-from tether.rewards.outcome import RewardFailure
+from tether.text.build import build_run
+from tether.text.rewards.outcome import RewardFailure
 
 Spoil = Callable[[Path, Path], str]
 

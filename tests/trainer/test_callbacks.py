@@ -7,9 +7,9 @@ import pytest
 import tether
 from tests.trainer.golden import STEPS, Event, Golden, Notebook
 from tests.trainer.loops import Control, assert_same_run
+from tether.loop.callbacks import Callbacks
+from tether.loop.saver import OnSaved, Saver
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.trainer.callbacks import Callbacks
-from tether.trainer.saver import OnSaved, Saver
 
 
 def test_callbacks_hear_what_is_logged(golden: Golden) -> None:

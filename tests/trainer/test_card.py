@@ -17,7 +17,7 @@ def test_the_readme_of_a_checkpoint(golden: Golden, tmp_path: Path) -> None:
     from tether.commands.result import read_result
     from tether.config import load_config
     from tether.config.keys import values_of
-    from tether.trainer.checkpoint import model_fingerprint
+    from tether.loop.checkpoint import model_fingerprint
 
     run = Path(shutil.copytree(golden.folder, tmp_path / "run"))
     result = read_result(run, step=STEPS, total_steps=STEPS)

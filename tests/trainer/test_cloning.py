@@ -14,12 +14,12 @@ from typer.testing import CliRunner  # noqa: E402
 
 from tests.envs import toys  # noqa: E402
 from tests.trainer.control_run import call  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.data.lerobot import read_dataset, write_dataset  # noqa: E402
-from tether.models.control.mlp_policy import load_policy  # noqa: E402
-from tether.trainer.control.rollouts import POLICY  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.learning.rollouts import POLICY  # noqa: E402
+from tether.control.policies.mlp_policy import load_policy  # noqa: E402
+from tether.integrations.robots.lerobot import read_dataset, write_dataset  # noqa: E402
 
 ENV = ["env.train.id=CartPole-v1", "policy.hidden_dim=32", "policy.normalize_observations=True"]
 TEXT = ["data.train_files=a.jsonl", "actor_rollout_ref.model.path=m"]

@@ -17,11 +17,11 @@ from tests.envs.test_workers import kill  # noqa: E402
 from tests.trainer.control_run import assert_resume_is_exact, contents, train, without_clocks  # noqa: E402
 from tests.trainer.tiny_run import measured, same  # noqa: E402
 from tether.algorithms import discounted_sums  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.trainer.control.rewards import RewardScaler  # noqa: E402
-from tether.trainer.control.rollouts import POLICY  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.learning.rewards import RewardScaler  # noqa: E402
+from tether.control.learning.rollouts import POLICY  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 SMALL = [

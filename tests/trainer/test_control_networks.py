@@ -11,13 +11,13 @@ from tests.trainer.control_run import assert_ratios_are_one, assert_resume_is_ex
 from tests.trainer.control_samples import make_samples  # noqa: E402
 from tests.trainer.test_control import learned  # noqa: E402
 from tests.trainer.tiny_run import same  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.models.control.actors import as_tensors  # noqa: E402
-from tether.models.control.mlp_policy import make_policy  # noqa: E402
-from tether.models.control.network_policy import NetworkPolicy  # noqa: E402
-from tether.models.control.spec import PolicySpec  # noqa: E402
-from tether.rollout.env.collector import EnvCollector  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.collecting.collector import EnvCollector  # noqa: E402
+from tether.control.policies.actors import as_tensors  # noqa: E402
+from tether.control.policies.mlp_policy import make_policy  # noqa: E402
+from tether.control.policies.network_policy import NetworkPolicy  # noqa: E402
+from tether.control.policies.spec import PolicySpec  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"
 CNN = ["policy.model_type=cnn_policy", "policy.hidden_dim=64"]

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("gymnasium")
 
 from tests.trainer.loops import Control
-from tether.rollout.env.collector import EnvCollector
+from tether.control.collecting.collector import EnvCollector
 
 
 def noises(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[torch.Tensor]:

@@ -8,9 +8,9 @@ import torch
 
 import tether
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
-from tether.envs.protocol import ContinuousActions, DiscreteActions
-from tether.trainer.control.preflight import action_findings, observation_findings
-from tether.trainer.preflight import MemoryNeed, memory_findings
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions
+from tether.control.learning.preflight import action_findings, observation_findings
+from tether.loop.preflight import MemoryNeed, memory_findings
 
 SPOILED = "env.train.wrappers=[tests.envs.spoiled:{}]"
 CAUSES = {
@@ -85,7 +85,7 @@ def loop(request: pytest.FixtureRequest, inputs: Path) -> Loop:
 def test_a_step_that_cannot_fit_is_refused_before_it(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tether.trainer.preflight.available_memory", lambda device: 1000)
+    monkeypatch.setattr("tether.loop.preflight.available_memory", lambda device: 1000)
     with pytest.raises(ValueError, match=r"preflight refuses the run"):
         tether.train(overrides=loop.overrides(tmp_path))
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(loop: Loop, tmp_path: Path
 
 def test_memory_is_counted_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 + 2 GiB do not fit into 3 GiB on one device, and do on two."""
-    monkeypatch.setattr("tether.trainer.preflight.available_memory", lambda device: 3 * 2**30)
+    monkeypatch.setattr("tether.loop.preflight.available_memory", lambda device: 3 * 2**30)
     cpu, other = torch.device("cpu"), torch.device("cuda")
     (found,) = memory_findings([MemoryNeed("one", cpu, 2 * 2**30), MemoryNeed("two", cpu, 2 * 2**30)])
     assert found.refuses
@@ -112,7 +112,7 @@ def test_memory_is_counted_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gradients_and_moments_are_counted_once(inputs: Path, tmp_path: Path) -> None:
     """12 bytes of each number that trains, however often its name occurs; a LoRA run trains few."""
-    from tether.trainer.preflight import _optimizer_needs
+    from tether.loop.preflight import _optimizer_needs
 
     run = Text(inputs).build(Text(inputs).overrides(tmp_path))
     try:

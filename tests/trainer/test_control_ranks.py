@@ -12,11 +12,11 @@ import gymnasium
 
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import measured, same, weights
-from tether.assembly import groups
-from tether.assembly.control import build_control_run
 from tether.checkpoints import load_state
 from tether.commands.train import train
 from tether.config import load_config
+from tether.control.build import build_control_run
+from tether.distributed import groups
 from tether.runtime.objects import holding
 
 DEVICES = "trainer.n_gpus_per_node"

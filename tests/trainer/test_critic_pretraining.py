@@ -15,14 +15,14 @@ from tests.trainer.tiny_run import GAE, LIGHT, base_overrides, measured, rows, t
 from tether.algorithms import parse_rejection
 from tether.batch import Prompt
 from tether.commands.cli import main
+from tether.loop.parts.rollout_correction import RolloutCorrection
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.rewards.outcome import Abstention, Score
-from tether.rewards.summary import RewardReport
 from tether.runtime.objects import holding
-from tether.trainer.parts.collector import ScoredResponses
-from tether.trainer.parts.rollout_correction import RolloutCorrection
-from tether.trainer.text.critic_pretraining import split_by_prompt, value_batch
-from tether.trainer.text.rollout_files import RolloutFiles, StoredResponse, read_rollouts
+from tether.text.learning.collector import ScoredResponses
+from tether.text.learning.critic_pretraining import split_by_prompt, value_batch
+from tether.text.learning.rollout_files import RolloutFiles, StoredResponse, read_rollouts
+from tether.text.rewards.outcome import Abstention, Score
+from tether.text.rewards.summary import RewardReport
 
 STEPS = 3
 

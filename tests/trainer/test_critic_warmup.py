@@ -6,8 +6,8 @@ import pytest
 
 from tests.trainer.steps import stepped
 from tests.trainer.tiny_run import GAE, LIGHT
+from tether.loop.parts.critic_warmup import CriticWarmup
 from tether.runtime.objects import holding
-from tether.trainer.parts.critic_warmup import CriticWarmup
 
 
 def by_prompt(data_source, solution_str, ground_truth, extra_info=None):

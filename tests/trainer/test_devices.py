@@ -11,12 +11,12 @@ import torch
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_profiler import traced
 from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
-from tether.assembly import groups
-from tether.assembly.common import Run
-from tether.assembly.run import build_run
 from tether.checkpoints import load_state
 from tether.config import load_config
+from tether.distributed import groups
+from tether.loop.run import Run
 from tether.metrics.loggers.jsonl import read_samples
+from tether.text.build import build_run
 
 KEY = "trainer.n_gpus_per_node"
 FLOAT32 = [
@@ -142,7 +142,7 @@ def test_other_ways_to_share_train_as_one_device(
 
 def test_without_ray_the_extra_is_named(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "tether.execution.ray_group", raising=False)
+    monkeypatch.delitem(sys.modules, "tether.distributed.ray_group", raising=False)
     with pytest.raises(ValueError, match=rf"{KEY}=2: .* package ray, .*pip install .*\[ray\]'"):
         build_run(load_config(None, overrides(inputs, tmp_path, 2, 1)))
 

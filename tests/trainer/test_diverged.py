@@ -8,7 +8,7 @@ import torch
 
 from tests.trainer.loops import Loop, Text
 from tests.trainer.tiny_run import LIGHT
-from tether.trainer.checkpoint import WeightsLost
+from tether.loop.checkpoint import WeightsLost
 
 
 def poison(run, value: float) -> None:

@@ -11,15 +11,15 @@ from tests.trainer.resume import assert_same_end
 from tests.trainer.steps import first_step
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, train
 from tether.batch import Prompt, RolloutBatch
-from tether.data.sampler import PromptSampler
 from tether.metrics.keys import describe
-from tether.rewards.outcome import Abstention, RewardOutcome, Score
-from tether.rewards.summary import RewardReport
-from tether.rollout.concat import join_rollouts
-from tether.rollout.protocol import NoiseKey, SamplingParams
 from tether.runtime.objects import holding
-from tether.trainer.parts.collector import ScoredResponses
-from tether.trainer.parts.dynamic_sampling import DynamicSampling, NothingToLearn
+from tether.text.data.sampler import PromptSampler
+from tether.text.learning.collector import ScoredResponses
+from tether.text.learning.dynamic_sampling import DynamicSampling, NothingToLearn
+from tether.text.rewards.outcome import Abstention, RewardOutcome, Score
+from tether.text.rewards.summary import RewardReport
+from tether.text.sampling.concat import join_rollouts
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PROMPTS = [Prompt((number + 1,), "tiny", None, index=number) for number in range(6)]
 SAMPLING = SamplingParams(max_new_tokens=4, n=2)

@@ -16,17 +16,17 @@ import pytest
 from tests.envs import toys
 from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, measured, same, train
-from tether.assembly.control import build_control_run
-from tether.assembly.run import build_run
 from tether.checkpoints.store import step_of, verify
 from tether.config import load_config
+from tether.control.build import build_control_run
+from tether.loop.engines.incident import replay
 from tether.metrics.loggers import Loggers
 from tether.metrics.loggers.jsonl import read_samples
 from tether.metrics.loggers.protocol import LogFailed, Sample
-from tether.rewards.outcome import RewardFailure
 from tether.runtime import interrupt
 from tether.runtime.run_lock import RunFolderBusy
-from tether.training.engines.incident import replay
+from tether.text.build import build_run
+from tether.text.rewards.outcome import RewardFailure
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 TOO_LARGE = """

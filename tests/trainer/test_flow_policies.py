@@ -15,12 +15,12 @@ pytest.importorskip("PIL")
 import tether  # noqa: E402
 from tests.models.flow.fake import FakeBackbone  # noqa: E402
 from tests.trainer.control_run import assert_ratios_are_one, assert_resume_is_exact, call, train  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
-from tether.data.lerobot import read_dataset  # noqa: E402
-from tether.models.control.mlp_policy import load_policy  # noqa: E402
-from tether.models.flow import backbone  # noqa: E402
-from tether.trainer.control.rollouts import POLICY  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.learning.rollouts import POLICY  # noqa: E402
+from tether.control.policies.mlp_policy import load_policy  # noqa: E402
+from tether.integrations.robots.flow import backbone  # noqa: E402
+from tether.integrations.robots.lerobot import read_dataset  # noqa: E402
 
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

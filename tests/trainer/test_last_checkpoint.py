@@ -4,7 +4,7 @@ import pytest
 
 import tether
 from tests.trainer.tiny_run import GRPO
-from tether.trainer.loop import Schedule
+from tether.loop.loop import Schedule
 
 
 def test_the_last_step_is_saved_unless_nothing_is():

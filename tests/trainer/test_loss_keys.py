@@ -9,8 +9,14 @@ from transformers import PreTrainedModel
 
 from tests.trainer.tiny_run import FAST, GAE, GRPO, LIGHT, base_overrides
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
-from tether.assembly.inputs import build_inputs
-from tether.assembly.learners import (
+from tether.batch import TrainBatch
+from tether.config import ConfigError, RunConfig, asks_reference, load_config, models_of
+from tether.config.keys import keys
+from tether.loop.engines.protocol import Learner
+from tether.metrics.keys import describe
+from tether.text.build import Run, build_run
+from tether.text.building.inputs import build_inputs
+from tether.text.building.learners import (
     actor_engine,
     build_actor,
     build_critic,
@@ -19,14 +25,8 @@ from tether.assembly.learners import (
     load_reference,
     load_value_model,
 )
-from tether.assembly.run import Run, build_run
-from tether.batch import TrainBatch
-from tether.config import ConfigError, RunConfig, asks_reference, load_config, models_of
-from tether.config.keys import keys
-from tether.metrics.keys import describe
-from tether.training.protocol import Learner
-from tether.training.text.forward import PolicyForward, PolicyOutputs
-from tether.training.text.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 
 ACTOR = "actor_rollout_ref.actor"
 MODE = f"{ACTOR}.policy_loss.loss_mode"

@@ -18,15 +18,15 @@ from tests.tiny import save_tiny, tiny_model
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.test_devices import holds, overrides, saved_again
 from tests.trainer.tiny_run import measured, same, train, weights, write_inputs
-from tether.assembly import groups
-from tether.assembly.learners import sequence_ranks
-from tether.assembly.megatron import check_megatron
-from tether.assembly.run import build_run
 from tether.config import load_config
+from tether.distributed import groups
+from tether.integrations.megatron import version as megatron_version
+from tether.integrations.megatron.build import check_megatron
+from tether.integrations.megatron.version import TESTED
 from tether.metrics.loggers.jsonl import read_samples
-from tether.models.megatron import version as megatron_version
-from tether.models.megatron.version import TESTED
 from tether.runtime.ranks import RankFailed
+from tether.text.build import build_run
+from tether.text.building.learners import sequence_ranks
 
 ACTOR = "actor_rollout_ref.actor"
 SIZES = f"{ACTOR}.megatron"

@@ -81,7 +81,7 @@ def train_control(directory: Path) -> Path:
     """An embodied run; its episodes tell of success."""
     toys = pytest.importorskip("tests.envs.toys", reason="needs gymnasium")
     toys.register()
-    control = importlib.import_module("tether.assembly.control")
+    control = importlib.import_module("tether.control.build")
     overrides = [
         "env.train.id=tether/Countdown-v0",
         "env.train.init_params={ends: 4}",

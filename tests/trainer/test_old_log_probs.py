@@ -8,11 +8,11 @@ import torch
 
 from tests.trainer.steps import Stepped, built, first_step
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, without_clocks
-from tether.assembly.off_policy import old_log_probs_from
 from tether.config import load_config
+from tether.loop.loop import OldLogProbs
+from tether.loop.parts.mismatch import ALARM
 from tether.runtime.objects import holding
-from tether.trainer.loop import OldLogProbs
-from tether.trainer.parts.mismatch import ALARM
+from tether.text.building.off_policy import old_log_probs_from
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ONE_UPDATE = [*GRPO, *LIGHT, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]

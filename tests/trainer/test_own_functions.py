@@ -8,11 +8,11 @@ import torch
 
 from tests.trainer.steps import first_step
 from tests.trainer.tiny_run import LIGHT, base_overrides
-from tether.assembly.named_inputs import missing_inputs
-from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
-from tether.training.control.closed_form_gradients import policy_gradient
-from tether.training.own_functions import advantage_estimator, policy_loss
+from tether.control.learning.closed_form_gradients import policy_gradient
+from tether.loop.engines.own_functions import advantage_estimator, policy_loss
+from tether.text.build import build_run
+from tether.text.building.named_inputs import missing_inputs
 
 MINE = '''
 """The score and 1 more as advantage, and a loss that is the plain policy gradient."""

@@ -7,7 +7,7 @@ from tests.trainer.steps import first_step
 from tests.trainer.test_rollout_correction import recorded
 from tests.trainer.tiny_run import GAE, LIGHT
 from tether.metrics.keys import describe
-from tether.trainer.parts.pf_ppo import PolicyFiltration
+from tether.text.learning.pf_ppo import PolicyFiltration
 
 
 def test_rows_follow_their_reward() -> None:

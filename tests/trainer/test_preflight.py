@@ -13,8 +13,8 @@ from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.trainer.steps import built
 from tests.trainer.tiny_run import GAE, LIGHT, held_out, set_eos
 from tests.trainer.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tether.loop.preflight import Preflight
 from tether.runtime.objects import holding
-from tether.trainer.preflight import Preflight
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from tests.forks import forking
 from tests.trainer.loops import wait_for_change
 from tests.trainer.resume import assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
-from tether.assembly.run import build_run
 from tether.checkpoints.store import TRACKER
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
+from tether.text.build import build_run
 
 TOTAL = 4
 ALGORITHMS = {

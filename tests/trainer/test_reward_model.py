@@ -23,12 +23,12 @@ from tests.trainer.tiny_run import (
     write_inputs,
     write_jsonl,
 )
-from tether.assembly import groups
-from tether.assembly.named_inputs import missing_inputs
-from tether.assembly.run import build_run
 from tether.commands.reward import check_reward
 from tether.config import load_config
-from tether.rewards.outcome import RewardFailure
+from tether.distributed import groups
+from tether.text.build import build_run
+from tether.text.building.named_inputs import missing_inputs
+from tether.text.rewards.outcome import RewardFailure
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,10 @@ def test_what_cannot_score_is_refused_before_any_weight_is_loaded(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     path = broken(inputs, name, tmp_path / "rm")
-    for loads in ("tether.assembly.learners.load_causal_lm", "tether.assembly.reward_model.load_reward_model"):
+    for loads in (
+        "tether.text.building.learners.load_causal_lm",
+        "tether.text.building.reward_model.load_reward_model",
+    ):
         monkeypatch.setattr(loads, lambda *args, **kwargs: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match="rm") as error:
         build_run(load_config(None, overrides(inputs, tmp_path / "run", f"reward_model.model.path={path}")))

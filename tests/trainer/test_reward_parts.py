@@ -13,13 +13,13 @@ from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.steps import first_step
 from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
-from tether.assembly.judge import build_judge
-from tether.assembly.named_inputs import missing_inputs
-from tether.assembly.run import build_run
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config, read_parts
-from tether.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
-from tether.rewards.judge import Judge
+from tether.text.build import build_run
+from tether.text.building.judge import build_judge
+from tether.text.building.named_inputs import missing_inputs
+from tether.text.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
+from tether.text.rewards.judge import Judge
 
 STYLE = """
 def signs(data_source, solution_str, ground_truth, extra_info, each=1.0):
@@ -218,7 +218,9 @@ def test_a_served_reward_model_scores_as_one_of_this_process(inputs: Path, tmp_p
 def test_a_judge_that_cannot_be_asked_is_refused_before_any_weight_is_loaded(
     inputs: Path, tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch, options, says
 ) -> None:
-    monkeypatch.setattr("tether.assembly.learners.load_causal_lm", lambda *args, **kwargs: pytest.fail("was loaded"))
+    monkeypatch.setattr(
+        "tether.text.building.learners.load_causal_lm", lambda *args, **kwargs: pytest.fail("was loaded")
+    )
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes("{response} prêt".encode("latin-1"))
     parts = {"r": {"kind": "rules"}, "j": judge(server, **options)}

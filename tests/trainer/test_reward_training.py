@@ -17,13 +17,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny import save_tiny, save_tiny_reward_model
 from tests.trainer.tiny_run import base_overrides, measured, same, train, write_inputs, write_jsonl
-from tether.assembly.reward_training import RewardTrainingOptions, build_reward_training
-from tether.commands.reward_model import train_reward_model
-from tether.data.pairs import Pair, load_pairs, pair_ids
+from tether.integrations.reward_models.build import RewardTrainingOptions, build_reward_training
+from tether.integrations.reward_models.command import train_reward_model
+from tether.integrations.reward_models.trainer import beats_chance, preference_batch, split_pairs, until_unusable
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, beats_chance, preference_batch, split_pairs, until_unusable
+from tether.text.data.pairs import Pair, load_pairs, pair_ids
+from tether.text.learning.pretraining import Pretraining
+from tether.text.models.load import load_tokenizer
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -149,7 +150,7 @@ def test_the_weights_of_the_best_accuracy_are_kept(
     monkeypatch.setattr(Pretraining, "run", forgetful)
     with suppress(KeyboardInterrupt), monkeypatch.context() as during:
         if stops == "moving":
-            during.setattr("tether.commands.reward_model._move", killed)
+            during.setattr("tether.integrations.reward_models.command._move", killed)
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK, save_every=3)
     assert out.exists() == (stops is None)
     if stops:

@@ -14,16 +14,16 @@ from tests.training.batches import ROWS, gradients, make_batch, make_critic, mak
 from tests.training.test_losses import OUTPUTS, SIZES, batch, tokens
 from tether.algorithms import importance_weights, parse_rejection
 from tether.algorithms.rollout_correction import REJECTION_MODES
-from tether.assembly.advantages import build_advantage_estimator
 from tether.batch import RolloutBatch, TrainBatch, filled
 from tether.config import load_config
 from tether.config.schema.algorithm import RejectionMode
+from tether.loop.engines.protocol import LossSpec
+from tether.loop.parts.rollout_correction import RolloutCorrection
 from tether.metrics.keys import describe
-from tether.trainer.parts.rollout_correction import RolloutCorrection
-from tether.training.protocol import LossSpec
-from tether.training.text.forward import PolicyForward
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.text.building.advantages import build_advantage_estimator
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
 
 CORRECTION = "algorithm.rollout_correction"
 RHO = torch.tensor([[1.0, 0.5, 4.0], [1.1, 1.0, math.nan], [1.0, 1.0, 1.0]])

@@ -11,9 +11,9 @@ from tests.tiny import save_tiny
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.steps import Stepped, first_step, stepped
 from tests.trainer.tiny_run import LIGHT, measured, same, train, weights
-from tether.assembly import groups
-from tether.assembly.run import build_run
 from tether.config import load_config
+from tether.distributed import groups
+from tether.text.build import build_run
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODES = {
@@ -121,7 +121,7 @@ def test_a_model_without_experts_is_refused(mode: str, overrides: list[str], inp
 
 def test_experts_that_nobody_chose_are_noticed(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the first test."""
-    from tether.rollout.native.expert_recorder import ExpertRecorder
+    from tether.text.sampling.expert_recorder import ExpertRecorder
 
     result = ExpertRecorder.result
     monkeypatch.setattr(ExpertRecorder, "result", lambda recorder, width: turned(result(recorder, width)))

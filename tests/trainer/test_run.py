@@ -25,11 +25,11 @@ from tests.trainer.tiny_run import (
 )
 from tether.batch import TrainBatch
 from tether.checkpoints.store import CheckpointStore
+from tether.loop.loop import Trainer
 from tether.metrics.keys import describe
 from tether.metrics.loggers.jsonl import read_metrics, read_samples
-from tether.rollout.protocol import NoiseKey
 from tether.runtime.objects import holding
-from tether.trainer.loop import Trainer
+from tether.text.sampling.protocol import NoiseKey
 
 OVERRIDDEN = [
     "actor_rollout_ref.model.override_config={rms_norm_eps: 0.1}",

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from tests.tiny import tiny_model
 from tests.trainer.steps import built
-from tether.models.language.save import write_model
-from tether.training.engines import local
-from tether.training.engines.local import LocalEngine
-from tether.training.text import MicroBatching
+from tether.text.learning.engines import local
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.save import write_model
 
 
 def test_of_a_large_model_a_share_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

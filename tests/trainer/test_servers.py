@@ -22,12 +22,12 @@ from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
-from tether.assembly import groups
-from tether.assembly.build import build
-from tether.assembly.named_inputs import missing_inputs
-from tether.assembly.run import build_run
 from tether.checkpoints.store import TRACKER
+from tether.commands.build import build
 from tether.config import ConfigError, load_config
+from tether.distributed import groups
+from tether.text.build import build_run
+from tether.text.building.named_inputs import missing_inputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("parity_freq=2", "gpu_memory_utilization=0.1", "enforce_eager=True", "server_timeout=900")

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.training.batches import make_engine, make_policy
-from tether.assembly.learners import build_actor, build_critic, build_reference
 from tether.config import RunConfig, load_config
-from tether.training.engines.local import LocalEngine
+from tether.text.building.learners import build_actor, build_critic, build_reference
+from tether.text.learning.engines.local import LocalEngine
 
 
 @pytest.fixture(scope="module")

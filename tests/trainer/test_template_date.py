@@ -11,18 +11,18 @@ import transformers.utils.chat_template_utils
 import tether
 from tests.tiny import EOS_ID, save_tiny_reward_model, tiny_tokenizer
 from tests.trainer.tiny_run import GRPO, base_overrides, train, write_inputs, write_jsonl
-from tether.assembly.inputs import build_dataset
-from tether.assembly.reward_model import _reader
-from tether.assembly.reward_training import RewardTrainingOptions
-from tether.assembly.turns import build_conversations
-from tether.commands.reward_model import train_reward_model
 from tether.config import load_config
-from tether.data import chat
-from tether.data.chat import dated_template, write_conversation
+from tether.integrations.reward_models.build import RewardTrainingOptions
+from tether.integrations.reward_models.command import train_reward_model
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.models.language.load import load_tokenizer
-from tether.rewards import Dialogue, RewardRequest
-from tether.trainer.text import Pretraining
+from tether.text.building.inputs import build_dataset
+from tether.text.building.reward_model import _reader
+from tether.text.building.turns import build_conversations
+from tether.text.data import chat
+from tether.text.data.chat import dated_template, write_conversation
+from tether.text.learning.pretraining import Pretraining
+from tether.text.models.load import load_tokenizer
+from tether.text.rewards import Dialogue, RewardRequest
 
 WRITES_THE_DATE = (
     "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}"

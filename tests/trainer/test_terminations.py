@@ -7,9 +7,9 @@ pytest.importorskip("gymnasium")
 
 from tests.envs import toys
 from tests.trainer.control_samples import make_samples
-from tether.envs.make import EnvOptions, make_vector_env
-from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
-from tether.rollout.env.collector import EnvCollector
+from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.make import EnvOptions, make_vector_env
+from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec
 
 
 def test_the_return_of_the_last_step_is_its_reward() -> None:

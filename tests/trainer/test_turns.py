@@ -12,13 +12,13 @@ from tests.trainer.steps import first_step
 from tests.trainer.test_servers import another_server
 from tests.trainer.tiny_run import measured, train, write_jsonl
 from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn_inputs
-from tether.assembly.named_inputs import missing_inputs
-from tether.assembly.run import build_run
-from tether.assembly.standalone import build_reward_trial
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
-from tether.data.location import PACKAGES
-from tether.rewards import Score
+from tether.text.build import build_run
+from tether.text.building.named_inputs import missing_inputs
+from tether.text.building.standalone import build_reward_trial
+from tether.text.data.location import PACKAGES
+from tether.text.rewards import Score
 
 SECTION = f"{ROLLOUT}.multi_turn"
 

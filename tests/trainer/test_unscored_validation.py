@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.tiny import tiny_tokenizer
 from tether.batch import Prompt
-from tether.rewards import RewardError, RewardOutcome, Score
-from tether.rewards.outcome import Abstention
-from tether.rollout import NoiseKey, SamplingParams
-from tether.trainer.parts.collector import ScoredResponses
-from tether.trainer.text import Evaluation
+from tether.text.learning.collector import ScoredResponses
+from tether.text.learning.evaluation import Evaluation
+from tether.text.rewards import RewardError, RewardOutcome, Score
+from tether.text.rewards.outcome import Abstention
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 
 @dataclass

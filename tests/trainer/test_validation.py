@@ -10,8 +10,8 @@ import pytest
 from tests.trainer.steps import built
 from tests.trainer.tiny_run import GAE, GRPO, LIGHT, measured, train
 from tether.commands.evaluate import evaluate
-from tether.rollout.protocol import NoiseKey
-from tether.trainer.protocol import EvaluationResult
+from tether.loop.protocol import EvaluationResult
+from tether.text.sampling.protocol import NoiseKey
 
 SAMPLED = [f"actor_rollout_ref.rollout.val_kwargs.{option}" for option in ("do_sample=True", "temperature=1.0", "n=2")]
 ROWS = 7

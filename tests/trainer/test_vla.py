@@ -11,10 +11,10 @@ pytest.importorskip("PIL")
 
 from tests.envs import toys  # noqa: E402
 from tests.trainer.control_run import assert_ratios_are_one, assert_resume_is_exact, call  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
-from tether.models.control.mlp_policy import load_policy  # noqa: E402
-from tether.trainer.control.rollouts import POLICY  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.learning.rollouts import POLICY  # noqa: E402
+from tether.control.policies.mlp_policy import load_policy  # noqa: E402
 
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"

@@ -13,13 +13,13 @@ pytest.importorskip("peft")
 
 from tests.models.vla.published import write_folder  # noqa: E402
 from tests.trainer.control_run import assert_resume_is_exact, call, train  # noqa: E402
-from tether.assembly import vla_policies  # noqa: E402
-from tether.assembly.control import build_control_run  # noqa: E402
 from tether.commands.model import export  # noqa: E402
 from tether.config import load_config  # noqa: E402
-from tether.models.control.mlp_policy import load_policy  # noqa: E402
+from tether.control.build import build_control_run  # noqa: E402
+from tether.control.learning.rollouts import POLICY  # noqa: E402
+from tether.control.policies.mlp_policy import load_policy  # noqa: E402
+from tether.integrations.robots import vla_policies  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
-from tether.trainer.control.rollouts import POLICY  # noqa: E402
 
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -65,7 +65,7 @@ def test_resuming_is_exact_and_adapters_alone_are_trained(kind, folder, tmp_path
 
 def reach():
     """Its environments, as far as a new policy looks at them."""
-    from tether.envs import ContinuousActions
+    from tether.control.envs import ContinuousActions
 
     layout = (
         ObsPart("image", "image", (32, 32, 3), "uint8"),

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.device import DEVICE
 from tests.tiny import EOS_ID, save_tiny
-from tether.assembly.run import build_run
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.text.build import build_run
 
 NUM_PROMPTS = 10
 BATCH = 4  # three steps an epoch, the last of them short

@@ -8,12 +8,12 @@ from tests.device import on_device
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
-from tether.models.language.critic import critic_from, value_head_of
-from tether.models.layers.attention import use_tether_attention
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.text.forward import PolicyForward, ValueForward
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, ValueForward
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.critic import critic_from, value_head_of
+from tether.text.models.layers.attention import use_tether_attention
 
 PROMPT_LENGTHS = (3, 7, 1)  # of each group of three rows
 RESPONSE_LENGTHS = (4, 9, 1, 6, 2, 8, 5, 3, 7)

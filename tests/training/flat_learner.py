@@ -1,12 +1,12 @@
-"""A control policy's learner, as `tether.assembly` makes it."""
+"""A control policy's learner, as `tether.text.building` makes it."""
 
 from dataclasses import replace
 
-from tether.training.control.forward import RolloutForward
-from tether.training.control.losses import ControlLoss
-from tether.training.engines.flat import FlatEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import Learner, LossSpec, UpdatePlan
+from tether.control.learning.flat import FlatEngine
+from tether.control.learning.forward import RolloutForward
+from tether.control.learning.losses import ControlLoss
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import Learner, LossSpec, UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5, grad_clip=0.5)
 

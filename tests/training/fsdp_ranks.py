@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tether.batch import TrainBatch
-from tether.execution import StoredWeights
-from tether.execution.weights import weight_chunks
-from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
-from tether.training.engines.fsdp import FsdpEngine, Sharding
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSpec, Updated, UpdatePlan
-from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import sequence_lengths
+from tether.distributed import StoredWeights
+from tether.distributed.weights import weight_chunks
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
+from tether.text.learning.engines.fsdp import FsdpEngine, Sharding
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import sequence_lengths
 
 OPTIONS = OptimizerOptions(lr=1e-2)
 

@@ -36,20 +36,20 @@ from tests.training.test_fsdp import (
 )
 from tether.batch import TrainBatch
 from tether.checkpoints import save_state
-from tether.models.language.empty import empty_model
-from tether.models.language.packing_check import hidden_states
-from tether.models.language.save import write_model
-from tether.models.layers.attention import use_tether_attention
-from tether.models.megatron import MegatronLayout
-from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
-from tether.training.engines.incident import replay
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.megatron import MegatronEngine, MegatronOptions
-from tether.training.engines.megatron_shards import main_grad
-from tether.training.protocol import LossSpec, Updated, UpdatePlan
-from tether.training.text.forward import PolicyForward, ValueForward
-from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import token_rows
+from tether.integrations.megatron import MegatronLayout
+from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
+from tether.integrations.megatron.shards import main_grad
+from tether.loop.engines.incident import replay
+from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, ValueForward
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import token_rows
+from tether.text.models.empty import empty_model
+from tether.text.models.layers.attention import use_tether_attention
+from tether.text.models.packing_check import hidden_states
+from tether.text.models.save import write_model
 
 Make = Callable[[], PreTrainedModel]
 MEMORY = ("weights_rest_on_host", "gradients_rest", "optimizer_rests_on_host")

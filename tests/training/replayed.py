@@ -12,12 +12,12 @@ from tests.training.batches import gradients, make_batch, make_critic, make_engi
 from tests.training.fsdp_ranks import make_fsdp, share, whole_gradients
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, distance
 from tether.batch import TrainBatch
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.models.layers.attention import use_tether_attention
-from tether.training.division import mini_batches
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward
-from tether.training.text.losses import PolicyLoss
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.engines.division import mini_batches
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyLoss
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.layers.attention import use_tether_attention
 
 EXPERTS, EACH = 4, 2
 UNKNOWN_EVERY = 5

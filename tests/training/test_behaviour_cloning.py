@@ -5,8 +5,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
-from tether.training.control.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
+from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec
+from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 
 
 def test_a_window_ends_with_its_episode():

@@ -8,12 +8,12 @@ from torch import nn
 
 from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
-from tether.models.control.mlp_policy import ControlPolicy, PolicySpec
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import Samples
-from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
+from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import Samples
+from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {

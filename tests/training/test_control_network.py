@@ -8,14 +8,14 @@ from tensordict import TensorDict
 
 from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
-from tether.models.control.mlp_policy import make_policy
-from tether.models.control.observations import NUMBERS, PICTURE
-from tether.models.control.spec import Memory, PolicySpec, with_numbers
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import Samples
+from tether.control.policies.mlp_policy import make_policy
+from tether.control.policies.observations import NUMBERS, PICTURE
+from tether.control.policies.spec import Memory, PolicySpec, with_numbers
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import UpdatePlan
 from tether.observations import ObsPart
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import Samples
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "tanh"}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tether.training.division import balance_metrics, balanced, divide, in_order, mini_batches
-from tether.training.protocol import LossSizes, UpdatePlan
+from tether.loop.engines.protocol import LossSizes, UpdatePlan
+from tether.text.learning.engines.division import balance_metrics, balanced, divide, in_order, mini_batches
 
 
 def test_the_largest_differences_are_evened_out_first() -> None:

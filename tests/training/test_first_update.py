@@ -3,9 +3,9 @@
 import pytest
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward
-from tether.training.text.losses import PolicyLoss
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyLoss
 
 
 def test_the_first_ratio_is_that_before_any_step() -> None:

@@ -14,12 +14,12 @@ from tests.training import test_control_network as networks
 from tests.training.flat_learner import OPTIONS
 from tests.training.test_control import CHUNKED, SPECS, chunked_samples, make_policy, make_samples
 from tether.checkpoints import load_state
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import dealt
-from tether.training.engines.flat import FlatEngine
-from tether.training.engines.flat_ranks import FlatRankEngine
-from tether.training.engines.incident import replay
-from tether.training.protocol import LossSpec, UpdatePlan
+from tether.control.learning.flat import FlatEngine
+from tether.control.learning.flat_ranks import FlatRankEngine
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import dealt
+from tether.loop.engines.incident import replay
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
 
 BAD_ROW = 3
 PLANS = {

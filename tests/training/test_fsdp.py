@@ -32,22 +32,22 @@ from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, share, stored_weights, whole_gradients, whole_weights
 from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
-from tether.models.language.critic import load_critic
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.models.language.lazy_weights import has_lazy_weights
-from tether.models.language.load import load_causal_lm
-from tether.models.language.save import join_shards, write_model
-from tether.rollout.native import eos_token_ids
-from tether.training.division import mini_batches
-from tether.training.engines.fsdp import FsdpEngine
-from tether.training.engines.incident import replay
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import move_state
-from tether.training.engines.shares import join_shares
-from tether.training.protocol import LossSpec, Updated, UpdatePlan
-from tether.training.text.forward import PolicyForward, ReferenceModel, ValueForward
-from tether.training.text.losses import CriticLoss, PolicyLoss, TokenSelection
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.incident import replay
+from tether.loop.engines.optimizer import move_state
+from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.text.learning.engines.division import mini_batches
+from tether.text.learning.engines.fsdp import FsdpEngine
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.engines.shares import join_shares
+from tether.text.learning.forward import PolicyForward, ReferenceModel, ValueForward
+from tether.text.learning.losses import CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.critic import load_critic
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.lazy_weights import has_lazy_weights
+from tether.text.models.load import load_causal_lm
+from tether.text.models.save import join_shards, write_model
+from tether.text.sampling import eos_token_ids
 
 TOLERANCE = 1e-10
 LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
@@ -170,7 +170,7 @@ def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def adapted() -> PreTrainedModel:
     """A policy with adapters that already do something."""
-    lora = pytest.importorskip("tether.models.language.lora")
+    lora = pytest.importorskip("tether.text.models.lora")
     model = make_policy()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -183,7 +183,7 @@ def adapted() -> PreTrainedModel:
 
 def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     """How far log-probs of the reference, gradients and updated weights of adapters are from one process's."""
-    lora = pytest.importorskip("tether.models.language.lora")
+    lora = pytest.importorskip("tether.text.models.lora")
     batch = make_batch(make_policy(), make_critic())
     engine, sharded = (
         make_engine(adapted(), FOUR_ROWS),
@@ -342,7 +342,7 @@ def resumed(folder: Path) -> bool:
 @cache  # of layouts that differ in `shards` alone, which it leaves at all ranks
 def read(folder: Path, sequence: int) -> dict[str, tuple[bool, bool]]:
     """Of models whose ranks read their parts from files: whether all bits are there, and no rank read all of them."""
-    lora = pytest.importorskip("tether.models.language.lora")
+    lora = pytest.importorskip("tether.text.models.lora")
     folder = folder / f"read by {sequence}"
     if dist.get_rank() == 0:
         save_tiny(folder / "tied", tie_word_embeddings=True)

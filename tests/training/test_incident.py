@@ -17,18 +17,18 @@ from tests.training.batches import ROWS, make_batch, make_critic, make_engine, m
 from tests.training.flat_learner import flat_learner
 from tests.training.test_control_network import SPECS, make, random_samples
 from tether.batch import TrainBatch, filled
-from tether.models.control.mlp_policy import make_policy as control_policy
-from tether.models.control.spec import PolicySpec
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.rollout.native.engine import NativeEngine
-from tether.rollout.protocol import NoiseKey, SamplingParams
-from tether.training.control.losses import ControlLoss
-from tether.training.engines.incident import replay
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward, ValueForward
-from tether.training.text.losses import CriticLoss, PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.control.learning.losses import ControlLoss
+from tether.control.policies.mlp_policy import make_policy as control_policy
+from tether.control.policies.spec import PolicySpec
+from tether.loop.engines.incident import replay
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.forward import PolicyForward, ValueForward
+from tether.text.learning.losses import CriticLoss, PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD_ROW = 3

@@ -18,12 +18,12 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch, filled
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
-from tether.training.text.forward import PolicyForward, PolicyOutputs
-from tether.training.text.losses import PolicyLoss, TokenSelection
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.losses import PolicyLoss, TokenSelection
+from tether.text.learning.micro_batches import MicroBatching
 
 BAD_ROW = 3
 ALL = UpdatePlan(mini_batch_rows=ROWS)

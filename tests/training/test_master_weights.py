@@ -8,12 +8,12 @@ from transformers import PreTrainedModel
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
 from tether.batch import TrainBatch
-from tether.training.engines import master_weights
-from tether.training.engines.local import LocalEngine
-from tether.training.protocol import LossSpec
-from tether.training.text.forward import PolicyForward, ValueForward
-from tether.training.text.losses import CriticLoss, PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
+from tether.loop.engines.protocol import LossSpec
+from tether.text.learning.engines import master_weights
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.forward import PolicyForward, ValueForward
+from tether.text.learning.losses import CriticLoss, PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
 
 
 def accumulate(engine: LocalEngine, batch: TrainBatch) -> list[torch.Tensor]:

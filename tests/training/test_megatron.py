@@ -8,7 +8,7 @@ import pytest
 
 from tests.installed import needs_megatron
 from tests.ranks import on_ranks
-from tether.models.megatron import MegatronLayout
+from tether.integrations.megatron import MegatronLayout
 
 pytestmark = needs_megatron
 TOLERANCE = 1e-10

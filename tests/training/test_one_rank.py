@@ -16,14 +16,16 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch
-from tether.models.language.load import load_causal_lm
-from tether.models.language.save import write_model
-from tether.training.engines.one_rank import OneRankEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.engines.shares import join_shares
-from tether.training.out_of_memory import MicroBatchTooLarge, OutOfMemory
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text import MicroBatching, PolicyForward, PolicyLoss
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.engines.one_rank import OneRankEngine
+from tether.text.learning.engines.shares import join_shares
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.models.load import load_causal_lm
+from tether.text.models.save import write_model
 
 LOSS = LossSpec(PolicyForward(), PolicyLoss())
 PLAN = UpdatePlan(mini_batch_rows=3)

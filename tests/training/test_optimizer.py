@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tether.training.engines.flat_adamw import FlatAdamW, FlatParameters
-from tether.training.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
+from tether.loop.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 
 
 @pytest.mark.parametrize(

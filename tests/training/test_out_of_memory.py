@@ -14,18 +14,18 @@ from tests.training.flat_learner import flat_learner
 from tests.training.test_control_network import SPECS, make, random_samples
 from tests.training.test_control_network import gradients as control_gradients
 from tether.batch import TrainBatch
-from tether.models.control.mlp import Mlp
-from tether.models.control.mlp_policy import ControlPolicy
-from tether.models.control.network_policy import Torso
-from tether.models.control.spec import PolicySpec, RolloutEvaluation
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import Samples
-from tether.training.engines.flat import within_policy_memory
-from tether.training.out_of_memory import is_out_of_memory
-from tether.training.protocol import LossSpec, UpdatePlan
-from tether.training.text.forward import PolicyForward
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching, RowSize
+from tether.control.learning.flat import within_policy_memory
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import Samples
+from tether.control.policies.mlp import Mlp
+from tether.control.policies.mlp_policy import ControlPolicy
+from tether.control.policies.network_policy import Torso
+from tether.control.policies.spec import PolicySpec, RolloutEvaluation
+from tether.loop.engines.out_of_memory import is_out_of_memory
+from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching, RowSize
 
 KEY = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 SAID = f"To make this permanent: {KEY}=2"

@@ -5,12 +5,12 @@ import torch
 
 from tests.training.batches import make_batch, make_critic, make_policy, make_rollout
 from tether.batch import KeptTokens, RolloutBatch, TrainBatch, filled, on_device
-from tether.models.language.packing_check import hidden_states
-from tether.models.layers.attention import Packed, Padded
-from tether.training.protocol import LossSizes
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ValueOutputs
-from tether.training.text.losses import CriticLoss, PolicyLoss
-from tether.training.text.packing import TokenRows, row_sizes, sequence_lengths, token_rows
+from tether.loop.engines.protocol import LossSizes
+from tether.text.learning.forward import PolicyForward, PolicyOutputs, ValueOutputs
+from tether.text.learning.losses import CriticLoss, PolicyLoss
+from tether.text.learning.packing import TokenRows, row_sizes, sequence_lengths, token_rows
+from tether.text.models.layers.attention import Packed, Padded
+from tether.text.models.packing_check import hidden_states
 
 
 def example() -> TrainBatch:

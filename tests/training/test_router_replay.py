@@ -14,16 +14,16 @@ from tests.training.batches import gradients, make_batch, make_critic, make_engi
 from tests.training.replayed import REPLAYING, any_experts, in_shards, make_mixture
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, ONE_ROW, TOKENS, distance
 from tether.batch import TrainBatch
-from tether.models.language.expert_choice import ExpertChoice, experts_per_token, follow_choice, recorded_choice
-from tether.models.language.gradient_checkpointing import enable_gradient_checkpointing
-from tether.models.language.lora import LoraOptions, adapter_off, add_lora
-from tether.models.language.packing_check import hidden_states
-from tether.models.layers import Packed, use_tether_attention
-from tether.training.protocol import LossSpec
-from tether.training.text.forward import PolicyForward, PolicyOutputs, ReferenceModel
-from tether.training.text.losses import PolicyLoss
-from tether.training.text.micro_batches import MicroBatching
-from tether.training.text.packing import token_rows
+from tether.loop.engines.protocol import LossSpec
+from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel
+from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import token_rows
+from tether.text.models.expert_choice import ExpertChoice, experts_per_token, follow_choice, recorded_choice
+from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.layers import Packed, use_tether_attention
+from tether.text.models.lora import LoraOptions, adapter_off, add_lora
+from tether.text.models.packing_check import hidden_states
 
 PADDED = MicroBatching(max_rows=2, packed=False)
 

@@ -7,23 +7,22 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, save_tiny_reward_model, tiny_tokenizer
-from tether.models.language.critic import load_reward_model
-from tether.rewards import Dialogue, RewardError, RewardRequest
-from tether.training import LossSpec, UpdatePlan
-from tether.training.engines.local import LocalEngine
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import LossSizes
-from tether.training.text import (
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import LossSizes, LossSpec, UpdatePlan
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.scoring import (
     ConversationReader,
-    MicroBatching,
     PairForward,
     PreferenceLoss,
     RewardModel,
+    ScoreForward,
     pair_batch,
     score_batch,
     without_padding,
 )
-from tether.training.text.scoring import ScoreForward
+from tether.text.models.critic import load_reward_model
+from tether.text.rewards import Dialogue, RewardError, RewardRequest
 
 SEQUENCES = [[9, 8, 7, 6], [9, 8, 7, 50, 51, 3], [9, 8, 200], [77], [77, 5], [77]]
 PROMPTS = ["a", "a", "a", "b", "b", "b"]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tether.training.protocol import LossSizes
-from tether.training.text.losses import Aggregation
+from tether.loop.engines.protocol import LossSizes
+from tether.text.learning.losses import Aggregation
 
 
 @pytest.mark.parametrize(

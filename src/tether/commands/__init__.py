@@ -1,4 +1,4 @@
-"""The command line (`cli`) and the Python API (`python`, `policy`, `result`), on top of `tether.assembly`.
+"""The command line (`cli`) and the Python API (`python`, `policy`, `result`), on top of `tether.text.building`.
 
 Each command is a separate module that is imported when it is called, so that ``tether --help`` loads neither torch nor
 pydantic.

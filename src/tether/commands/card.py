@@ -18,7 +18,7 @@ from tether.commands.policy import checkpoint_at
 from tether.commands.result import HELD_OUT, run_scores
 from tether.config import LoadedConfig, RunConfig, load_config, minimal_tree
 from tether.metrics.loggers import METRICS_FILE, read_metrics, validation_means
-from tether.models.language.model_path import KNOWN_MODELS
+from tether.text.models.model_path import KNOWN_MODELS
 
 README, CURVE = CARD
 MACHINE_KEYS = ("resume_mode", "resume_from_path", "default_local_dir", "device")

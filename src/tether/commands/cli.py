@@ -22,8 +22,8 @@ from tether.commands.data import data_app
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
 from tether.commands.recipes import recipe, recipe_file
-from tether.commands.reward_model import rm_app
 from tether.commands.status import status
+from tether.integrations.reward_models.command import rm_app
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.install import pip_install
@@ -107,8 +107,8 @@ def _load(
         reward_inputs: check only the inputs of a reward.
         note: check every row, and call this with what is missing only on this machine.
     """
-    from tether.assembly.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
     from tether.config import load_config
+    from tether.text.building.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
 
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)
@@ -240,7 +240,7 @@ def collect(
     """
     loaded = _load_embodied(arguments)
     with _importing():
-        from tether.commands.cloning import collect as run
+        from tether.integrations.robots.clone_command import collect as run
 
     run(loaded, source, out, episodes, seed, only_successful=successful)
 
@@ -277,8 +277,8 @@ def bc(
     outlive_lost_output()
     loaded = _load_embodied(arguments)
     with _importing():
-        from tether.commands.cloning import clone
-        from tether.training.control import CloningOptions
+        from tether.integrations.robots.behaviour_cloning import CloningOptions
+        from tether.integrations.robots.clone_command import clone
 
     options = CloningOptions(lr, batch_size, epochs, patience, weight_decay)
     clone(loaded, data, out, options, held_out=held_out, bounds=bounds)
@@ -404,8 +404,8 @@ def import_rlinf(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Path of the YAML file; default: print it.")] = None,
 ) -> None:
     """Translate a YAML file of RLinf; every key is listed as mapped, defaulted, without effect, or not supported."""
-    from tether.commands.translation import write_translation
-    from tether.config.importers.rlinf.command import translate
+    from tether.integrations.rlinf.command import translate
+    from tether.integrations.verl.translation import write_translation
 
     write_translation(lambda: translate(arguments or []), out, Path((arguments or [""])[0]))
 
@@ -424,8 +424,8 @@ def import_verl(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Path of the YAML file; default: print it.")] = None,
 ) -> None:
     """Translate a script that starts verl to a YAML file; settings that prevent a run are listed."""
-    from tether.commands.translation import write_translation
-    from tether.config.importers.verl.command import translate
+    from tether.integrations.verl.command import translate
+    from tether.integrations.verl.translation import write_translation
 
     write_translation(lambda: translate(script, arguments or []), out, script)
 
@@ -551,7 +551,7 @@ def _for_the_user(error: Exception) -> str | None:
     memory. A ValueError of a library or of the user's code needs its traceback to be understood.
     """
     if "torch" in sys.modules:
-        from tether.training import out_of_memory_message
+        from tether.loop.engines.out_of_memory import out_of_memory_message
 
         if (message := out_of_memory_message(error)) is not None:
             return message

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.standalone import build_critic_pretraining
 from tether.config import LoadedConfig
+from tether.loop.checkpoint import check_saving
 from tether.metrics.loggers import RunInfo, build_loggers
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
-from tether.trainer import check_saving
-from tether.trainer.text import EXPLAINED
+from tether.text.building.standalone import build_critic_pretraining
+from tether.text.learning.critic_pretraining import EXPLAINED
 
 
 def pretrain_critic(

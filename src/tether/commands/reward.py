@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
-from tether.rewards import RewardOutcome, RewardRequest
-from tether.rewards.audit import (
+from tether.runtime.install import pip_install
+from tether.runtime.terminal import Screen, Waiting
+from tether.text.building.standalone import RewardTrial, build_reward_trial
+from tether.text.rewards import RewardOutcome, RewardRequest
+from tether.text.rewards.audit import (
     FAULT_SHARE,
     TRUTH,
     WARNING_SHARE,
@@ -27,8 +29,6 @@ from tether.rewards.audit import (
     share_of_differing_groups,
     verdicts,
 )
-from tether.runtime.install import pip_install
-from tether.runtime.terminal import Screen, Waiting
 
 _SCALE = "on a scale from the worst replies to the ground truth"
 MEANINGS = {

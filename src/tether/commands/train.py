@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tether.assembly.build import build
-from tether.assembly.common import Run
 from tether.checkpoints import CheckpointStore, roll_back
+from tether.commands.build import build
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
+from tether.loop.callbacks import Callbacks
+from tether.loop.engines.out_of_memory import named_out_of_memory
+from tether.loop.run import Run
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
 from tether.runtime.ranks import RankLost
 from tether.runtime.terminal import Activity, Screen
-from tether.trainer import Callbacks
-from tether.training import named_out_of_memory
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. This module has the defaults of
 embodied runs that differ from verl's for language models, by task. Whether a task has continuous actions follows from
-its id, from ``init_params.continuous``, or from the environment (`tether.assembly.control.fit_defaults`).
+its id, from ``init_params.continuous``, or from the environment (`tether.control.build.fit_defaults`).
 """
 
 from __future__ import annotations

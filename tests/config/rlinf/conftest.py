@@ -2,8 +2,8 @@ import textwrap
 
 import pytest
 
-from tether.config.importers.rlinf.importer import import_file
 from tether.config.loading.overrides import parse_overrides
+from tether.integrations.rlinf.importer import import_file
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tether.config.importers.rlinf.report import to_native_yaml
+from tether.integrations.rlinf.report import to_native_yaml
 
 EMBODIED = """
 runner: {task_type: embodied, max_epochs: 100}

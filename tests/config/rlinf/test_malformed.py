@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tether.config import ConfigError
-from tether.config.importers.rlinf.importer import TABLES, apply, fixed, import_file
 from tether.config.loading.overrides import parse_overrides
+from tether.integrations.rlinf.importer import TABLES, apply, fixed, import_file
 
 EMBODIED = """
     runner: {task_type: embodied, max_epochs: 3}

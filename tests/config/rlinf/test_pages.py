@@ -7,16 +7,16 @@ import pytest
 from tests.installed import needs_megatron
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import write_inputs
-from tether.assembly import groups
-from tether.assembly.control import build_control_run
-from tether.assembly.megatron import uses_megatron
-from tether.assembly.run import build_run
 from tether.config import ConfigError, load_config
-from tether.config.importers.rlinf.embodied import EMBODIED, FIXED, FIXED_MLP
-from tether.config.importers.rlinf.rows import Mapped
-from tether.config.importers.rlinf.text import TEXT
 from tether.config.keys import keys
+from tether.control.build import build_control_run
+from tether.distributed import groups
+from tether.integrations.megatron.build import uses_megatron
+from tether.integrations.rlinf.embodied import EMBODIED, FIXED, FIXED_MLP
+from tether.integrations.rlinf.rows import Mapped
+from tether.integrations.rlinf.text import TEXT
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.text.build import build_run
 
 HERE = Path(__file__).parent
 PAGE_KEYS = (

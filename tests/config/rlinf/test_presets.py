@@ -4,11 +4,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tether.config import ConfigError
-from tether.config.importers.rlinf.importer import _without_effect
-from tether.config.importers.rlinf.rows import NoEffect, to
-from tether.config.importers.rlinf.values import RESOLVERS, resolvers, values_of
 from tether.config.loading.compose import compose
 from tether.config.loading.yaml_file import read_yaml
+from tether.integrations.rlinf.importer import _without_effect
+from tether.integrations.rlinf.rows import NoEffect, to
+from tether.integrations.rlinf.values import RESOLVERS, resolvers, values_of
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from tests.config.rlinf.recipes import RECIPES, write_recipe
 from tether.config import load_config
-from tether.config.importers.rlinf.importer import import_file
 from tether.config.loading.overrides import parse_overrides
+from tether.integrations.rlinf.importer import import_file
 
 ON_PENDULUM = ["env.train.env_type=gymnasium", "env.eval.env_type=gymnasium", "env.train.id=Pendulum-v1"]
 """The command of docs/guides/coming-from-rlinf.md."""

@@ -7,11 +7,11 @@ import pytest
 
 from tests.trainer.loops import Control
 from tests.trainer.tiny_run import base_overrides, write_inputs
-from tether.assembly.named_inputs import missing_inputs
 from tether.config import ConfigError, load_config
 from tether.metrics.loggers import build_loggers
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.metrics.loggers.protocol import RunInfo, Sample
+from tether.text.building.named_inputs import missing_inputs
 
 MINE = '''
 import json

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tether.models.control.actors import Choice
-from tether.models.control.cnn import Cnn
-from tether.models.control.heads import StateDependentHead
-from tether.models.control.lstm import run_sequences, run_steps, uniform_lstm
-from tether.models.control.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
-from tether.models.control.observations import FlatRow, Pictures
-from tether.models.control.spec import Memory, PolicySpec
+from tether.control.policies.actors import Choice
+from tether.control.policies.cnn import Cnn
+from tether.control.policies.heads import StateDependentHead
+from tether.control.policies.lstm import run_sequences, run_steps, uniform_lstm
+from tether.control.policies.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
+from tether.control.policies.observations import FlatRow, Pictures
+from tether.control.policies.spec import Memory, PolicySpec
 from tether.observations import ObsPart
 
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "relu"}

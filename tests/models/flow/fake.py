@@ -1,12 +1,12 @@
-"""A backbone without lerobot: a small network with the methods of `tether.models.flow.backbone.Backbone`."""
+"""A backbone without lerobot: a small network with the methods of `tether.integrations.robots.flow.backbone.Backbone`."""
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.models.control.observations import NUMBERS
-from tether.models.flow.backbone import TOKEN_MASK, TOKENS, Prefix
-from tether.models.flow.spec import FlowSpec
+from tether.control.policies.observations import NUMBERS
+from tether.integrations.robots.flow.backbone import TOKEN_MASK, TOKENS, Prefix
+from tether.integrations.robots.flow.spec import FlowSpec
 
 WIDTH = 6
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tether.models.flow.chain import Record, log_density, step, times
-from tether.models.flow.spec import FlowSpec
+from tether.integrations.robots.flow.chain import Record, log_density, step, times
+from tether.integrations.robots.flow.spec import FlowSpec
 from tether.observations import ObsPart
 
 METHODS = ("flow_sde", "flow_cps", "flow_noise")

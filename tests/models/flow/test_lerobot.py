@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.flow.test_chain import METHODS
-from tether.models.control.mlp_policy import load_policy, save_policy
-from tether.models.flow.backbone import TOKEN_MASK, TOKENS, Sizes
-from tether.models.flow.policy import FlowPolicy
-from tether.models.flow.pretrained import PROCESSOR, is_pretrained, load_weights, read_pretrained, scale_of
-from tether.models.flow.prompts import VOCAB_SIZE
-from tether.models.flow.spec import FlowSpec
+from tether.control.policies.mlp_policy import load_policy, save_policy
+from tether.integrations.robots.flow.backbone import TOKEN_MASK, TOKENS, Sizes
+from tether.integrations.robots.flow.policy import FlowPolicy
+from tether.integrations.robots.flow.pretrained import PROCESSOR, is_pretrained, load_weights, read_pretrained, scale_of
+from tether.integrations.robots.flow.prompts import VOCAB_SIZE
+from tether.integrations.robots.flow.spec import FlowSpec
 from tether.observations import ObsPart
 
 pytest.importorskip("lerobot", reason="needs lerobot: bash scripts/test_lerobot.sh")

@@ -7,16 +7,16 @@ from tensordict import TensorDict
 from tests.models.flow.fake import FakeBackbone
 from tests.models.flow.test_chain import METHODS, spec
 from tests.training.flat_learner import flat_learner
-from tether.models.control.mlp_policy import load_policy, save_policy
-from tether.models.flow import backbone
-from tether.models.flow.chain import Record, log_density, step
-from tether.models.flow.policy import FlowPolicy
-from tether.models.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import Samples
+from tether.control.policies.mlp_policy import load_policy, save_policy
+from tether.integrations.robots.flow import backbone
+from tether.integrations.robots.flow.chain import Record, log_density, step
+from tether.integrations.robots.flow.policy import FlowPolicy
+from tether.integrations.robots.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import UpdatePlan
 from tether.observations import ObsPart, encode_text
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import Samples
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
 
 LAYOUT = (ObsPart("hand", "vector", (3,)), ObsPart("task", "text", (5,), "uint8"))
 KINDS = [(joint, method) for joint in (False, True) for method in METHODS]

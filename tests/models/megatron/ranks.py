@@ -21,16 +21,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.tiny import PAD_ID, TINY_CONFIGS
-from tether.models.language.critic import load_critic, value_head_of, values_from_hidden
-from tether.models.language.load import load_causal_lm, load_config
-from tether.models.language.packing_check import hidden_states
-from tether.models.layers import Packed
-from tether.models.megatron import MegatronLayout, check, cpu
-from tether.models.megatron.families import transformer_config
-from tether.models.megatron.groups import start
-from tether.models.megatron.layout import experts_of
-from tether.models.megatron.model import MegatronModel, Role, build
-from tether.models.output import KeptRecorder, KeptSets, LmHead, VocabularyShard, lm_head_of, token_log_probs
+from tether.integrations.megatron import MegatronLayout, check, cpu
+from tether.integrations.megatron.families import transformer_config
+from tether.integrations.megatron.groups import start
+from tether.integrations.megatron.layout import experts_of
+from tether.integrations.megatron.model import MegatronModel, Role, build
+from tether.text.models.critic import load_critic, value_head_of, values_from_hidden
+from tether.text.models.layers import Packed
+from tether.text.models.load import load_causal_lm, load_config
+from tether.text.models.output import KeptRecorder, KeptSets, LmHead, VocabularyShard, lm_head_of, token_log_probs
+from tether.text.models.packing_check import hidden_states
 
 SEED, LENGTHS, MICRO_BATCHES = 11, (7, 5, 9, 4), 4
 TEMPERATURE = 0.7

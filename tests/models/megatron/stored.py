@@ -20,17 +20,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tether.models.language.fused_experts import Unfused
-from tether.models.language.load import load_config
-from tether.models.megatron import MegatronLayout, cpu, without_te
-from tether.models.megatron.dist_checkpoint import DistCheckpoint
-from tether.models.megatron.families import has_value_bias, transformer_config
-from tether.models.megatron.files import LoadedTensors
-from tether.models.megatron.groups import start
-from tether.models.megatron.mapping import tensor_mappings
-from tether.models.megatron.model import Role, build
-from tether.models.megatron.transfer import Placed, load_weights
-from tether.training.engines.ranks import from_all
+from tether.integrations.megatron import MegatronLayout, cpu, without_te
+from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
+from tether.integrations.megatron.families import has_value_bias, transformer_config
+from tether.integrations.megatron.files import LoadedTensors
+from tether.integrations.megatron.groups import start
+from tether.integrations.megatron.mapping import tensor_mappings
+from tether.integrations.megatron.model import Role, build
+from tether.integrations.megatron.transfer import Placed, load_weights
+from tether.text.learning.engines.ranks import from_all
+from tether.text.models.fused_experts import Unfused
+from tether.text.models.load import load_config
 
 OF_TRANSFORMER_ENGINE = {
     "qwen2_moe": {"mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"},

@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tests.tiny import TINY_CONFIGS, save_tiny, save_tiny_reward_model, tiny_model
-from tether.models.language.empty import empty_model
-from tether.models.language.fused_experts import Unfused
-from tether.models.megatron import MegatronLayout
+from tether.integrations.megatron import MegatronLayout
+from tether.text.models.empty import empty_model
+from tether.text.models.fused_experts import Unfused
 
 pytestmark = needs_megatron
 PADDING = 124  # rows, up to a multiple of 128
@@ -83,7 +83,7 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 def check(folder: Path, prefix: str = "", **overrides: object) -> None:
     """Compare a folder with a tiny Llama, of which a few sizes may be others."""
-    from tether.models.megatron.dist_checkpoint import DistCheckpoint
+    from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 
     model = empty_model("", TINY_CONFIGS["llama"](**overrides))
     DistCheckpoint(folder, model.config.vocab_size, prefix).check(model.config, "policy", Unfused(model.state_dict()))

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tiny import TINY_CONFIGS
-from tether.models.megatron import MegatronLayout, check
+from tether.integrations.megatron import MegatronLayout, check
 
 KEY = "actor_rollout_ref.actor.megatron."
 

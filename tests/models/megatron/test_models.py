@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.installed import needs_megatron
 from tests.ranks import on_ranks
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tether.models.megatron import MegatronLayout
+from tether.integrations.megatron import MegatronLayout
 
 if TYPE_CHECKING:
     from tests.models.megatron.ranks import Case
@@ -151,8 +151,8 @@ def test_refusals(work: ModuleType, tmp_path: Path) -> None:
     ],
 )
 def test_what_runs_is_said(engine: bool, cuda: bool, context: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tether.models.megatron import attention
-    from tether.models.megatron.model import describe
+    from tether.integrations.megatron import attention
+    from tether.integrations.megatron.model import describe
 
     monkeypatch.setattr(attention, "HAS_TRANSFORMER_ENGINE", engine)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)

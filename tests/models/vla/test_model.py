@@ -5,9 +5,9 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tether.models.control.observations import NUMBERS, PICTURE, TEXT
-from tether.models.vla.model import PictureEncoder, ValueHead, VlaModel
-from tether.models.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
+from tether.control.policies.observations import NUMBERS, PICTURE, TEXT
+from tether.integrations.robots.vla.model import PictureEncoder, ValueHead, VlaModel
+from tether.integrations.robots.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
 from tether.observations import ObsPart
 
 SPEC = {

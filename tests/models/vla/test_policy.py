@@ -5,17 +5,17 @@ import torch
 from tensordict import TensorDict
 
 from tests.training.flat_learner import flat_learner
-from tether.models.control.mlp_policy import load_policy, save_policy
-from tether.models.control.observations import NUMBERS, PICTURE, TEXT
-from tether.models.vla.model import VlaModel
-from tether.models.vla.policy import VlaPolicy
-from tether.models.vla.spec import ACTION_BINS, VlaSpec
+from tether.control.learning.flat import within_policy_memory
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.samples import Samples
+from tether.control.policies.mlp_policy import load_policy, save_policy
+from tether.control.policies.observations import NUMBERS, PICTURE, TEXT
+from tether.integrations.robots.vla.model import VlaModel
+from tether.integrations.robots.vla.policy import VlaPolicy
+from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec
+from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engines.protocol import UpdatePlan
 from tether.observations import ObsPart
-from tether.training.control.losses import ControlLoss
-from tether.training.control.samples import Samples
-from tether.training.engines.flat import within_policy_memory
-from tether.training.engines.optimizer import OptimizerOptions
-from tether.training.protocol import UpdatePlan
 
 HAND, IMAGE = ObsPart("hand", "vector", (4,)), ObsPart("image", "image", (8, 8, 3), "uint8")
 SPEC = {

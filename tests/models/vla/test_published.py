@@ -10,14 +10,21 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.vla import published as by_hand
 from tests.models.vla.published import COLOURS, REAL, SIGLIP, SIZE, STATISTICS, TEXT, write_folder
-from tether.envs.spaces.action_bins import ActionBins
-from tether.models.control.mlp_policy import load_policy, save_policy
-from tether.models.vla.policy import VlaPolicy
-from tether.models.vla.pretrained import load_weights, ranges, read_published, write_published
-from tether.models.vla.prompts import PADDING, Prompts
-from tether.models.vla.published import TOKENS, center_crop, letterbox, llama_config, make_networks, normalized
-from tether.models.vla.spec import ACTION_BINS, Network, VlaSpec
-from tether.models.vla.vit import HEADS, VitSpec
+from tether.control.policies.mlp_policy import load_policy, save_policy
+from tether.integrations.robots.action_bins import ActionBins
+from tether.integrations.robots.vla.policy import VlaPolicy
+from tether.integrations.robots.vla.pretrained import load_weights, ranges, read_published, write_published
+from tether.integrations.robots.vla.prompts import PADDING, Prompts
+from tether.integrations.robots.vla.published import (
+    TOKENS,
+    center_crop,
+    letterbox,
+    llama_config,
+    make_networks,
+    normalized,
+)
+from tether.integrations.robots.vla.spec import ACTION_BINS, Network, VlaSpec
+from tether.integrations.robots.vla.vit import HEADS, VitSpec
 from tether.observations import ObsPart, encode_text
 
 IMAGE, WRIST = ObsPart("image", "image", (SIZE, SIZE, 3), "uint8"), ObsPart("wrist", "image", (SIZE, SIZE, 3), "uint8")

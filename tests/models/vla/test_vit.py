@@ -5,7 +5,7 @@ import torch
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, SiglipVisionConfig, SiglipVisionModel
 
 from tests.models.vla.published import DINO, HEADS, PATCH, SHAPES, SIGLIP, SIZE, vit_weights
-from tether.models.vla.vit import Vit, VitSpec
+from tether.integrations.robots.vla.vit import Vit, VitSpec
 
 
 def make(timm_id, seed=0):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tether.rewards.sandbox import bubblewrap
+from tether.text.rewards.sandbox import bubblewrap
 
 REASON = bubblewrap.why_not()
 confined = pytest.mark.skipif(REASON is not None, reason=f"programs cannot be confined here: {REASON}")

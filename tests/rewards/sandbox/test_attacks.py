@@ -15,9 +15,9 @@ import pytest
 from tests.processes import runs
 from tests.rewards.sandbox.attacks import EACH, GREED, HEAD, OUTSIDE, POWERS, WRITES
 from tests.rewards.sandbox.machine import confined, needs_prlimit
-from tether.rewards.sandbox import seccomp
-from tether.rewards.sandbox.limits import Limits, Program
-from tether.rewards.sandbox.run import run
+from tether.text.rewards.sandbox import seccomp
+from tether.text.rewards.sandbox.limits import Limits, Program
+from tether.text.rewards.sandbox.run import run
 
 LIMITS = Limits(seconds=1, memory_mb=256, processes=32, files=16 << 20, output=4 << 20, startup=1)
 PATIENT = replace(LIMITS, seconds=20)  # for what ends for another reason than time, on a slow machine, too

@@ -11,8 +11,8 @@ from decimal import Decimal
 
 import pytest
 
-from tether.rewards.sandbox import cases
-from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_converted
+from tether.text.rewards.sandbox import cases
+from tether.text.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_converted
 
 STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}

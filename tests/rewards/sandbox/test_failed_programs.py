@@ -3,8 +3,8 @@
 import pytest
 
 from tests.rewards.sandbox.machine import needs_prlimit
-from tether.rewards.sandbox import Limits, ProgramOptions
-from tether.rewards.sandbox.reward import ProgramReward
+from tether.text.rewards.sandbox import Limits, ProgramOptions
+from tether.text.rewards.sandbox.reward import ProgramReward
 
 TESTS = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 

@@ -5,12 +5,12 @@ import socket
 import pytest
 
 from tests.rewards.sandbox.fusion_server import FIELDS, served
-from tether.rewards.outcome import RewardError, RewardRequest, Score
-from tether.rewards.router import check_sources
-from tether.rewards.sandbox.limits import Limits, SandboxError
-from tether.rewards.sandbox.options import ProgramOptions, Server
-from tether.rewards.sandbox.reward import ProgramReward
-from tether.rewards.service.pool import RewardPool
+from tether.text.rewards.outcome import RewardError, RewardRequest, Score
+from tether.text.rewards.router import check_sources
+from tether.text.rewards.sandbox.limits import Limits, SandboxError
+from tether.text.rewards.sandbox.options import ProgramOptions, Server
+from tether.text.rewards.sandbox.reward import ProgramReward
+from tether.text.rewards.service.pool import RewardPool
 
 SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 TESTS = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "7 8\n"], "outputs": ["3\n", "7\n", "11\n", "0\n"]}

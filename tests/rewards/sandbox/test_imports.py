@@ -1,6 +1,6 @@
 """Names of the standard library that a program has without importing them."""
 
-from tether.rewards.sandbox.imports import with_imports
+from tether.text.rewards.sandbox.imports import with_imports
 
 SOURCES = [
     ("def f(x: List[int]) -> Optional[int]:\n    return min(x)",

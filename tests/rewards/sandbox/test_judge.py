@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest
-from tether.rewards.sandbox.harness import decode, encode
-from tether.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
-from tether.rewards.sandbox.limits import Finished
+from tether.text.rewards.sandbox.cases import AssertTest, CallTest, StdioTest
+from tether.text.rewards.sandbox.harness import decode, encode
+from tether.text.rewards.sandbox.judge import Answer, find_answer, job_for, same_output
+from tether.text.rewards.sandbox.limits import Finished
 
 DOCUMENTED = 'def f():\n    """Call it.\n\n    ```python\n    f()\n    ```\n    """\n'
 

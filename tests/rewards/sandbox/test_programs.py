@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from tests.rewards.sandbox.test_reward import SUMS, both, score
-from tether.rewards.sandbox import bubblewrap
-from tether.rewards.sandbox.languages import LANGUAGES
+from tether.text.rewards.sandbox import bubblewrap
+from tether.text.rewards.sandbox.languages import LANGUAGES
 
 PRODUCT = "class Solution:\n    def product(self, a: int, b: int) -> Optional[int]:\n        return prod([a, b])"
 

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 from tests.processes import command_of, runs
 from tests.rewards.sandbox.machine import confined, needs_prlimit
 from tests.trainer.tiny_run import base_overrides, write_inputs, write_jsonl
-from tether.assembly.named_inputs import missing_inputs
 from tether.commands.cli import app
 from tether.config import load_config
-from tether.rewards.outcome import RewardError, RewardRequest, Score
-from tether.rewards.router import check_sources
-from tether.rewards.sandbox import bubblewrap, run
-from tether.rewards.sandbox.languages import LANGUAGES
-from tether.rewards.sandbox.limits import Limits, Program, SandboxError
-from tether.rewards.sandbox.options import ProgramOptions
-from tether.rewards.sandbox.reward import ProgramReward
-from tether.rewards.service.pool import RewardPool
+from tether.text.building.named_inputs import missing_inputs
+from tether.text.rewards.outcome import RewardError, RewardRequest, Score
+from tether.text.rewards.router import check_sources
+from tether.text.rewards.sandbox import bubblewrap, run
+from tether.text.rewards.sandbox.languages import LANGUAGES
+from tether.text.rewards.sandbox.limits import Limits, Program, SandboxError
+from tether.text.rewards.sandbox.options import ProgramOptions
+from tether.text.rewards.sandbox.reward import ProgramReward
+from tether.text.rewards.service.pool import RewardPool
 
 LIMITS = Limits(seconds=10, memory_mb=1024, processes=64)
 SHORT = Limits(seconds=1, memory_mb=256, processes=32)
@@ -410,7 +410,7 @@ def test_plain_runs_need_their_limits_too(monkeypatch, tmp_path):
 
 
 def test_a_language_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("tether.rewards.sandbox.languages.PATH", "/nowhere")
+    monkeypatch.setattr("tether.text.rewards.sandbox.languages.PATH", "/nowhere")
     with pytest.raises(ValueError, match=r"sandbox\.languages: perl needs perl in /nowhere"):
         ProgramOptions(languages=("perl",), unconfined=True).check()
 

@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.trainer.turn_run import ID, tokenizer
 from tether.batch import Prompt, TokenIds
-from tether.data.chat import tokenize
-from tether.rewards import RewardError
-from tether.rollout.turns import Conversations
-from tether.rollout.turns.conversations import TurnLimits
-from tether.rollout.turns.template import TurnTemplate
-from tether.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool
+from tether.text.data.chat import tokenize
+from tether.text.rewards import RewardError
+from tether.text.turns import Conversations
+from tether.text.turns.conversations import TurnLimits
+from tether.text.turns.template import TurnTemplate
+from tether.text.turns.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool
 
 END = ID["<|im_end|>"]
 
@@ -51,8 +51,8 @@ def test_a_reply_that_fills_the_room_many_times_is_not_tokenized_whole(
         longest = max(longest, *map(len, texts))
         return tokenize(texts, tokens_of)
 
-    monkeypatch.setattr("tether.rollout.turns.conversations.tokenize", watched)
-    monkeypatch.setattr("tether.rollout.turns.template.tokenize", watched)
+    monkeypatch.setattr("tether.text.turns.conversations.tokenize", watched)
+    monkeypatch.setattr("tether.text.turns.template.tokenize", watched)
     ends = []
     with ToolPool(ResponderSpecs((), {"talks": EnvironmentSpec(f"{file}:Talks")}), num_workers=1, timeout=20) as pool:
         for length in (5, 100, 3_000_000):

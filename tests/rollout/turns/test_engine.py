@@ -8,9 +8,9 @@ import torch
 from tests.rollout.test_native import PROMPTS, packed_logits, responses, route_one_by_one
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
-from tether.rollout import FinishedResponse, NoiseKey, SamplingParams
-from tether.rollout.native import NativeEngine
-from tether.rollout.native.kv_cache import Decode
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.kv_cache import Decode
+from tether.text.sampling.protocol import FinishedResponse, NoiseKey, SamplingParams
 
 KEY = NoiseKey(seed=1, step=2)
 ENDS = frozenset(range(60, 120))  # so that turns are a few tokens long

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rollout.turns.templates import family
-from tether.rollout.turns.template import TurnTemplate
+from tether.text.turns.template import TurnTemplate
 
 PROMPT = [{"role": "user", "content": "What is 5 + 7? Mind the TURN."}]
 SAID = ["Let me see: é ", "12, then\n\nI am sure."]

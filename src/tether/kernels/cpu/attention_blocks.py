@@ -40,7 +40,7 @@ class Blocks:
 
 @lru_cache(maxsize=8)  # every layer asks for the same, forward and backward
 def blocks_of(lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None) -> Blocks:
-    """Return the blocks of the segments that `tether.models.layers.Packed` describes."""
+    """Return the blocks of the segments that `tether.text.models.layers.Packed` describes."""
     counts = [-(-length // COLUMNS) for length in lengths]
     start = [sum(counts[:segment]) for segment in range(len(counts))]
     prefixes = prefixes or (None,) * len(lengths)

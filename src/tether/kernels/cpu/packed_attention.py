@@ -413,8 +413,8 @@ def attention(
         query: [N, H, D] bfloat16, of any strides but the last.
         key: [N, K, D].
         value: [N, K, E].
-        lengths: those of `tether.models.layers.Packed`.
-        prefixes: those of `tether.models.layers.Packed`.
+        lengths: those of `tether.text.models.layers.Packed`.
+        prefixes: those of `tether.text.models.layers.Packed`.
         spec: settings of the layer.
 
     Returns:

@@ -1,0 +1,490 @@
+"""Builds the components of a control run from its configuration."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tether.algorithms import REQUIRED_AGGREGATION
+from tether.config import LoadedConfig, RunConfig, for_continuous_actions
+from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
+from tether.control.build_policies import env_for_policy, start_policy
+from tether.control.collecting import EnvCollector
+from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.learning.advantages import ControlAdvantages, LearnedDecisions
+from tether.control.learning.flat import FlatEngine
+from tether.control.learning.forward import RolloutForward, RolloutOutputs
+from tether.control.learning.losses import ControlLoss
+from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
+from tether.control.learning.rewards import EnvRewards, RewardScaler
+from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
+from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY
+from tether.control.policies import ControlPolicy, Policy, PolicySpec, load_policy
+from tether.integrations.robots.flow import FlowSpec
+from tether.integrations.robots.vla import VlaSpec
+from tether.loop.checkpoint import Persistence, check_identity
+from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.loop import Schedule, Trainer
+from tether.loop.parts.alarms import Alarms
+from tether.loop.preflight import MemoryNeed, preflight
+from tether.loop.run import (
+    Run,
+    after_rollbacks,
+    begin_run,
+    build_best_evaluation,
+    build_critic_warmup,
+    build_optimizer,
+    build_profiler,
+    build_rollbacks,
+    find_start,
+    loss_by_step,
+    policy_loss_options,
+    ranks_line,
+    selection_options,
+)
+from tether.loop.saver import Saver
+from tether.observations import describe
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.install import pip_install
+from tether.runtime.machine import resolve_device, set_threads
+from tether.runtime.run_lock import RunLock
+from tether.runtime.threads import num_threads, usable_cores
+
+if TYPE_CHECKING:
+    from tether.control.envs.make import EnvOptions
+    from tether.distributed.groups import RankGroups
+
+
+def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the configuration with defaults for the environment's kind of actions.
+
+    If the id does not determine it, one environment is made to look at its action space.
+
+    Raises:
+        ValueError: the environment cannot be made.
+    """
+    if loaded.undecided is None:
+        return loaded
+    config = loaded.config
+    train = config.env.train
+    one = train
+    if not _has_vector_code_alone(config):
+        vectorization = "auto" if train.vectorization == "vector" else train.vectorization
+        one = train.model_copy(
+            update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
+        )
+    with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
+        continuous = isinstance(env.actions, ContinuousActions)
+    return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
+
+
+def _has_vector_code_alone(config: RunConfig) -> bool:
+    """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
+    options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
+    alone: bool = importlib.import_module("tether.control.envs.make").has_vector_code_alone(options)
+    return alone
+
+
+def build_control_run(loaded: LoadedConfig) -> Run:
+    """Build everything that a control run needs, and resume from a checkpoint if there is one.
+
+    Raises:
+        ValueError: the environments cannot be made, no policy fits them, or the checkpoint is of different ones.
+    """
+    directory = Path(loaded.config.trainer.default_local_dir)
+    with ExitStack() as resources:
+        resources.enter_context(RunLock(directory))
+        store, checkpoint = find_start(loaded)
+        loaded = fit_defaults(loaded)  # after the checks of the folder, because it can take long
+        loaded = after_rollbacks(loaded, store, checkpoint)
+        config = loaded.config
+        trainer_config, train = config.trainer, config.env.train
+        set_threads(trainer_config.num_threads)
+        seed_rng(trainer_config.seed)
+        identity = identity_of(config)
+        if checkpoint:
+            check_identity(checkpoint, identity)
+        schedule = _schedule(config)
+        roles, groups = _roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
+        policy = roles.policy
+        evaluation = build_evaluation(config, policy, resources) if _tests(config, resumes=bool(checkpoint)) else None
+        profiler = build_profiler(trainer_config, schedule)
+        loggers = begin_run(loaded, store, schedule, checkpoint)
+        resources.callback(loggers.close)
+        source = StartStates(train.seed, train.rollout_epoch, train.auto_reset)
+        rollouts = EnvRollouts(
+            policy=policy,
+            collector=roles.collector,
+            evaluation=evaluation,
+            seed=trainer_config.seed,
+            env_seed=train.seed,
+            warn=lambda message: loggers.warn(message),
+            ranks=trainer_config.devices,
+            transfers=groups.all_ranks.transfers.take if groups else dict,
+            trust_pickles=trainer_config.trust_checkpoint_pickle,
+        )
+        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
+        trainer = Trainer(
+            source=source,
+            rollouts=rollouts,
+            actor=_actor(config, roles, schedule.total_steps),
+            critic=None,
+            reference=None,
+            reward_transforms=[_rewards(config)],
+            estimate_advantages=_advantages(config),
+            select_rows=_learned_decisions(config, policy),
+            critic_warmup=build_critic_warmup(trainer_config),
+            best=build_best_evaluation(trainer_config, persistence, checkpoint),
+            saver=Saver(trainer_config.async_save),
+            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            on_collapse=trainer_config.on_collapse,
+            rollbacks=build_rollbacks(trainer_config, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
+            schedule=schedule,
+            persistence=persistence,
+            loggers=loggers,
+        )
+        resources.callback(trainer.saver.close)
+        if checkpoint:
+            trainer.resume(checkpoint)
+        env = roles.env
+        about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
+        about += [ranks_line(config)] if groups else []
+        # Collected steps are copied once, into the rows of the training batch.
+        rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
+        check = partial(
+            preflight,
+            partial(sample_steps, partial(_few_envs, config, policy), source, rollouts),
+            [trainer.actor],
+            [rows],
+        )
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+@dataclass(frozen=True)
+class ControlRoles:
+    """The environments, policy, engine and learner of a run."""
+
+    env: VectorEnv
+    """The environments before any conversion for the policy."""
+    policy: Policy
+    """The policy, with the weights of the last update."""
+    engine: Engine[Any, RolloutOutputs]
+    collector: EnvCollector
+
+
+def _roles(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
+) -> tuple[ControlRoles, RankGroups | None]:
+    """Build the roles in this process, or on several devices together with the groups of processes."""
+    if config.trainer.devices > 1:
+        ranks = importlib.import_module("tether.control.build_ranks")
+        roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
+            config, checkpoint, total_steps, logs, resources
+        )
+        return roles_and_groups
+    env = make_env(config.env.train, "env.train", pacing_of(config), view_of(config))
+    resources.callback(env.close)
+    policy = policy_of(config, checkpoint, env)
+    collector = build_collector(config, env_for_policy(env, policy), policy)
+    return ControlRoles(env, policy, flat_engine(config, policy, total_steps, FlatEngine), collector), None
+
+
+def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
+    """Return the policy of a checkpoint, or of a new run, on its device.
+
+    Raises:
+        ValueError: no policy fits the environments.
+    """
+    policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+    if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
+        policy.to(resolve_device(config.trainer.device))
+    actor = config.actor_rollout_ref.actor
+    if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
+        policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
+    return policy
+
+
+def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
+    """Return options of a few environments for the preflight, in complete groups."""
+    train = config.env.train
+    count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
+    if train.vectorization == "vector" or _has_vector_code_alone(config):
+        count = train.total_num_envs
+    few = train.model_copy(
+        update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
+    )
+    return env_for_policy(make_env(few, "env.train", pacing_of(config), view_of(config)), policy)
+
+
+def _tests(config: RunConfig, *, resumes: bool) -> bool:
+    """Whether the policy is evaluated during or before the run."""
+    return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
+
+
+def identity_of(config: RunConfig) -> dict[str, str]:
+    """Return fingerprints that must not change when a checkpoint is resumed."""
+    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+
+
+def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
+    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
+
+    Raises:
+        ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
+    """
+    test, video = config.env.eval, config.env.eval.video_cfg
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
+    envs.callback(env.close)
+    acted = env_for_policy(env, policy)
+    _check_fit(acted, policy.spec)
+    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec | FlowSpec) -> None:
+    """Refuse to evaluate a policy in environments that do not fit it."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {describe(env.layout)} and takes {env.actions}; the policy reads "
+        f"{describe(spec.parts)} and {acts}. Name an environment like the one that it was trained in."
+    )
+
+
+def video_folder(config: RunConfig) -> Path:
+    """Return the folder of evaluation videos."""
+    folder = config.env.eval.video_cfg.video_base_dir
+    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
+
+
+def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
+    try:
+        videos = importlib.import_module("tether.control.collecting.video")
+        importlib.import_module("imageio_ffmpeg")  # imageio would report it only at the first picture
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
+        ) from error
+    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
+
+
+def make_env(
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, object],
+    view: Mapping[str, object],
+    *,
+    render: bool = False,
+    first: int = 0,
+) -> VectorEnv:
+    """Make the environments of a section.
+
+    Args:
+        section: section of the configuration.
+        role: name of the section, for messages.
+        pacing: fields of `tether.control.envs.make.Pacing`.
+        view: fields of `tether.control.envs.make.View`.
+        render: whether the environments must support rendering.
+        first: index of the first environment, if they are divided among ranks.
+
+    Raises:
+        ValueError: as in `tether.control.envs.make.make_vector_env`, or Gymnasium is not installed.
+    """
+    options = replace(env_options(section, role, pacing, view, render=render), first=first)
+    made: VectorEnv = importlib.import_module("tether.control.envs.make").make_vector_env(options)
+    return made
+
+
+def env_options(
+    section: TrainEnvConfig | EvalEnvConfig,
+    role: str,
+    pacing: Mapping[str, object],
+    view: Mapping[str, object],
+    *,
+    render: bool = False,
+) -> EnvOptions:
+    """Return the `tether.control.envs.make.EnvOptions` of a section; the arguments are those of `make_env`.
+
+    Raises:
+        ValueError: Gymnasium is not installed.
+    """
+    try:
+        envs = importlib.import_module("tether.control.envs.make")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{role}.id: environments need the package {error.name}, which is not installed. "
+            f"Run: {pip_install('gymnasium')}"
+        ) from error
+    return envs.EnvOptions(
+        id=section.id,
+        num_envs=section.total_num_envs,
+        env_type=section.env_type,
+        vectorization="sync" if render and section.vectorization == "auto" else section.vectorization,
+        num_workers=section.num_workers or (num_threads() if section.env_type == "envpool" else usable_cores()),
+        timeout=section.timeout,
+        max_episode_steps=section.max_episode_steps,
+        ignore_terminations=section.ignore_terminations,
+        init_params={**section.init_params, **({"render_mode": "rgb_array"} if render else {})},
+        wrappers=section.wrappers,
+        view=envs.View(**view),
+        pacing=envs.Pacing(**pacing),
+        role=role,
+    )
+
+
+def pacing_of(config: RunConfig) -> dict[str, object]:
+    """Return the fields of `tether.control.envs.make.Pacing`."""
+    train = config.env.train
+    return {
+        "chunk": config.policy.num_action_chunks,
+        "auto_reset": train.auto_reset,
+        "group_size": train.group_size,
+        "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
+    }
+
+
+def view_of(config: RunConfig) -> dict[str, object]:
+    """Return the fields of `tether.control.envs.make.View`."""
+    train = config.env.train
+    return {
+        "drop": train.drop_observations,
+        "frame_stack": train.frame_stack,
+        "action_masks": train.action_masks,
+        "info_metrics": train.info_metrics,
+    }
+
+
+def _rewards(config: RunConfig) -> EnvRewards:
+    train, policy = config.env.train, config.policy
+    scaler = None
+    if policy.normalize_rewards:
+        scaler = RewardScaler(train.total_num_envs, config.algorithm.gamma, policy.clip_rewards)
+    return EnvRewards(train.total_num_envs, coef=train.reward_coef, relative=train.use_rel_reward, scaler=scaler)
+
+
+def _advantages(config: RunConfig) -> ControlAdvantages:
+    algorithm = config.algorithm
+    return ControlAdvantages(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        estimator=algorithm.adv_estimator,
+        estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
+        normalize_advantages=algorithm.normalize_advantages,
+        group_size=config.env.train.group_size,
+        reward_bounds=(
+            (algorithm.rewards_lower_bound, algorithm.rewards_upper_bound) if algorithm.filter_rewards else None
+        ),
+        reward_level=algorithm.reward_type,
+    )
+
+
+def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
+    actor, train, episode_length = config.actor_rollout_ref.actor, config.env.train, None
+    if _aggregation(config) == EPISODES_WEIGH_EQUALLY:
+        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
+        episode_length = _scale_factor(actor) or limit
+    return LearnedDecisions(policy.state_width > 0, episode_length, keep_observed=policy.normalizer is not None)
+
+
+def _aggregation(config: RunConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    usual = "token-mean" if config.env.train.auto_reset else EPISODES_WEIGH_EQUALLY
+    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+
+
+def _scale_factor(actor: ActorConfig) -> float | None:
+    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
+    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
+
+
+def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+    """Return the collector, which steps the environments with the policy."""
+    return EnvCollector(
+        env,
+        config.env.train.max_steps_per_rollout_epoch,
+        chunk=config.policy.num_action_chunks,
+        epochs=config.env.train.rollout_epoch,
+        bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        state_width=policy.state_width,
+    )
+
+
+def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
+    """Build the engine of a policy.
+
+    Args:
+        config: configuration of the run.
+        policy: policy to train.
+        total_steps: number of training steps.
+        make: `FlatEngine`, or the engine of one of several ranks.
+    """
+    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
+    options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
+    return make(policy, options, config.critic.optim.lr, incidents)
+
+
+def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
+    """Return the learner of a policy and its critic, which share a model."""
+    actor = config.actor_rollout_ref.actor
+    plan = UpdatePlan(
+        actor.ppo_mini_batch_size,
+        actor.ppo_epochs,
+        actor.shuffle,
+        config.trainer.seed,
+        target_kl=actor.target_kl,
+        leads_rate=actor.target_kl_control == "lr",
+    )
+    loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
+    return Learner(
+        roles.engine,
+        forward,
+        LossSpec(forward, loss),
+        plan,
+        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if roles.policy.spec.value_width else None,
+        loss_at=loss_by_step(actor, total_steps, lambda actor: LossSpec(forward, _loss(config, actor))),
+    )
+
+
+def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
+    critic, algorithm = config.critic, config.algorithm
+    return ControlLoss(
+        name=actor.policy_loss.loss_mode,
+        options=policy_loss_options(actor),
+        selection=selection_options(actor),
+        aggregation=_aggregation(config),
+        max_length=_scale_factor(actor),
+        entropy_coeff=actor.entropy_coeff,
+        value_coeff=critic.loss_coef,
+        cliprange_value=critic.cliprange_value,
+        huber_delta=critic.huber_delta,
+        logprob_level=algorithm.logprob_type,
+        entropy_level=algorithm.entropy_type,
+    )
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    trainer, train = config.trainer, config.env.train
+    steps = trainer.total_training_steps
+    if steps is None:
+        assert trainer.total_env_steps is not None
+        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+        steps = math.ceil(trainer.total_env_steps / rollout)
+    return Schedule(
+        steps,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+        log_freq=trainer.log_freq,
+    )

@@ -1,0 +1,257 @@
+"""Builds the policy that a run starts with, and the environments in the form that the policy needs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tether.checkpoints import find_checkpoint
+from tether.config import RunConfig
+from tether.config.schema import FLOW_TYPES, VLA_TYPES
+from tether.config.support.live_keys import is_own_function
+from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.learning.advantages import CRITIC
+from tether.control.learning.rollouts import POLICY
+from tether.control.policies import ControlPolicy, NetworkPolicy, Policy, PolicySpec, load_policy, make_policy
+from tether.integrations.robots import flow_policies, vla_policies
+from tether.integrations.robots.flow import FlowSpec
+from tether.integrations.robots.pictures import find_pictures, fitting_cnn, refuse_texts
+from tether.observations import row_width
+
+if TYPE_CHECKING:
+    from tether.integrations.robots.coded import ActionCode
+
+START = "actor_rollout_ref.model.path"
+SET_BY_CHECKPOINT = (
+    "value_width",
+    "low",
+    "high",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    *flow_policies.SET_BY_RUN,
+)
+"""Fields of a policy's shape that may differ from the policy that a run starts from."""
+
+_WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
+"""Policies whose actions are those of the environment."""
+
+
+def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
+    """Return the policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
+
+    The former keeps its observation statistics: some entries hardly vary in demonstrations, so updating the statistics
+    in
+    the first rollouts would change the policy's inputs completely.
+
+    Raises:
+        ValueError: no policy fits the environment, or the path has no policy or one of a different shape.
+    """
+    path = config.actor_rollout_ref.model.path
+    if not path or _brings_its_own_weights(config):
+        return new_policy(config, env)
+    start = saved_policy(Path(path), START)
+    policy = new_policy(config, env, _known_of(start))
+    _copy_weights(policy, start, path)
+    if policy.normalizer:
+        policy.normalizer.fixed = True
+    return policy
+
+
+def _brings_its_own_weights(config: RunConfig) -> bool:
+    """Whether the run starts from a published policy, whose weights a new policy loads."""
+    kind = config.policy.model_type
+    if kind in FLOW_TYPES:
+        return flow_policies.pretrained_folder(config) is not None
+    return kind in VLA_TYPES and vla_policies.published_folder(config) is not None
+
+
+def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, object] | None = None) -> Policy:
+    """Return a policy for the environment, with weights initialized by the seed.
+
+    Args:
+        config: the configuration.
+        env: the environment.
+        known_fields: known fields of the shape of a vision-language-action or flow-matching policy.
+
+    Raises:
+        ValueError: this kind of policy does not support the environment's observations or actions.
+    """
+    if config.policy.model_type in VLA_TYPES:
+        return vla_policies.new_vla_policy(config, env, _value_width(config), known_fields)
+    if config.policy.model_type in FLOW_TYPES:
+        return flow_policies.new_flow_policy(config, env, _value_width(config), known_fields)
+    policy, actions = config.policy, env.actions
+    refuse_texts(env, policy.model_type)
+    if policy.use_sde and isinstance(actions, DiscreteActions):
+        raise ValueError(
+            f"policy.use_sde: the actions of {env.id} are choices, which have no such noise. Leave it out."
+        )
+    _check_mask(env, policy.num_action_chunks)
+    pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
+    rows = [entry.name for entry in env.layout if entry.name not in pictures and entry.width]
+    if missing := [name for name in policy.normalize_only if name not in rows]:
+        raise ValueError(
+            f"policy.normalize_only: {env.id} shows no {missing[0]} that is read as numbers, but "
+            f"{', '.join(rows) or 'none'}. Correct the name, or set policy.normalize_only=[]."
+        )
+    spec = PolicySpec(
+        obs_dim=row_width(tuple(entry for entry in env.layout if entry.name not in pictures)),
+        layout=env.layout,
+        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
+        action_width=actions.width,
+        num_action_chunks=policy.num_action_chunks,
+        value_width=_value_width(config),
+        share_critic=policy.share_critic,
+        hidden_dim=policy.hidden_dim,
+        num_layers=policy.num_layers,
+        critic_hidden_dim=_if_other(policy.critic_hidden_dim, policy.hidden_dim),
+        critic_num_layers=_if_other(policy.critic_num_layers, policy.num_layers),
+        activation=policy.activation,
+        init_logstd=policy.init_logstd,
+        normalize_observations=policy.normalize_observations,
+        normalize_only=policy.normalize_only,
+        clip_observations=policy.clip_observations,
+        pictures=pictures,
+        cnn_type=fitting_cnn(policy.cnn_type, env, pictures),
+        pixel_scale=policy.pixel_scale,
+        network=policy.model_type if is_own_function(policy.model_type) else None,
+        features_extractor=policy.features_extractor,
+        lstm_dim=policy.lstm_dim,
+        use_sde=policy.use_sde,
+        sde_sample_freq=policy.sde_sample_freq if policy.sde_sample_freq > 0 else None,
+    )
+    return make_policy(spec, config.trainer.seed)
+
+
+def _check_mask(env: VectorEnv, chunk: int) -> None:
+    """Check that an action mask in the observations fits the actions of one step.
+
+    Raises:
+        ValueError: the number of entries is wrong, or the policy chooses actions of several steps at once.
+    """
+    actions = env.actions
+    for entry in env.layout:
+        if entry.kind != "mask":
+            continue
+        entries, alternatives = entry.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
+        if entries != alternatives:
+            raise ValueError(
+                f"{env.id}: its observations have {entries} entries of {entry.name}, and its actions {alternatives} "
+                f"alternatives. Leave the part out with env.train.drop_observations=[{entry.name}], or rename it."
+            )
+        if chunk > 1:
+            raise ValueError(
+                f"policy.num_action_chunks={chunk}: {env.id} tells which choices are allowed in the next step only. "
+                "Set 1, or env.train.action_masks=false."
+            )
+
+
+def saved_policy(path: Path, key: str) -> Policy:
+    """Load the policy of a checkpoint: a ``global_step_N`` folder, or the folder of a run (its last checkpoint).
+
+    Args:
+        path: the folder.
+        key: configuration key or option that names it, for messages.
+
+    Raises:
+        ValueError: the folder has no checkpoint of a control policy.
+        CheckpointDamaged: a file differs from what was saved.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        published = ", or that of a published OpenVLA policy (with its config.json)" if key == START else ""
+        raise ValueError(
+            f"{key}={path}: no checkpoint here. Give a global_step_N folder or the folder of a run{published}."
+        )
+    return load_policy(checkpoint / POLICY)
+
+
+def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
+    """Return a function that exports a policy in the format of the published policy from which it started.
+
+    Raises:
+        ValueError: it did not start from one, or the folder of that policy no longer exists.
+    """
+    network = None if isinstance(policy, _WITHOUT_TRANSFORMERS) else getattr(policy.spec, "network", None)
+    if network is None:
+        raise ValueError(
+            f"{checkpoint}: its policy did not begin as a published OpenVLA policy, whose layout is written"
+        )
+    source = Path(network.tokenizer)
+    if not source.is_dir():
+        raise ValueError(
+            f"{checkpoint}: the folder {source} is gone, from which the files beside the weights are taken"
+        )
+    pretrained = importlib.import_module("tether.integrations.robots.vla.pretrained")
+    return partial(pretrained.write_published, policy, source)
+
+
+def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
+    """Return the environments for the policy: if it encodes actions, they accept encoded ones."""
+    code = code_of(policy)
+    if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
+        return env
+    coded: VectorEnv = importlib.import_module("tether.integrations.robots.coded").CodedEnv(env, code)
+    return coded
+
+
+def code_of(policy: Policy) -> ActionCode | None:
+    """Return the policy's action encoding: tokens, or a flow's chain of actions; None if actions are not encoded."""
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
+        return None
+    spec, code = policy.spec, None
+    if isinstance(spec, FlowSpec):
+        chains = importlib.import_module("tether.integrations.robots.chain_actions")
+        code = chains.ChainActions(*spec.action_scale, spec.action_width)
+    else:
+        code = importlib.import_module("tether.integrations.robots.action_bins").ActionBins(spec.low, spec.high)
+    action_code: ActionCode = code
+    return action_code
+
+
+def _known_of(policy: Policy) -> dict[str, object] | None:
+    """Return the fields for `new_policy` that the policy that a run starts from determines."""
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
+        return None
+    spec = policy.spec
+    return flow_policies.fields_of(spec) if isinstance(spec, FlowSpec) else vla_policies.fields_of(spec)
+
+
+def _if_other(size: int, actors: int) -> int | None:
+    return None if size == actors else size
+
+
+def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
+    """Copy the weights and statistics of one policy to another; a critic of a different width starts untrained.
+
+    Raises:
+        ValueError: the policies have different shapes; the message names the field.
+    """
+    for field, wanted in vars(policy.spec).items():
+        actual = getattr(start.spec, field, None)
+        if field not in SET_BY_CHECKPOINT and actual != wanted:
+            raise ValueError(
+                f"{START}={path}: its policy has {field}={actual}, this run {wanted}. Give the policy.* keys, and the "
+                "environment, that it was made with."
+            )
+    same_critic = start.spec.value_width == policy.spec.value_width
+    weights = start.state_dict() if isinstance(start, _WITHOUT_TRANSFORMERS) else start.plain_state()
+    weights = {name: value for name, value in weights.items() if same_critic or not _of_critic(name)}
+    if isinstance(policy, _WITHOUT_TRANSFORMERS):
+        policy.load_state_dict(weights, strict=same_critic)
+    else:
+        policy.load_plain(weights)
+
+
+def _of_critic(name: str) -> bool:
+    return name.startswith("critic")
+
+
+def _value_width(config: RunConfig) -> int:
+    if config.algorithm.adv_estimator != CRITIC:
+        return 0
+    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks

@@ -1,0 +1,10 @@
+"""Collects experience from environments, evaluates policies, records demonstrations and videos.
+
+`EnvCollector` plays the steps of a rollout, `evaluate` full episodes.
+"""
+
+from tether.control.collecting.collector import EnvCollector
+from tether.control.collecting.episodes import episode_metrics
+from tether.control.collecting.evaluation import evaluate
+
+__all__ = ["EnvCollector", "agent", "demonstration_recorder", "episode_metrics", "evaluate", "rank_envs", "video"]

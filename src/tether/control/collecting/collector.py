@@ -1,0 +1,296 @@
+"""Experience from simulators: T steps of N environments, in buffers that are allocated once.
+
+A policy decides on a chunk of K actions at once; T = C K. M = E N columns are E rollouts of N environments, one after
+the other. Everything is [M, T] or [M, C]: a row of memory is the time axis of one environment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from tether.batch import EnvBatch, Episode
+from tether.control.collecting.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
+from tether.control.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.control.policies import Act
+from tether.observations import ACTION_MASK, Array, Observation, copied
+from tether.types import StateDict
+
+Finals = list[tuple[int, int, Observation]]
+"""(column, step, last observation of its episode)."""
+
+
+@dataclass
+class _Rows:
+    """Columns of the buffers, [M, T, ...] each."""
+
+    obs: Observation
+    actions: Array
+    rewards: Floats
+    terminated: Flags
+    truncated: Flags
+    valid: Flags
+    starts: Flags
+    success: Flags
+
+    def select_columns(self, columns: slice) -> _Rows:
+        """Return some of the columns."""
+        others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
+        return _Rows(obs={name: field[columns] for name, field in self.obs.items()}, **others)
+
+
+class EnvCollector:
+    """Steps environments with a policy; each rollout continues where the last one ended.
+
+    Args:
+        env: the environments.
+        steps: T.
+        chunk: K.
+        epochs: E.
+        bootstrap_terminations: store the last observation of every episode, not only of truncated ones.
+        state_width: S, the width of the policy's recurrent state.
+    """
+
+    def __init__(
+        self,
+        env: VectorEnv,
+        steps: int,
+        *,
+        chunk: int = 1,
+        epochs: int = 1,
+        bootstrap_terminations: bool = False,
+        state_width: int = 0,
+    ) -> None:
+        assert steps % chunk == 0, (steps, chunk)
+        self.env = env
+        self.steps = steps
+        self.chunk = chunk
+        self.epochs = epochs
+        self._bootstrap_terminations = bootstrap_terminations
+        columns = epochs * env.num_envs
+        shape = (columns, steps)
+        decisions = (columns, steps // chunk, chunk * env.actions.width)
+        is_discrete = isinstance(env.actions, DiscreteActions)
+        buffers = {field.name: torch.from_numpy(field.zeros(columns, steps + 1)) for field in env.layout}
+        self._obs = TensorDict(buffers, batch_size=[columns, steps + 1])
+        self._shown = self._obs[:, ::chunk]
+        self._actions = torch.zeros(decisions, dtype=torch.int64 if is_discrete else torch.float32)
+        self._rewards = torch.zeros(shape)
+        self._terminated = torch.zeros(shape, dtype=torch.bool)
+        self._truncated = torch.zeros(shape, dtype=torch.bool)
+        self._valid = torch.ones(shape, dtype=torch.bool)
+        self._starts = torch.zeros(columns, steps // chunk + 1, dtype=torch.bool)
+        self._states = torch.zeros(columns, state_width)
+        self._rows = _Rows(
+            {name: buffer.numpy() for name, buffer in buffers.items()},
+            self._actions.numpy(),
+            self._rewards.numpy(),
+            self._terminated.numpy(),
+            self._truncated.numpy(),
+            self._valid.numpy(),
+            self._starts.numpy(),
+            np.zeros(shape, dtype=np.bool_),
+        )
+        self._reports_success = False
+        self._reported: dict[str, Floats] = {}
+        """Columns [N, T] of `EnvStep.told` in the current epoch."""
+        self._now: Observation = {field.name: field.zeros(env.num_envs) for field in env.layout}
+        self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
+        self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
+        """Whether the next decision that is carried out begins an episode."""
+        self._tracker = EpisodeTracker(env.num_envs)
+        self._done = 0
+        self.env_seconds = 0.0
+        """Time that the policy waited for environments, over all rollouts so far."""
+
+    @property
+    def noise_shape(self) -> tuple[int, int, int]:
+        """E, C, N: leading dimensions of the noise of a rollout, before those of an action."""
+        return self.epochs, self.steps // self.chunk, self.env.num_envs
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffers in bytes."""
+        flags = self._terminated.nbytes + self._truncated.nbytes + self._valid.nbytes
+        return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
+
+    def restart(self, seed: int) -> None:
+        """Start new episodes everywhere; unfinished episodes are dropped and the policy's state is reset."""
+        self._now = copied(self.env.reset(seed))
+        self._state.fill(0)
+        self._fresh.fill(True)
+        self._tracker = EpisodeTracker(self.env.num_envs)
+
+    def state_dict(self) -> StateDict:
+        """Return the state from which the next rollout continues, without that of the environments."""
+        return {
+            "now": {name: torch.from_numpy(field.copy()) for name, field in self._now.items()},
+            "memory": torch.from_numpy(self._state.copy()),
+            "fresh": torch.from_numpy(self._fresh.copy()),
+            "episodes": self._tracker.state_dict(),
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load what `state_dict` returned; the state of the environments is restored separately."""
+        self._now = {name: field.numpy().copy() for name, field in state["now"].items()}
+        self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
+        self._tracker.load_state_dict(state["episodes"])
+
+    def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvBatch:
+        """Step every environment T times in each of E epochs.
+
+        Args:
+            act: the policy.
+            noise: [E, C, N, ...] noise with which `act` samples.
+            seeds: one seed per epoch to start new episodes with; empty: continue.
+
+        Raises:
+            ValueError: an observation or a reward is not finite, or a mask allows nothing; the message names
+                environment and step.
+        """
+        episodes: list[Episode] = []
+        finals: Finals = []
+        for epoch in range(self.epochs):
+            if seeds:
+                self.restart(seeds[epoch])
+            new_finals, ended = self._collect_epoch(act, noise[epoch], epoch)
+            finals += new_finals
+            episodes += ended
+        return EnvBatch(
+            self._shown,
+            self._actions,
+            self._rewards,
+            self._terminated,
+            self._truncated,
+            self._valid,
+            self._starts,
+            self._states,
+            self._final_obs(finals),
+            (torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
+            tuple(episodes),
+        )
+
+    def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
+        """Fill the columns of one epoch; returns the final observations to bootstrap, by column, and the episodes that
+        ended."""
+        envs = self.env.num_envs
+        columns = slice(epoch * envs, (epoch + 1) * envs)
+        rows = self._rows.select_columns(columns)
+        for name, field in self._now.items():
+            rows.obs[name][:, 0] = field
+        self._states.numpy()[columns] = self._state
+        rows.valid.fill(True)
+        rows.success.fill(False)
+        self._reports_success, self._reported = False, {}
+        try:
+            finals = self._play(act, noise.numpy(), rows)
+        except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
+            self._refuse(_not_finite(rows, []))
+            raise
+        rows.starts[:, -1] = self._fresh
+        self._refuse(_not_finite(rows, finals) + self._stuck(rows))
+        self._done += self.steps
+        success = rows.success if self._reports_success else None
+        ended = rows.terminated | rows.truncated
+        episodes = self._tracker.add(rows.rewards, ended, rows.valid, success, self._reported)
+        return [(columns.start + n, t, row) for n, t, row in finals], episodes
+
+    def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
+        """Fill the columns of one epoch; returns the final observations to bootstrap."""
+        width, state, fresh = self.env.actions.width, self._state, self._fresh
+        finals: Finals = []
+        obs = self._now
+        for t in range(self.steps):
+            decision, k = divmod(t, self.chunk)
+            if k == 0:
+                rows.starts[:, decision] = fresh
+                state[fresh] = 0.0
+                rows.actions[:, decision], state[:] = act(obs, noise[decision], state)
+            step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
+            obs = step.obs
+            for name, field in obs.items():
+                rows.obs[name][:, t + 1] = field
+            rows.rewards[:, t] = step.reward
+            rows.terminated[:, t], rows.truncated[:, t] = step.terminated, step.truncated
+            if step.valid is not None:
+                rows.valid[:, t] = step.valid
+            fresh[:] = (fresh & ~rows.valid[:, t]) | step.terminated | step.truncated
+            if step.final_obs is not None:
+                finals += [(n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
+            if step.success is not None:
+                self._reports_success, rows.success[:, t] = True, step.success
+            for name, column in (step.told or {}).items():
+                self._reported.setdefault(name, np.zeros_like(rows.rewards))[:, t] = column
+        self._now = copied(obs)
+        return finals
+
+    def _step(self, actions: Array, t: int) -> EnvStep:
+        start = time.perf_counter()
+        with raised_at(self.env.id, self._done + t + 1):
+            step = self.env.step(actions)
+        self.env_seconds += time.perf_counter() - start
+        return step
+
+    def _bootstrapped(self, step: EnvStep) -> list[int]:
+        """Return the environments whose episode ended in a state that is bootstrapped."""
+        cut = step.truncated & ~step.terminated
+        if self._bootstrap_terminations:
+            cut = step.truncated | step.terminated
+        if step.valid is not None:
+            cut = cut & step.valid
+        return np.flatnonzero(cut).tolist()
+
+    def _final_obs(self, finals: Finals) -> TensorDict:
+        fields = {field.name: field.zeros(len(finals)) for field in self.env.layout}
+        for index, (_, _, obs) in enumerate(finals):
+            for name, field in obs.items():
+                fields[name][index] = field
+        return TensorDict({name: torch.from_numpy(field) for name, field in fields.items()}, batch_size=[len(finals)])
+
+    def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
+        """Return the decisions for which the mask allowed nothing."""
+        if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
+            return []
+        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
+        return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
+
+    def _refuse(self, bad: list[tuple[int, int, str]]) -> None:
+        if bad:
+            t, n, what = min(bad)
+            raise ValueError(broken(self.env.id, what, n, self._done + t))
+
+
+def _not_finite(rows: _Rows, finals: Finals) -> list[tuple[int, int, str]]:
+    """Return step, environment and description of non-finite values; rows not reached have values of an earlier
+    rollout."""
+    bad = [
+        (t, n, f"entry {i} of the observation ({name}) is {field[n, t, i]}")
+        for name, field in rows.obs.items()
+        if field.dtype.kind == "f"
+        for n, t, i in _bad(field)
+    ]
+    bad += [(t + 1, n, f"the reward is {rows.rewards[n, t]}") for n, t in _bad(rows.rewards)]
+    bad += [
+        (t + 1, n, f"entry {i} of the last observation ({name}) is {field[i]}")
+        for n, t, row in finals
+        for name, field in row.items()
+        if field.dtype.kind == "f"
+        for (i,) in _bad(field)
+    ]
+    return bad
+
+
+def _row(obs: Observation, n: int) -> Observation:
+    """Return one observation."""
+    return {name: field[n].copy() for name, field in obs.items()}
+
+
+def _bad(values: Array) -> list[list[int]]:
+    """Return the indices of non-finite values."""
+    return np.argwhere(~np.isfinite(values)).tolist()

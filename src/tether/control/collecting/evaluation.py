@@ -1,0 +1,115 @@
+"""Evaluation of a policy: episodes without noise."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+
+from tether.batch import Episode
+from tether.control.collecting.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
+from tether.control.envs import DiscreteActions, Flags, VectorEnv
+from tether.control.policies import Act
+from tether.observations import ACTION_MASK, Array, Observation
+from tether.runtime.interrupt import give_up_if_interrupted
+
+WARN_AFTER_STEPS = 20_000
+"""Steps without the end of an episode after which a warning is shown: four times the longest time limit in
+Gymnasium."""
+
+
+def evaluate(
+    env: VectorEnv,
+    act: Act,
+    num_episodes: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    chunk: int = 1,
+    watch: Callable[[], None] | None = None,
+    state_width: int = 0,
+) -> list[Episode]:
+    """Play `num_episodes` episodes with the most likely actions and return them.
+
+    Each environment contributes the same number of episodes, or one more: selecting those that end first would favour
+    short ones.
+
+    Args:
+        env: the environments, which are reset first.
+        act: the policy.
+        num_episodes: number of episodes.
+        seed: seed of the start states.
+        progress: called with (finished episodes, total episodes).
+        chunk: number of actions per decision.
+        watch: called at the start and after each step.
+        state_width: width of the policy's recurrent state, which is zero at the start of an episode.
+
+    Raises:
+        ValueError: a reward or an observation is not finite, or a mask allows nothing; the message names environment
+            and step.
+        Interrupted: a signal asked the run to stop and no episode ends.
+    """
+    wanted = np.full(env.num_envs, num_episodes // env.num_envs)
+    wanted[: num_episodes % env.num_envs] += 1
+    tracker = EpisodeTracker(env.num_envs)
+    obs, episodes = env.reset(seed), list[Episode]()
+    state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
+    _check(env.id, {}, obs, 0)
+    if watch is not None:
+        watch()
+    done, last_end, last_number, warned = 0, time.monotonic(), 0, False
+    while wanted.any():
+        give_up_if_interrupted(last_end, "no episode of the evaluation ended")
+        state[fresh] = 0.0
+        chosen, state = act(obs, None, state)
+        stuck = _stuck(env, obs)
+        if done - last_number > WARN_AFTER_STEPS and not warned:
+            warned = True
+            warnings.warn(
+                f"{env.id}: no episode of the evaluation has ended in {WARN_AFTER_STEPS} steps of each environment. "
+                "Limit them with env.eval.max_episode_steps",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        for actions in np.split(chosen, chunk, axis=1):
+            done += 1
+            with raised_at(env.id, done):
+                step = env.step(actions)
+            _check(env.id, {"the reward": step.reward}, step.obs, done)
+            ended = step.terminated | step.truncated
+            valid = np.ones_like(ended) if step.valid is None else step.valid
+            if (stuck & valid).any():
+                raise ValueError(broken(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
+            fresh = (fresh & ~valid) | ended
+            success = None if step.success is None else step.success[:, None]
+            reported = {name: column[:, None] for name, column in (step.told or {}).items()}
+            finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, reported)
+            for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
+                if wanted[n]:
+                    wanted[n] -= 1
+                    episodes.append(episode)
+            if finished:
+                last_end, last_number = time.monotonic(), done
+            if progress is not None and finished:
+                progress(len(episodes), num_episodes)
+            if watch is not None:
+                watch()
+        obs = step.obs
+    return episodes
+
+
+def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) -> None:
+    fields = {f"the observation ({name})": array for name, array in obs.items() if array.dtype.kind == "f"}
+    for name, array in (numbers | fields).items():
+        if not (fine := np.isfinite(array)).all():
+            at = np.argwhere(~fine)[0]
+            raise ValueError(broken(env_id, f"{name} is {array[tuple(at)]}", at[0], step))
+
+
+def _stuck(env: VectorEnv, obs: Observation) -> Flags:
+    """Return where nothing is allowed, which is fine for an environment that waits."""
+    if ACTION_MASK in obs and isinstance(env.actions, DiscreteActions):
+        return allows_nothing(obs[ACTION_MASK], env.actions.choices)
+    return np.zeros(env.num_envs, dtype=np.bool_)

@@ -1,0 +1,65 @@
+"""Videos of episodes, as mp4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import imageio.v2 as imageio
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.control.envs import Renders
+from tether.runtime.install import pip_install
+
+BLOCK = 16
+"""Image sides are padded to a multiple of it, as all players of H.264 support."""
+
+
+class Writer(Protocol):
+    """The writer of imageio."""
+
+    def append_data(self, picture: NDArray[np.generic], /) -> None:
+        """Write one image."""
+        ...
+
+
+class Video:
+    """Appends an image of the first environment on each call.
+
+    Args:
+        env: the rendered environments.
+        writer: writer of the file.
+    """
+
+    def __init__(self, env: Renders, writer: Writer) -> None:
+        self._env, self._writer = env, writer
+
+    def __call__(self) -> None:
+        """Append an image."""
+        picture = self._env.render()
+        missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
+        self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
+
+
+@contextmanager
+def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
+    """Write an mp4 (H.264) and create its folders.
+
+    Args:
+        env: the rendered environments.
+        path: path of the file.
+        fps: images, that is steps, per second.
+
+    Raises:
+        ValueError: ffmpeg is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        writer = imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=BLOCK)
+    except ImportError as error:
+        raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: {pip_install('video')}") from error
+    with writer:
+        yield Video(env, writer)

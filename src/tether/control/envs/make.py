@@ -1,0 +1,573 @@
+"""Makes vector environments from an id and options."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+from urllib.parse import parse_qsl
+from weakref import WeakValueDictionary
+
+import gymnasium
+import yaml
+from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.error import DependencyNotInstalled
+from gymnasium.wrappers import FilterObservation, FrameStackObservation, NormalizeObservation, NormalizeReward
+
+from tether.control.envs.adapters.minigrid import SuccessByReward
+from tether.control.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
+from tether.control.envs.protocol import VectorEnv
+from tether.control.envs.spaces.action_masks import MaskedActions
+from tether.control.envs.spaces.observations import ObservationReader
+from tether.control.envs.vectorization.answers import FIX, described, read_unusual
+from tether.control.envs.vectorization.episode_starts import PacedEnv
+from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.control.envs.vectorization.loop import SyncVectorEnv
+from tether.control.envs.vectorization.part import PartOfEnvs
+from tether.control.envs.vectorization.subprocesses import WorkerVectorEnv
+from tether.control.envs.vectorization.timed import TimedEnv
+from tether.runtime.install import pip_install
+from tether.runtime.late_calls import LateCalls
+from tether.runtime.objects import held, is_object
+from tether.runtime.user_files import definition, import_python_file
+from tether.spelling import did_you_mean
+
+EXTRAS = {
+    "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
+    "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
+    "libero": "libero",
+}  # fmt: skip
+"""Module that an environment failed to import -> extra of tether that installs it."""
+
+ADAPTERS = {
+    "libero": "tether.integrations.robots.libero",
+    "maniskill": "tether.integrations.robots.maniskill",
+    "metaworld": "tether.integrations.robots.metaworld",
+}
+"""env_type -> adapter module whose `make_env` makes single environments from the simulator's own ids."""
+
+SCRIPTED = ("metaworld",)
+"""The env_types whose adapter has a scripted policy, `scripted`."""
+
+MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+"""Prefix of ids -> module that registers them."""
+
+GYMNASIUM_ARGUMENTS = frozenset(
+    {"id", "max_episode_steps", "disable_env_checker", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers"}
+)
+"""Arguments that `gymnasium.make` and `gymnasium.make_vec` consume, so that they never reach a constructor."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The entries of an observation that the policy sees, and the numbers of the infos to record."""
+
+    drop: tuple[str, ...] = ()
+    """Entries of a Dict observation to drop."""
+    frame_stack: int = 1
+    """Number of most recent observations to stack."""
+    action_masks: bool | None = None
+    """Add ``info["action_mask"]`` to the observation; None: refuse environments that have one."""
+    info_metrics: tuple[str, ...] = ()
+    """Names of numbers to record from the info of an episode's last step."""
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """When episodes begin, and in which states: the options of `PacedEnv`."""
+
+    chunk: int = 1
+    auto_reset: bool = True
+    group_size: int = 1
+    fixed_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class EnvOptions:
+    """Options of a vector environment: the keys of ``env.train`` and ``env.eval``."""
+
+    id: str
+    num_envs: int
+    env_type: str = "gymnasium"
+    vectorization: str = "auto"
+    num_workers: int = 1
+    timeout: float = 300.0
+    """Maximum seconds for a step or a reset."""
+    max_episode_steps: int | None = None
+    ignore_terminations: bool = False
+    init_params: Arguments = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()
+    """Wrappers as ``module:Class?name=value``, the innermost first."""
+    view: View = field(default_factory=View)
+    pacing: Pacing = field(default_factory=Pacing)
+    role: str = "env.train"
+    """Section of the configuration, for error messages."""
+    first: int = 0
+    """Index of the first environment, if the environments of a run are divided among ranks."""
+
+
+class SeedsByMethod(Wrapper):
+    """Passes the seed of a reset to ``seed()`` too, for environments with the older API (MetaWorld)."""
+
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> Begun:
+        if seed is not None:
+            unwrapped: Simulator = self.unwrapped
+            unwrapped.seed(seed)
+        return self.env.reset(seed=seed, options=options)
+
+
+def make_vector_env(options: EnvOptions) -> VectorEnv:
+    """Make `num_envs` environments of an id.
+
+    Raises:
+        ValueError: the id is unknown, a package is missing, the arguments are wrong, or no policy supports the spaces.
+    """
+    in_processes = options.vectorization == "subprocess" and options.env_type != "envpool"
+    with _needs_named(options):
+        if not in_processes:
+            _check_own(options)
+        env = _make(options)
+    if options.first and options.pacing == Pacing():  # otherwise `PacedEnv` adds the index
+        with_offset: Any = PartOfEnvs(env, options.first)
+        env = with_offset
+    if in_processes:
+        return env  # the worker processes have the deadline
+    timed: Any = TimedEnv(env, options.timeout, options.role)
+    return timed
+
+
+def _make(options: EnvOptions) -> VectorEnv:
+    if options.env_type == "envpool":
+        adapter = importlib.import_module("tether.control.envs.adapters.envpool")
+        return adapter.make_envpool(options)
+    if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
+        return batch
+    return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
+
+
+def _make_gymnasium(options: EnvOptions) -> VectorEnv:
+    spec = _find(options)
+    paced = options.pacing != Pacing()
+    needs_loop = paced or options.ignore_terminations or bool(options.wrappers) or options.view != View()
+    own_code = spec.vector_entry_point is not None and not needs_loop
+    if spec.entry_point is None:
+        _refuse_single_environments(options)
+    pays = own_code and (options.num_envs >= 8 or spec.entry_point is None)
+    if options.vectorization == "vector" or (options.vectorization == "auto" and pays):
+        if not own_code:
+            has_none = spec.vector_entry_point is None
+            what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
+            raise ValueError(f"{options.role}.vectorization: {options.id} {what}. Use auto, sync or subprocess.")
+        return GymnasiumVectorEnv(options.id, _own_vector(options, spec))
+    return _make_loop(options)
+
+
+def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
+    """Make environments that provide their own vectorization."""
+    arguments = _arguments(options)
+    with _in_time(options):
+        vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
+    if vector.num_envs != options.num_envs:
+        vector.close()
+        raise ValueError(
+            f"{options.role}.total_num_envs: {options.num_envs}, but {options.id} always makes {vector.num_envs}. "
+            f"Set it to {vector.num_envs}."
+        )
+    return vector
+
+
+def has_vector_code_alone(options: EnvOptions) -> bool:
+    """Whether an id is registered with a vector entry point only.
+
+    Raises:
+        ValueError: the id is unknown, or a package is missing.
+    """
+    with _needs_named(options):
+        return options.env_type == "gymnasium" and _find(options).entry_point is None
+
+
+def _refuse_single_environments(options: EnvOptions) -> None:
+    """Refuse options that need single environments, for an id without them.
+
+    Raises:
+        ValueError: such options are set.
+    """
+    needing = {
+        f"{options.role}.vectorization={options.vectorization}": options.vectorization in ("sync", "subprocess"),
+        f"{options.role}.wrappers": bool(options.wrappers),
+        f"{options.role}.ignore_terminations": options.ignore_terminations,
+        "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view != View(),
+        "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.pacing != Pacing(),
+    }
+    if "render_mode" in options.init_params:
+        needing = {"a video (env.eval.video_cfg.save_video)": True}
+    if named := [name for name, needs in needing.items() if needs]:
+        raise ValueError(
+            f"{options.role}.id: {options.id} has vector code alone, and single environments are needed by "
+            f"{' and '.join(named)}. Take that out, and leave {options.role}.vectorization at auto."
+        )
+
+
+def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Space[Any]]:
+    """Return the spaces of the observations and actions of one environment.
+
+    Raises:
+        ValueError: as in `make_vector_env`.
+    """
+    if has_vector_code_alone(options):
+        with closing(_own_vector(options, _find(options))) as vector:
+            return vector.single_observation_space, vector.single_action_space
+    with closing(make_one(options)) as env:
+        return env.observation_space, env.action_space
+
+
+def _make_loop(options: EnvOptions) -> VectorEnv:
+    """Make environments that are stepped one by one, in this process or in workers."""
+    if options.vectorization == "vector":
+        raise ValueError(
+            f"{options.role}.vectorization: {options.env_type} has no vector code. Use sync or subprocess."
+        )
+    if options.vectorization == "subprocess" and is_object(options.id):
+        raise ValueError(
+            f"{options.role}.vectorization: subprocess, but {options.id} is in this process alone. Use sync, or name "
+            "the function as FILE.py:NAME."
+        )
+    paced = options.pacing != Pacing()
+    env: SyncVectorEnv | WorkerVectorEnv
+    loop = partial(_loop, options, paced)
+    if options.vectorization == "subprocess":
+        _import_simulator(options)
+        env = WorkerVectorEnv(
+            options.id,
+            loop,
+            options.num_envs,
+            options.num_workers,
+            make_first=partial(_first_loop, options, paced),
+            timeout=options.timeout,
+            holds=paced,
+            first=options.first,
+        )
+    else:
+        env = loop(options.num_envs)
+    return PacedEnv(env, **vars(options.pacing), first=options.first) if paced else env
+
+
+def _loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
+    """Make a loop over environments. A module-level function, because it is pickled for worker processes."""
+    make = partial(make_one, options)
+    return SyncVectorEnv(
+        options.id,
+        make,
+        count,
+        ignore_terminations=options.ignore_terminations,
+        holds=holds,
+        ignore_masks=options.view.action_masks is False,
+        info_metrics=options.view.info_metrics,
+    )
+
+
+def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
+    """Make the loop of the first worker, which reports errors in the environments for all."""
+    with _needs_named(options):
+        _check_own(options)
+        return _loop(options, holds, count)
+
+
+def _import_simulator(options: EnvOptions) -> None:
+    """Import the simulator once, before forking, so that the workers share it."""
+    if options.env_type != "gymnasium":
+        _adapter(options)
+    elif isinstance(entry := _find(options).entry_point, str):
+        with suppress(Exception):  # the first worker reports it
+            load_env_creator(entry)
+
+
+def _own(options: EnvOptions) -> Callable[..., Any] | None:
+    """Return the user's function that an id names, importing its file; None for a registered environment."""
+    module, _, name = options.id.rpartition(":")
+    if is_object(options.id):
+        function = held(options.id)
+        if not callable(function):
+            _refuse_instance(function)
+        return cast("Callable[..., Any]", function)
+    if not module.endswith(".py"):
+        return None
+    if name in gymnasium.registry:
+        return None
+    definitions = vars(import_python_file(module, f"{options.role}.id"))
+    if name in gymnasium.registry:  # the file has just registered it
+        return None
+    if not callable(value := definitions.get(name)):
+        raise ValueError(
+            f"{options.role}.id={options.id}: {module} neither defines nor registers {name!r}."
+            f"{did_you_mean(name, [key for key, value in definitions.items() if callable(value)])}"
+        )
+    return cast("Callable[..., Any]", value)
+
+
+def _refuse_instance(obj: object) -> None:
+    """Raise a ValueError for an object that is not a function that makes environments."""
+    kind = type(obj).__name__
+    if not isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv):
+        raise ValueError(f"env: {kind} is no function that makes a gymnasium.Env")
+    spec = getattr(obj, "spec", None)
+    named = f", or its id, {spec.id!r}" if isinstance(spec, EnvSpec) else ", or an id"
+    kind = type(obj.unwrapped).__name__
+    raise ValueError(
+        f"env: a {kind} that is made already. A run makes several: for training, and others for the preflight and for "
+        f"tests. Give its class, or a function that makes a new one at each call{named}."
+    )
+
+
+_alive: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""Live environments made by user functions, by Python `id`."""
+
+
+def _new(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+    """Call a user's function that makes environments.
+
+    Raises:
+        ValueError: it returned the same environment twice, so that their episodes would be mixed.
+    """
+    env = function(**arguments)
+    if isinstance(env, gymnasium.Env):
+        if _alive.get(id(env.unwrapped)) is not None:
+            raise ValueError(f"{where}: gives the same environment again. Let it make a new one at each call.")
+        _alive[id(env.unwrapped)] = env.unwrapped
+    return env
+
+
+def _check_own(options: EnvOptions) -> None:
+    """If the id names a user's function, make one environment and take one step.
+
+    Raises:
+        ValueError: the environment does not implement Gymnasium's interface.
+    """
+    if options.env_type == "gymnasium" and (function := _own(options)):
+        with _in_time(options):
+            _check_function(options, function)
+
+
+def _named(options: EnvOptions) -> str:
+    return f"{options.role}.id={options.id}"
+
+
+def _check_function(options: EnvOptions, function: Callable[..., object]) -> None:
+    where, kwargs = _named(options), dict(options.init_params)
+    try:
+        env = _new(function, where, **kwargs)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        call = f"a call with {kwargs or 'no arguments'} ({options.role}.init_params)"
+        drawn = isinstance(error, TypeError) and "render_mode" in kwargs
+        fix = ". A video needs render_mode as an argument, and render()" if drawn else ""
+        raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}{fix}") from error
+    if not isinstance(env, gymnasium.Env):
+        raise ValueError(f"{where}: gives {type(env).__name__}; expected a gymnasium.Env")
+    for name in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, name, None), gymnasium.Space):
+            raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
+    try:
+        with closing(env):
+            begun: object = env.reset(seed=0)
+            env.action_space.seed(0)
+            answer = env.step(env.action_space.sample())
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{where}: reset(seed=0), a step and close() do not give what Gymnasium's do: (observation, info), "
+            f"(observation, reward, terminated, truncated, info) and None. {type(error).__name__}: {error}"
+        ) from error
+    # an observation of two numbers could be unpacked as well
+    if not isinstance(begun, tuple | list) or len(begun) != 2 or not isinstance(begun[1], Mapping | None):
+        raise ValueError(f"{where}: reset gives {described(begun)}, not (observation, info) as Gymnasium's. {FIX}")
+    obs, after = begun[0], read_unusual(answer, where)[0]
+    reader = ObservationReader(env.observation_space, where)
+    for name, seen in (("reset", obs), ("step", after)):
+        try:
+            reader(seen, 1)
+        except Exception as error:  # whatever is raised, the observation is not in the space
+            raise ValueError(
+                f"{where}: {name} gives {described(seen)}, which is not in {env.observation_space} ({error}). {FIX}"
+            ) from error
+
+
+def make_one(options: EnvOptions) -> Env:
+    """Make one of the environments that `make_vector_env` steps together, and report clearly why it fails."""
+    try:
+        with _in_time(options):
+            if options.env_type == "gymnasium":
+                spec = _find(options)
+                if spec.entry_point is None:
+                    alone = "has vector code alone, so it makes no single environment"
+                    raise ValueError(f"{options.role}.id: {options.id} {alone}.")
+                env = gymnasium.make(spec, disable_env_checker=True, **_arguments(options))
+            else:
+                env = _adapter(options).make_env(options, _arguments(options))
+    except TypeError as error:
+        if "argument" not in str(error) and "render_mode" not in str(error):
+            raise  # an error inside the environment, not in the arguments
+        key = f"{options.role}.init_params"
+        fix = f"Correct the names in {key}={dict(options.init_params)}, or take them all out: ~{key}."
+        if "render_mode" in str(error):
+            fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
+        raise ValueError(
+            f"{options.role}.init_params: {options.id} does not take its arguments ({error}). {fix}"
+        ) from error
+    if options.id.rpartition(":")[2].startswith(tuple(MODULES)):
+        env = SuccessByReward(env)
+    for name in options.wrappers:
+        env = _wrapped(env, name, options.role)
+    _refuse_statistics(env, options)
+    env = _seen(env, options)
+    return SeedsByMethod(env) if callable(getattr(env.unwrapped, "seed", None)) else env
+
+
+@contextmanager
+def _in_time(options: EnvOptions) -> Iterator[None]:
+    """Apply the timeout of a step to a constructor."""
+    calls = LateCalls(
+        options.timeout,
+        f"{options.id} took more than {options.role}.timeout={options.timeout:g} s to be made. Raise it",
+    )
+    calls.begin()
+    try:
+        yield
+    finally:
+        calls.end()
+        calls.close()
+
+
+def scripted(options: EnvOptions) -> Scripted:
+    """Return a simulator's scripted policy: (environment, observation) -> action.
+
+    Raises:
+        ValueError: the simulator has none.
+    """
+    if options.env_type not in SCRIPTED:
+        raise ValueError(
+            f"{options.role}.env_type: {options.env_type} brings no scripted policies, which {', '.join(SCRIPTED)} "
+            "does. Write file.py:function."
+        )
+    function: Scripted = _adapter(options).scripted
+    return function
+
+
+def _adapter(options: EnvOptions) -> ModuleType:
+    return importlib.import_module(ADAPTERS[options.env_type])
+
+
+def _seen(env: Env, options: EnvOptions) -> Env:
+    view, space = options.view, env.observation_space
+    if view.drop:
+        names = list(space.spaces) if isinstance(space, gymnasium.spaces.Dict) else []
+        missing = [name for name in view.drop if name not in names]
+        if missing:
+            has = f"only {', '.join(names)}" if names else "one part only"
+            raise ValueError(
+                f"env.train.drop_observations: {options.id} shows no {missing[0]}, but {has}. Correct the name, or "
+                "set env.train.drop_observations=[]."
+            )
+        env = FilterObservation(env, [name for name in names if name not in view.drop])
+    if view.frame_stack > 1:
+        env = FrameStackObservation(env, view.frame_stack)
+    return MaskedActions(env) if view.action_masks else env
+
+
+def _wrapped(env: Env, name: str, role: str) -> Env:
+    """Wrap an environment in ``module:Class?name=value&name=value``."""
+    key, (path, _, query) = f"{role}.wrappers", name.partition("?")
+    module, _, kind = path.partition(":")
+    try:
+        is_file = module.endswith(".py")
+        wrapper: Any = (
+            definition(path, key) if is_file else getattr(importlib.import_module(module or "builtins"), kind, None)
+        )
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{key}: {path} needs {error.name}, which is no installed module.") from error
+    if not callable(wrapper):
+        raise ValueError(f"{key}: {path} is no module:Class. Correct the name.")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        wrapped: Env = wrapper(env, **{argument: yaml.safe_load(value) for argument, value in pairs})
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key}: {name} does not wrap an environment ({error}). Give its other arguments as numbers or texts: "
+            f"{path}?name=value&name=value."
+        ) from error
+    return wrapped
+
+
+def _refuse_statistics(env: Env, options: EnvOptions) -> None:
+    """Refuse normalizing wrappers, whose running statistics neither an evaluation nor a loaded policy would share."""
+    layer = env
+    while isinstance(layer, gymnasium.Wrapper):
+        if isinstance(layer, NormalizeObservation | NormalizeReward) and layer.update_running_mean:
+            what = "observations" if isinstance(layer, NormalizeObservation) else "rewards"
+            raise ValueError(
+                f"{options.role}: {type(layer).__name__} around {options.id} has statistics of its own in each "
+                "environment, so the policy would be tested on other numbers than it learned from. Take it out, "
+                f"and set policy.normalize_{what}=True: those statistics are saved with the policy."
+            )
+        layer = layer.env
+
+
+def _arguments(options: EnvOptions) -> Info:
+    """Return the keyword arguments of an environment.
+
+    Raises:
+        ValueError: Gymnasium would consume one of the `init_params`.
+    """
+    arguments = dict(options.init_params)
+    if options.env_type == "gymnasium":
+        if _own(options):
+            arguments = {name: value for name, value in arguments.items() if name not in GYMNASIUM_ARGUMENTS}
+        for name in set(arguments) & GYMNASIUM_ARGUMENTS:
+            key = f"{options.role}.init_params.{name}"
+            fix = f"Set {options.role}.{name}" if name in vars(options) else "Take it out"
+            raise ValueError(f"{key}: Gymnasium takes this name for itself, so {options.id} never gets it. {fix}.")
+    if options.max_episode_steps is not None:
+        arguments["max_episode_steps"] = options.max_episode_steps
+    return arguments
+
+
+def _find(options: EnvOptions) -> EnvSpec:
+    """Return the spec of a registered environment; ``module:Name-v0`` and ``file.py:Name-v0`` import the module or
+    file.
+
+    For a function (``file.py:function``, or an object of this process) make a spec.
+    """
+    module, _, name = options.id.rpartition(":")
+    if function := _own(options):
+        hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
+        make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
+        return EnvSpec(name, partial(make, **hidden) if hidden else make)
+    module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")
+    if module and not module.endswith(".py"):
+        importlib.import_module(module)
+    if name in gymnasium.registry:
+        return gymnasium.registry[name]
+    names = [
+        *gymnasium.registry,
+        *(vars(import_python_file(module, f"{options.role}.id")) if module.endswith(".py") else ()),
+    ]
+    fix = did_you_mean(name, names, count=3) or " gymnasium.pprint_registry() lists those that there are."
+    if name.endswith(".py"):
+        fix = f" Of a file give {name}:FUNCTION or {name}:ID."
+    raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
+
+
+@contextmanager
+def _needs_named(options: EnvOptions) -> Iterator[None]:
+    """Turn the error for a missing package into a ValueError that says what to install."""
+    try:
+        yield
+    except (DependencyNotInstalled, ModuleNotFoundError) as error:
+        text = f"{error} {error.__cause__ or ''}"
+        extra = next((extra for module, extra in EXTRAS.items() if module in text), None)
+        fix = f"Run: {pip_install(extra)}" if extra else "Install it."
+        raise ValueError(
+            f"{options.role}.id: {options.id} needs a package that is not installed ({error}). {fix}"
+        ) from error

@@ -1,0 +1,133 @@
+"""Environments with their own vectorization: Gymnasium's `VectorEnv`, in any of its three autoreset modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from tether.control.envs.gymnasium_types import Info
+from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
+from tether.control.envs.spaces.action_masks import refuse_unread_mask
+from tether.control.envs.spaces.actions import ActionCodec
+from tether.control.envs.spaces.observations import ObservationReader
+from tether.control.envs.state import EnvKeeper
+from tether.control.envs.vectorization.answers import read_flags, read_rewards
+from tether.observations import Array, Observation
+
+
+class GymnasiumVectorEnv:
+    """Implements `VectorEnv` for each of Gymnasium's autoreset modes.
+
+    - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one, and the infos contain
+      the last one of
+    the old.
+    - ``NEXT_STEP``: it returns the last observation; the following step ignores its action and only resets, so it is
+      marked
+    as not valid.
+    - ``DISABLED``: the caller resets, which `step` does immediately.
+
+    Args:
+        id: name of the environment in error messages.
+        env: the vector environment, which is closed with this one.
+    """
+
+    def __init__(self, id: str, env: VectorEnv[Any, Any, Any]) -> None:
+        self.id = id
+        self.num_envs = env.num_envs
+        self._env = env
+        self._keeper = EnvKeeper([env])
+        self._read = ObservationReader(env.single_observation_space, id)
+        self._codec = ActionCodec.of(env.single_action_space, id)
+        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        self.actions = self._codec.spec
+        self.layout = self._read.layout
+        self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
+
+    def reset(self, seed: int | None) -> Observation:
+        obs, info = self._env.reset(seed=seed)  # None leaves the generators of the environments unchanged
+        refuse_unread_mask(info, self.layout, self.id)
+        self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
+        return self._read(obs, self.num_envs)
+
+    def step(self, actions: Array) -> EnvStep:
+        raw, rewards, terminations, truncations, infos = self._env.step(self._codec.decode(actions))
+        reward = read_rewards(rewards, self.id, self.num_envs)
+        terminated = read_flags(terminations, "`terminated`", self.id, self.num_envs)
+        truncated = read_flags(truncations, "`truncated`", self.id, self.num_envs)
+        obs, ended = self._read(raw, self.num_envs), terminated | truncated
+        final_obs, valid = None, None
+        if self._mode is AutoresetMode.NEXT_STEP:
+            self._refuse_reset_within_step(infos)
+            if self._resetting.any():
+                valid = ~self._resetting
+            self._resetting = ended
+        if ended.any():
+            final_obs = self._final(infos, ended) if self._mode is AutoresetMode.SAME_STEP else obs
+            if self._mode is AutoresetMode.DISABLED:
+                fresh, _ = self._env.reset(options={"reset_mask": ended})
+                # A partial reset defines only the masked rows.
+                begun = self._read(fresh, self.num_envs)
+                obs = {name: _where(ended, begun[name], array) for name, array in obs.items()}
+        success = self._success(infos)
+        return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
+
+    def _refuse_reset_within_step(self, infos: Info) -> None:
+        """Refuse an environment that resets in the same step but declares ``NEXT_STEP``.
+
+        The first step of each episode would be lost, and truncation would bootstrap from the next episode's first
+        state.
+
+        Raises:
+            ValueError: the infos contain the last observation of an episode, as only ``SAME_STEP`` requires.
+        """
+        for name in ("final_obs", "final_observation"):
+            if name in infos:
+                mode = self._env.metadata.get("autoreset_mode", "missing, which means NEXT_STEP")
+                raise ValueError(
+                    f"{self.id}: its metadata['autoreset_mode'] is {mode}, but info[{name!r}] says that an environment "
+                    "resets in the step that ends its episode. Set it to gymnasium.vector.AutoresetMode.SAME_STEP, and "
+                    "give the observations as info['final_obs']."
+                )
+
+    def _success(self, infos: Info) -> Flags | None:
+        """Return the success of each environment; for an episode that has ended it is in `final_info`."""
+        for name in ("is_success", "success"):
+            success = None
+            for info in (infos, infos.get("final_info", {})):
+                if name not in info:
+                    continue
+                present = info.get(f"_{name}", np.ones(self.num_envs, dtype=np.bool_))
+                values = np.array(info[name])
+                if values.shape == present.shape:
+                    values[~present] = False
+                flags = read_flags(values, f"info[{name!r}]", self.id, self.num_envs)
+                success = flags if success is None else np.where(present, flags, success)
+            if success is not None:
+                return success
+        return None
+
+    def get_state(self) -> EnvState:
+        data, left_out = self._keeper.get()
+        return EnvState((self._resetting, data), left_out)
+
+    def set_state(self, data: Saved) -> None:
+        resetting, envs = data
+        self._keeper.set(envs)
+        self._resetting = resetting
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _final(self, infos: Info, ended: Flags) -> Observation:
+        """Return the last observations, with rows for the episodes that ended."""
+        final = self._read.zeros(self.num_envs)
+        for i in np.flatnonzero(ended).tolist():
+            self._read.write(infos["final_obs"][i], final, i)
+        return final
+
+
+def _where(rows: Flags, chosen: Array, other: Array) -> Array:
+    """Return the flagged rows [N, ...] of one array and the other rows of another."""
+    return np.where(rows.reshape(-1, *[1] * (other.ndim - 1)), chosen, other)

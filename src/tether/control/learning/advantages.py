@@ -1,0 +1,199 @@
+"""Advantages of a rollout of environments, and the selection of decisions for the update.
+
+A batch has M rows of T steps. At ``chunk_level`` the K steps of a chunk count as one, with the sum of their rewards, so
+that a row has R = C rewards instead of R = T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tether.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    Advantages,
+    episodic_gae,
+    explained_variance,
+    masked_sum,
+    masked_whiten,
+)
+from tether.algorithms.aggregation import episode_weights
+from tether.batch import EnvBatch, filled
+from tether.control.learning.chunk_levels import per_column
+from tether.control.learning.samples import Samples
+from tether.control.policies import Memory, numbers_of, with_numbers
+from tether.metrics.data import group_metrics
+
+CRITIC = "gae"
+"""The estimator that requires a critic."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The inputs of the estimators, [M, R] each."""
+
+    rewards: Tensor
+    terminated: Tensor
+    ended: Tensor
+    valid: Tensor
+    final_at: tuple[Tensor, Tensor]
+    """The rows and steps that are bootstrapped."""
+
+
+@dataclass(frozen=True)
+class ControlAdvantages:
+    """Sets `response_mask`, `advantages` and `returns` of a batch."""
+
+    gamma: float
+    lam: float
+    estimator: str = CRITIC
+    """A key of ``ADVANTAGE_ESTIMATORS``. All except gae treat a row as an episode that begins with the rollout."""
+    estimator_options: Mapping[str, object] = field(default_factory=dict)
+    """Keyword arguments of estimators other than gae."""
+    normalize_advantages: bool = True
+    """Whether gae normalises advantages to mean 0 and variance 1."""
+    group_size: int = 1
+    """The number of adjacent rows that begin in the same state."""
+    reward_bounds: tuple[float, float] | None = None
+    """Bounds of a group's mean episode reward, outside of which the group is not used."""
+    reward_level: Literal["action_level", "chunk_level"] = "action_level"
+
+    @torch.no_grad()
+    def __call__(self, batch: EnvBatch) -> dict[str, float]:
+        """Estimate the advantages and return metrics of the rollout.
+
+        Args:
+            batch: a batch with `token_level_rewards`, and with values if the estimator requires a critic.
+        """
+        mask, metrics = self._learned_steps(batch)
+        steps = self._steps(batch, mask)
+        values, estimate = self._estimate(steps, batch)
+        batch.response_mask, batch.advantages = mask, estimate.advantages
+        batch.returns = None if values is None else estimate.returns
+        if steps.valid.any():
+            metrics["critic/rewards/mean"] = float(steps.rewards[steps.valid].mean())
+            if values is not None:
+                metrics |= {
+                    "critic/returns/mean": float(estimate.returns[steps.valid].mean()),
+                    "critic/values/mean": float(values[steps.valid].mean()),
+                    "critic/vf_explained_var": float(explained_variance(values, estimate.returns, steps.valid)),
+                }
+        return metrics
+
+    def _learned_steps(self, batch: EnvBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the mask [M, T] of the steps to learn from, and metrics of the groups of rows."""
+        valid, lost = batch.valid, batch.truncated & ~batch.valid
+        if self.estimator != CRITIC:  # an episode whose process was lost has no score
+            valid = valid & ~lost.any(dim=1, keepdim=True)
+        elif batch.chunk > 1:  # an incomplete chunk has no next state to evaluate
+            valid = valid & ~per_column(lost.unflatten(1, (-1, batch.chunk)).any(dim=-1), lost.shape[1])
+        if self.group_size == 1 and self.reward_bounds is None:
+            return valid, {}
+        scores = masked_sum(batch.token_level_scores, valid, dim=-1)
+        uid = torch.arange(len(scores)) // self.group_size
+        metrics = group_metrics(scores, uid, valid.any(dim=1)) if self.estimator != CRITIC else {}
+        if self.reward_bounds is None:
+            return valid, metrics
+        low, high = self.reward_bounds
+        mean = scores.unflatten(0, (-1, self.group_size)).mean(dim=1).repeat_interleave(self.group_size)
+        selected = (mean >= low) & (mean <= high)
+        return valid & selected[:, None], metrics | {"group/kept_fraction": float(selected.float().mean())}
+
+    def _steps(self, batch: EnvBatch, valid: Tensor) -> _Steps:
+        rewards, ended = filled(batch.token_level_rewards), batch.terminated | batch.truncated
+        steps = _Steps(rewards, batch.terminated, ended, valid, batch.final_at)
+        if self.reward_level == "action_level" or batch.chunk == 1:
+            return steps
+        flags = {
+            name: getattr(steps, name).unflatten(1, (-1, batch.chunk)).any(dim=-1)
+            for name in ("terminated", "ended", "valid")
+        }
+        row, step = batch.final_at
+        sums = masked_sum(rewards.unflatten(1, (-1, batch.chunk)), valid.unflatten(1, (-1, batch.chunk)), dim=-1)
+        return replace(steps, rewards=sums, **flags, final_at=(row, step // batch.chunk))
+
+    def _estimate(self, steps: _Steps, batch: EnvBatch) -> tuple[Tensor | None, Advantages]:
+        """Return the values [M, R], if there is a critic, and the advantages."""
+        count = steps.rewards.shape[1]
+        if self.estimator != CRITIC:
+            uid = torch.arange(len(steps.rewards)) // self.group_size
+            estimator = ADVANTAGE_ESTIMATORS[self.estimator]
+            return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=self.gamma, **self.estimator_options)
+        # The observation of a chunk gives the values before each of its actions, so that flattening puts them in order.
+        values = filled(batch.values).flatten(1)[:, : count + 1]
+        next_values = values[:, 1:].clone()
+        next_values[steps.terminated] = 0.0
+        next_values[steps.final_at] = filled(batch.bootstrap_values)[:, 0]
+        estimate = episodic_gae(
+            steps.rewards, values[:, :-1], next_values, steps.ended, steps.valid, gamma=self.gamma, lam=self.lam
+        )
+        if self.normalize_advantages:
+            estimate = replace(estimate, advantages=masked_whiten(estimate.advantages, steps.valid))
+        return values[:, :-1], estimate
+
+
+@dataclass(frozen=True)
+class LearnedDecisions:
+    """Selects the decisions to learn from, as rows, or as sequences for a policy with a memory."""
+
+    has_memory: bool = False
+    episode_length: float | None = None
+    """The length at which an episode has weight 1; None gives all steps the same weight."""
+    keep_observed: bool = False
+    """Whether samples also contain the raw observations, for the policy's statistics."""
+
+    @torch.no_grad()
+    def __call__(self, batch: EnvBatch, step: int) -> tuple[Samples, dict[str, float]]:
+        """Return the samples of a batch with advantages, and no metrics, as a `tether.loop.loop.SelectRows`."""
+        mask, log_probs, advantages = filled(batch.response_mask), filled(batch.old_log_probs), filled(batch.advantages)
+        learned = mask[:, :: batch.chunk]
+        values = None
+        if batch.returns is not None:
+            values = filled(batch.values).flatten(1)[:, : advantages.shape[1]]
+        assert batch.seen is not None
+        samples = Samples(
+            obs=batch.seen[:, :-1],
+            actions=batch.actions,
+            old_log_probs=log_probs,
+            advantages=per_column(_by_decision(advantages, learned), log_probs.shape[-1]),
+            values=None if values is None else _by_decision(values, learned),
+            returns=None if batch.returns is None else _by_decision(batch.returns, learned),
+            mask=_by_decision(mask, learned) if batch.chunk > 1 else None,
+            weights=None if self.episode_length is None else self._episode_weights(mask, learned),
+            observed=batch.obs[batch.carried_out] if self.keep_observed else None,
+        )
+        if self.has_memory:
+            return self._in_sequences(samples, batch, learned), {}
+        return _in_rows(samples, learned), {}
+
+    def _in_sequences(self, samples: Samples, batch: EnvBatch, learned: Tensor) -> Samples:
+        """Return the rows [M, C, ...] with at least one learned decision."""
+        # Observations of other decisions are set to 0, so that they do not affect any gradient.
+        numbers = torch.where(learned[..., None], numbers_of(samples.obs), 0.0)
+        memory = Memory(batch.starts[:, :-1], batch.state, learned)
+        selected = learned.any(dim=1)
+        return replace(samples, obs=with_numbers(samples.obs, numbers), memory=memory).each(
+            lambda values: values[selected]
+        )
+
+    def _episode_weights(self, valid: Tensor, learned: Tensor) -> Tensor:
+        """Return the weight [M, C, 1] of each decision: `episode_length` over the steps of its episode, the row."""
+        # RLinf's mean is over all decisions, while the loss is over executed ones; the weight includes their share.
+        assert self.episode_length is not None
+        weights = episode_weights(valid.sum(dim=1), self.episode_length) * learned.float().mean()
+        return weights[:, None, None].expand(*learned.shape, 1)
+
+
+def _by_decision(steps: Tensor, learned: Tensor) -> Tensor:
+    """Group the steps [M, R] by their decisions [M, C], as [M, C, R / C]."""
+    return steps.unflatten(1, (learned.shape[1], -1))
+
+
+def _in_rows(samples: Samples, learned: Tensor) -> Samples:
+    """Return the learned decisions of [M, C, ...] as rows [S, ...], in the order of time."""
+    decision, row = learned.T.nonzero(as_tuple=True)
+    return samples.each(lambda values: values[row, decision])

@@ -1,0 +1,310 @@
+"""The engine of control policies whose gradients are computed in closed form, as a `tether.loop.engines.protocol.Engine`.
+
+For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
+(`tether.control.policies`, `tether.control.learning.closed_form_gradients`) and the optimizer works on one flat buffer
+(`tether.control.learning.flat_adamw`). Actor and critic are updated together: they may share layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tether.algorithms import kl_penalty
+from tether.batch import EnvBatch, WeightUpdate
+from tether.checkpoints import load_state, save_state
+from tether.control.learning.chunk_levels import mask_at, to_columns
+from tether.control.learning.closed_form_gradients import Draws
+from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
+from tether.control.learning.forward import RolloutOutputs
+from tether.control.learning.losses import ControlLoss, Outputs
+from tether.control.learning.samples import Samples
+from tether.control.policies import Policy, device_of, save_policy
+from tether.loop.engines.incident import Incidents
+from tether.loop.engines.optimizer import OptimizerOptions, learning_rate
+from tether.loop.engines.out_of_memory import within_memory
+from tether.loop.engines.protocol import CHECKED_BYTES, AnyLoss, Forward, Updated, UpdatePlan
+from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
+from tether.runtime.machine import deterministic_kernels
+from tether.types import StateDict
+
+Result = TypeVar("Result")
+SMALLER = (
+    "Lower actor_rollout_ref.actor.ppo_mini_batch_size, env.train.total_num_envs, "
+    "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+)
+RATE_FACTOR, RATE_BOUND = 1.5, 100.0
+"""A learning rate that adapts to the KL changes by the first factor at a time, and stays within the second of the
+schedule."""
+
+
+class FlatEngine:
+    """Owns and trains a control policy.
+
+    Args:
+        policy: the actor and critic, whose parameters become views of one buffer.
+        options: AdamW and its schedule, for everything except the critic.
+        critic_lr: peak learning rate of the critic, which follows the same schedule.
+        incident_dir: folder for updates with a non-finite gradient.
+    """
+
+    def __init__(
+        self, policy: Policy, options: OptimizerOptions, critic_lr: float, incident_dir: Path | None = None
+    ) -> None:
+        self.policy, self._device = policy, device_of(policy)
+        self.version = 0
+        self._options = options
+        self._critic_lr = critic_lr
+        self._incidents = Incidents(incident_dir)
+        self._chunk = policy.spec.num_action_chunks
+        self._rate_factor = 1.0
+        self._flat = FlatParameters(policy.parameter_groups())
+        self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+
+    def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
+        """Run a forward pass over a rollout, as `Engine.infer` describes.
+
+        Raises:
+            ValueError: it does not fit into memory, even one decision at a time.
+        """
+        rows = batch.actions.shape[:2].numel()
+        with deterministic_kernels():  # as in the update, so that the first ratio is 1
+            return self._within_memory(lambda: forward(self.policy, batch, None), rows)
+
+    @torch.no_grad()
+    def update(self, batch: Samples, loss: AnyLoss, plan: UpdatePlan, step: int) -> Updated[RolloutOutputs]:
+        """Update the policy as `Engine.update` describes; the metrics are those of the last epoch. An empty batch
+        changes nothing."""
+        self.version += 1
+        function = loss.function
+        assert isinstance(function, ControlLoss)
+        norms: list[float] = []
+        outputs: list[Outputs] = []
+        epochs = 0
+        samples = batch = batch.to(self._device)
+        while epochs < plan.epochs and len(samples):
+            rates = self._rates(step)
+            if plan.shuffle:
+                order = plan.order(len(samples), step, epochs).to(self._device)
+                samples = batch.each(lambda column: column[order])  # noqa: B023  (called at once)
+            outputs = []
+            for number, mini in enumerate(samples.split(plan.mini_batch_rows)):
+                draws = partial(plan.generator, step, epochs, number)
+                outputs.append(self.gradients(mini, function, draws))
+                norms.append(self._optimizer.clip_(self._options.grad_clip))
+                if math.isfinite(norms[-1]):
+                    self._optimizer.step(rates)
+                else:
+                    self._keep_incident(step, function, mini, draws)
+            epochs += 1
+            if plan.target_kl is not None and not function.critic_only and self._far(samples, function, plan):
+                break
+        if batch.observed is not None:  # only now, since the rollout was sampled and trained on without them
+            self.policy.update_statistics(batch.observed.to(self._device))
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        actor_rate, critic_rate = self._rates(step)
+        metrics = function.metrics(samples.decisions(), outputs, self._chunk, self.policy.head.width) | {
+            "actor/grad_norm": sum(finite) / max(1, len(finite)),
+            "actor/skipped_updates": float(len(norms) - len(finite)),
+            "actor/lr": actor_rate,
+            "critic/lr": critic_rate,
+            "actor/epochs": float(epochs),
+        }
+        return Updated(metrics)
+
+    def gradients(self, mini: Samples, loss: ControlLoss, draws: Draws = torch.Generator) -> Outputs:
+        """Compute the gradient of a mini-batch's loss in every parameter's ``grad``.
+
+        Args:
+            mini: the mini-batch.
+            loss: the loss to minimise.
+            draws: creates the generator for losses that choose elements at random.
+
+        Raises:
+            ValueError: it does not fit into memory, even one decision at a time.
+        """
+        rows = mini.old_log_probs.shape[:-1].numel()
+        with deterministic_kernels():
+            return self._within_memory(lambda: self._gradients(mini, loss, draws), rows)
+
+    @torch.no_grad()
+    def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
+        policy, rows, mine = self.policy, mini.decisions(), self._mine(mini)
+        passed = policy.run(mine.obs, mine.memory, mine.actions)
+        decided = mine.decisions()
+        done = policy.head.evaluate(passed.outputs, decided.actions)
+        log_probs = self._of_all(mini, loss.log_probs(done.log_probs, decided.mask, self._chunk))
+        entropy = self._of_all(mini, done.entropy)
+        values, values_grad = None, None
+        if passed.values is not None:
+            values = self._of_all(mini, passed.values)
+            values_grad = self._of_mine(mini, loss.values_gradient(values, rows))
+        if loss.critic_only:
+            policy.backward(passed, None, values_grad)
+            self._flat.grads[self._flat.slices[0]].zero_()
+            self._finish_gradients()
+            return Outputs(log_probs, entropy, values, None)
+        gradient = loss.policy_gradient(log_probs, rows, policy.head.width, draws)
+        outputs_grad = policy.head.backward(
+            done,
+            decided.actions,
+            self._of_mine(mini, to_columns(gradient.by_log_probs, policy.head.width, rows.mask)),
+            self._of_mine(mini, loss.entropy_gradient(entropy, rows.mask, self._chunk)),
+        )
+        policy.backward(passed, outputs_grad, values_grad)
+        self._finish_gradients()
+        return Outputs(log_probs, entropy, values, gradient.loss, self._norm_of_all(outputs_grad))
+
+    def _within_memory(self, attempt: Callable[[], Result], rows: int) -> Result:
+        return within_policy_memory(self.policy, attempt, rows)
+
+    def _mine(self, rows: Samples) -> Samples:
+        """Return the rows whose decisions this engine computes, with their observations."""
+        return rows
+
+    def _of_all(self, rows: Samples, values: Tensor) -> Tensor:
+        """Gather values of the decisions of all rows from those of `_mine`."""
+        return values
+
+    def _of_mine(self, rows: Samples, values: Tensor) -> Tensor:
+        """Reverse `_of_all`; a single row stays, since it is the same for all."""
+        return values
+
+    def _finish_gradients(self) -> None:
+        """Reduce the gradients over all rows."""
+
+    def _norm_of_all(self, matrix: Tensor) -> Tensor:
+        """Return the norm of a matrix with a row for each decision."""
+        return torch.linalg.vector_norm(matrix)
+
+    def _keep_incident(self, step: int, loss: ControlLoss, mini: Samples, draws: Draws) -> None:
+        self._incidents.keep(step, self.policy, SkippedControlMiniBatch(self.policy, loss, mini, draws))
+
+    def export(self) -> WeightUpdate:
+        return WeightUpdate(self.version, self.policy.state_dict(keep_vars=True).items())
+
+    def save(self, folder: Path) -> None:
+        """Write the policy's spec as JSON and its weights as safetensors."""
+        save_policy(self.policy, folder)
+
+    def check_saving(self, folder: Path) -> None:
+        """Write the policy as `save` does, unless it is large; large policies are of published kinds."""
+        if sum(value.nbytes for value in self.policy.parameters()) <= CHECKED_BYTES:
+            self.save(folder)
+
+    def state_dict(self) -> StateDict:
+        """Return the optimizer's state, the version and the adapted learning rate; the weights are the policy's."""
+        return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load the result of `state_dict`."""
+        self._optimizer.load_state_dict(state)
+        self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
+
+    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+        policy, training_state = self.policy, self.state_dict()
+        if copy:
+            policy, training_state = deepcopy((policy, training_state))
+
+        def write() -> None:
+            save_policy(policy, folder)
+            save_state(state, training_state)
+
+        return write
+
+    def load_state(self, file: Path) -> None:
+        with reading(file, ANOTHER_CHECKPOINT):
+            self.load_state_dict(load_state(file))
+
+    def _rates(self, step: int) -> list[float]:
+        actor = learning_rate(self._options, step) * self._rate_factor
+        return [actor, actor * self._critic_lr / self._options.lr if self._options.lr else 0.0]
+
+    def _far(self, samples: Samples, loss: ControlLoss, plan: UpdatePlan) -> bool:
+        """Return whether the KL from the sampling policy ends the epochs, or adapt the learning rate to it."""
+        assert plan.target_kl is not None
+        kl, target = self._kl(samples, loss), plan.target_kl
+        if not plan.leads_rate:
+            return kl > target
+        if kl > 2 * target:
+            self._rate_factor = max(self._rate_factor / RATE_FACTOR, 1 / RATE_BOUND)
+        elif kl < target / 2:
+            self._rate_factor = min(self._rate_factor * RATE_FACTOR, RATE_BOUND)
+        return False
+
+    def _kl(self, samples: Samples, loss: ControlLoss) -> float:
+        """Return the mean KL (k3 estimate) from the sampling policy to the current one, in nats per decision."""
+        rows = samples.old_log_probs.shape[:-1].numel()
+        mine = self._mine(samples)
+        outputs = self._within_memory(lambda: self.policy.outputs(mine.obs, mine.memory, mine.actions), rows)
+        decided = mine.decisions()
+        columns = self.policy.head.evaluate(outputs, decided.actions).log_probs
+        log_probs = self._of_all(samples, loss.log_probs(columns, decided.mask, self._chunk))
+        samples = samples.decisions()
+        counted = mask_at(loss.logprob_level, samples.mask, self.policy.head.width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        estimate = kl_penalty(samples.old_log_probs, log_probs, "k3", mask)
+        return float(estimate.sum(dim=-1).mean())
+
+
+class SkippedControlMiniBatch:
+    """A mini-batch of a control policy, as a `tether.loop.engines.incident.SkippedUpdate`.
+
+    Args:
+        policy: the policy whose gradient was not finite.
+        loss: the loss.
+        samples: the mini-batch.
+        draws: creates the generator for losses that choose elements at random.
+    """
+
+    def __init__(self, policy: Policy, loss: ControlLoss, samples: Samples, draws: Draws) -> None:
+        self._policy, self._loss, self._samples, self._draws = policy, loss, samples, draws
+
+    def __len__(self) -> int:
+        """Return the number of decisions, or of sequences."""
+        return len(self._samples)
+
+    def backward(self, row: int) -> Tensor:
+        samples, loss = self._samples.each(lambda column: column[row : row + 1]), self._loss
+        outputs = [self._engine.gradients(samples, loss, self._draws)]
+        spec = self._policy.spec
+        metrics = loss.metrics(samples.decisions(), outputs, spec.num_action_chunks, self._policy.head.width)
+        policy = metrics.get("actor/pg_loss", 0.0) - loss.entropy_coeff * metrics["actor/entropy"]
+        return torch.tensor(policy + loss.value_coeff * metrics.get("critic/vf_loss", 0.0))
+
+    @cached_property
+    def _engine(self) -> FlatEngine:
+        return FlatEngine(self._policy, OptimizerOptions(lr=0.0), critic_lr=0.0)
+
+
+def within_policy_memory(policy: Policy, attempt: Callable[[], Result], rows: int) -> Result:
+    """Run an attempt with a policy, in smaller micro-batches if it does not fit into memory.
+
+    Args:
+        policy: the policy, whose `micro_batch` is lowered if needed.
+        attempt: the function to run.
+        rows: decisions of a micro-batch if the policy has no limit.
+
+    Raises:
+        ValueError: it does not fit, even one decision at a time.
+    """
+
+    def try_with(limit: int | None) -> Result:
+        policy.micro_batch = limit
+        return attempt()
+
+    result, policy.micro_batch = within_memory(
+        try_with,
+        policy.micro_batch,
+        lambda limit: None if limit == 1 else (limit or rows) // 2 or 1,
+        lambda limit: f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={limit}",
+        SMALLER,
+    )
+    return result

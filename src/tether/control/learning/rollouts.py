@@ -1,0 +1,255 @@
+"""Rollouts of a control policy in environments, and its evaluation."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from tether.batch import EnvBatch, Episode, WeightUpdate
+from tether.checkpoints import read_own
+from tether.control.collecting import EnvCollector, episode_metrics, evaluate
+from tether.control.envs import EnvState, VectorEnv
+from tether.control.learning.forward import RolloutOutputs
+from tether.control.policies import Policy
+from tether.keyed_random import generator, seed_of
+from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
+from tether.metrics.timing import Timer
+from tether.types import StateDict
+
+POLICY, ENVIRONMENTS = "actor", "environments.pkl"
+"""Folder of the policy, and file of the environments, in a checkpoint."""
+RANKS = "ranks"
+"""The key of the number of devices in the file of the environments."""
+NOT_SAVED = (
+    "the state of the environments cannot be saved completely: {}. New episodes therefore begin after each "
+    "checkpoint; a run that a signal stops between two checkpoints, or whose environments keep state over "
+    "reset(seed=...), does not resume exactly. To change that, add get_state() and set_state(state) to the class."
+)
+
+OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
+"""Opens a video by name; the result is called at its start and after each step, until it is closed."""
+
+
+@dataclass(frozen=True)
+class ControlEvaluation:
+    """Evaluates a policy in its own environments."""
+
+    env: VectorEnv
+    num_episodes: int
+    seed: int
+    confidence: float
+    open_video: OpenVideo | None = None
+    """Records the first environment; None records nothing."""
+
+    def run(self, policy: Policy, name: str, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
+        """Run episodes without noise and return their metrics.
+
+        Args:
+            policy: the policy.
+            name: name of the video.
+            progress: called with (finished episodes, all episodes).
+        """
+        chunk = policy.spec.num_action_chunks
+        with self.open_video(name) if self.open_video else nullcontext() as watch:
+            episodes = evaluate(
+                self.env,
+                policy.acting(),
+                self.num_episodes,
+                self.seed,
+                progress,
+                chunk=chunk,
+                watch=watch,
+                state_width=policy.state_width,
+            )
+        return episode_metrics(episodes, "eval", self.confidence)
+
+
+@dataclass(frozen=True)
+class StartStates:
+    """Provides the seeds of the start states of each rollout, as a `tether.loop.protocol.Source`."""
+
+    seed: int
+    epochs: int
+    """The number of rollouts of a step."""
+    auto_reset: bool
+    """Whether episodes continue in the next rollout; otherwise each rollout begins new ones."""
+
+    def next(self, step: int) -> list[int]:
+        """Return a seed for each rollout of the step that begins new episodes."""
+        if self.auto_reset:
+            return []
+        return [seed_of(self.seed, step, "start", epoch) for epoch in range(self.epochs)]
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> StateDict:
+        return {}  # a seed depends only on the step
+
+    def load_state_dict(self, state: StateDict) -> None:
+        pass
+
+
+@dataclass(kw_only=True)
+class EnvRollouts:
+    """Acts in environments, as a `tether.loop.protocol.Rollouts`."""
+
+    policy: Policy
+    collector: EnvCollector
+    evaluation: ControlEvaluation | None
+    seed: int
+    """The seed of noise."""
+    env_seed: int
+    """The seed of start states."""
+    warn: Callable[[str], None]
+    """Shows a message to the user."""
+    env_steps: int = 0
+    """The total number of steps of all environments."""
+    finished: list[Episode] = field(default_factory=list)
+    """The episodes that ended since the last log."""
+    episodes_begin: bool = True
+    """Whether new episodes begin before the next step."""
+    version: int = 0
+    """The version of the policy's weights."""
+    ranks: int = 1
+    """The number of devices over which the environments are distributed."""
+    transfers: Callable[[], dict[str, float]] = dict
+    """Returns metrics of the transfers of a step between them and this process."""
+    trust_pickles: bool = False
+    """Whether the state of environments is loaded even from a checkpoint that others could have written."""
+    evaluating: bool = False
+    """Whether an evaluation has begun and not ended; its environments may hang, so that their state is not saved."""
+
+    @property
+    def can_evaluate(self) -> bool:
+        return self.evaluation is not None
+
+    def begin(self, step: int) -> None:
+        """Begin episodes, unless those of a checkpoint continue, and warn about state that cannot be saved."""
+        if self.episodes_begin:
+            self._restart(step)
+        reasons = dict.fromkeys(reason for state in self._env_states().values() for reason in state.left_out)
+        if reasons:
+            self.warn(NOT_SAVED.format("; ".join(reasons)))
+
+    def collect(
+        self, start_seeds: Sequence[int], step: int, time: Timer, progress: Progress
+    ) -> Experience[EnvBatch, None]:
+        """Act for one rollout per epoch of the step.
+
+        Raises:
+            ValueError: an observation or a reward is not finite; names environment and step.
+        """
+        waited = self.collector.env_seconds
+        with time("gen"):
+            noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, step, "noise"))
+            batch = self.collector.collect(self.policy.acting(), noise, start_seeds)
+        batch.policy_version = self.version
+        time.seconds["env"] = self.collector.env_seconds - waited
+        return Experience(batch, None)
+
+    def record(self, step: int, experience: Experience[EnvBatch, None], time: Timer) -> None:
+        pass
+
+    def metrics(
+        self, experience: Experience[EnvBatch, None], outputs: RolloutOutputs | None, time: Timer
+    ) -> dict[str, float]:
+        steps, ended = int(experience.batch.valid.sum()), experience.batch.episodes
+        self.env_steps += steps
+        self.finished += ended
+        speed = {"perf/env_steps": float(self.env_steps), "perf/sps": steps / time.seconds["step"]}
+        # The score of this step only, for alarms.
+        score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}
+        return speed | score | self.transfers() | time.metrics()
+
+    def metrics_to_log(self) -> dict[str, float]:
+        """Return metrics of the episodes that ended since the last log."""
+        return episode_metrics(self.finished, "env")
+
+    def logged(self) -> None:
+        self.finished.clear()
+
+    def load_weights(self, weights: WeightUpdate) -> None:
+        weights.copy_to(self.policy)
+        self.version = weights.version
+
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
+        assert self.evaluation
+        self.evaluating = True
+        result = EvaluationResult(self.evaluation.run(self.policy, f"step_{step}", progress))
+        self.evaluating = False
+        return result
+
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        # If the state of the environments is incomplete, new episodes begin after a checkpoint, both in the run that
+        # saves it and in one that resumes from it. After a failed step they always begin.
+        envs = {} if in_step else self._env_states()
+        self.episodes_begin = in_step or bool(envs["train"].left_out)
+        data = pickle.dumps({name: env.data for name, env in envs.items()} | {RANKS: self.ranks})
+        return CheckpointExtras({"episodes_begin": self.episodes_begin}, {ENVIRONMENTS: data})
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Begin new episodes if those of the checkpoint cannot continue."""
+        if self.episodes_begin:
+            self._restart(step)
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Load the state of the environments from a checkpoint.
+
+        Environments that differ from the saved ones begin new episodes, with a warning.
+
+        Raises:
+            ValueError: another user could have written the state, and it is not configured as trusted.
+        """
+        path = checkpoint / ENVIRONMENTS
+        saved = pickle.loads(self._read_environments(path)) if path.is_file() else {}
+        self.episodes_begin = "train" not in saved
+        for name, env in self._envs().items():
+            try:
+                if name == "train" and name in saved and (ranks := saved.get(RANKS, 1)) != self.ranks:
+                    raise ValueError(f"saved on {ranks} devices, now {self.ranks}")
+                if name in saved:
+                    env.set_state(saved[name])
+            except ValueError as error:
+                self.episodes_begin |= name == "train"
+                self.warn(
+                    f"env.{name}: not the environments that {checkpoint} was saved with ({error}); new episodes begin"
+                )
+
+    def _read_environments(self, path: Path) -> bytes:
+        if self.trust_pickles:
+            return path.read_bytes()
+        return read_own(
+            path,
+            f"If your run saved it, chown it to you or run chmod go-w {path.parent} {path}; or resume with "
+            "trainer.trust_checkpoint_pickle=True, which loads it as it is",
+        )
+
+    def state_dict(self) -> StateDict:
+        return {
+            "env_steps": self.env_steps,
+            "collector": self.collector.state_dict(),
+            "episodes_begin": self.episodes_begin,
+            "finished": [vars(episode) for episode in self.finished],
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.env_steps, self.version = int(state["env_steps"]), int(state["version"])
+        self.episodes_begin |= state["episodes_begin"]
+        self.finished = [Episode(**episode) for episode in state["finished"]]
+        if not self.episodes_begin:
+            self.collector.load_state_dict(state["collector"])
+
+    def _envs(self) -> dict[str, VectorEnv]:
+        return {"train": self.collector.env} | ({"eval": self.evaluation.env} if self.evaluation else {})
+
+    def _env_states(self) -> dict[str, EnvState]:
+        return {name: env.get_state() for name, env in self._envs().items() if name == "train" or not self.evaluating}
+
+    def _restart(self, step: int) -> None:
+        self.collector.restart(seed_of(self.env_seed, step, "start"))

@@ -1,0 +1,148 @@
+"""Base class of policies without recurrent state whose outputs depend on the recorded actions.
+
+It has the interface of `tether.control.policies.network_policy`, for large networks: passes without gradients are split
+into micro-batches.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from tether.control.policies.actors import as_tensors
+from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
+from tether.control.policies.observations import ObservationBatch
+from tether.control.policies.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
+from tether.observations import Observation
+
+
+class MemorylessPolicy(nn.Module):
+    """A policy whose decisions are independent passes; actions [B, A] are in its recorded form.
+
+    A subclass sets `head`, and `critic` if it has one.
+    """
+
+    max_rows: ClassVar[int]
+    """Maximum number of decisions in a pass without gradients."""
+    state_width = 0
+    """There is no recurrent state."""
+    normalizer = None
+    head: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.micro_batch: int | None = None
+        """Number of decisions in a forward and backward pass; None: all at once."""
+
+    @abstractmethod
+    def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the trained parameters: those of the policy, and those of the value head."""
+
+    @abstractmethod
+    def inputs(self, obs: ObservationBatch) -> TensorDict:
+        """Return the inputs of the networks for observations [..., *shape]."""
+
+    @abstractmethod
+    def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs [B, outputs] and values [B, V] for observations [B, ...] and recorded actions [B, A]."""
+
+    @abstractmethod
+    def values(self, obs: Observations) -> Tensor:
+        """Return values [B, V] of observations [B, ...]."""
+
+    @abstractmethod
+    def act(self, obs: Observations, noise: Tensor | None) -> Tensor:
+        """Choose actions [N, A] with the head's `noise` [N, ...]; None chooses the most likely ones."""
+
+    @property
+    def _rows(self) -> int:
+        return min(self.max_rows, self.micro_batch or self.max_rows)
+
+    def decide(self, obs: Observations, memory: Memory | None, actions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs and values, as `forward` does; there is no recurrent state."""
+        outputs, values = self(obs, actions)
+        return outputs, values
+
+    def log_probs(self, obs: Observations, actions: Tensor) -> Tensor:
+        """Return differentiable log-probabilities of actions [B, A]."""
+        log_probs: Tensor = self.head.evaluate(self(obs, actions)[0], actions).log_probs
+        return log_probs
+
+    def acting(self) -> PolicyActor:
+        """Return an actor with the current weights."""
+        return PolicyActor(self)
+
+    @torch.no_grad()
+    def outputs(self, obs: Observations, memory: Memory | None, actions: Tensor) -> Tensor:
+        """Return outputs [B, outputs]."""
+        batches = zip(obs.split(self._rows), actions.split(self._rows), strict=True)
+        return torch.cat([self(*batch)[0] for batch in batches])
+
+    @torch.no_grad()
+    def review(
+        self,
+        obs: Observations,
+        starts: Tensor,
+        state: Tensor,
+        final_obs: Observations,
+        final_at: tuple[Tensor, Tensor],
+        actions: Tensor,
+    ) -> RolloutEvaluation:
+        """Evaluate a rollout: observations [M, C + 1, ...] and [F, ...], actions [M, C, A]."""
+        shape = actions.shape[:2]
+        batches = zip(obs[:, :-1].flatten(0, 1).split(self._rows), actions.flatten(0, 1).split(self._rows), strict=True)
+        results = [self(*batch) for batch in batches]
+        outputs = torch.cat([output for output, _ in results]).unflatten(0, shape)
+        batch_values = [value for _, value in results if value is not None]
+        if not batch_values:
+            return RolloutEvaluation(outputs, None, None)
+        values = torch.cat([torch.cat(batch_values).unflatten(0, shape), self.values(obs[:, -1])[:, None]], dim=1)
+        return RolloutEvaluation(outputs, values, self.values(final_obs))
+
+    def run(self, obs: Observations, memory: Memory | None, actions: Tensor) -> ForwardPass:
+        """Run a differentiable forward pass, as `tether.control.policies.network_policy.NetworkPolicy.run` does."""
+        return forward_in_micro_batches(self, self._micro_batches(obs, actions))
+
+    def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
+        """Write the gradient of every trained parameter into its existing ``grad``.
+
+        Args:
+            passed: result of `run`.
+            outputs_grad: gradient of the loss with respect to the outputs, [B, outputs]; None: there is none.
+            values_grad: gradient with respect to the values, [B, V].
+        """
+        for group in self.parameter_groups():
+            for parameter in group:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        backward_in_micro_batches(self, passed, outputs_grad, values_grad)
+
+    def _micro_batches(self, obs: Observations, actions: Tensor) -> Iterator[tuple[Observations, Tensor]]:
+        size = self.micro_batch or len(actions)
+        yield from zip(obs.split(size), actions.split(size), strict=True)
+
+
+class PolicyActor:
+    """The `tether.control.policies.actors.Act` of a `MemorylessPolicy`.
+
+    Args:
+        policy: a policy on any device.
+    """
+
+    def __init__(self, policy: MemorylessPolicy) -> None:
+        self._policy, self._device = policy, device_of(policy)
+
+    def __call__(
+        self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
+    ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
+        """Choose actions, as `tether.control.policies.actors.Act` describes."""
+        drawn = None if noise is None else torch.from_numpy(noise).to(self._device)
+        chosen = self._policy.act(self._policy.inputs(as_tensors(obs, self._device)), drawn)
+        return chosen.cpu().numpy(), state

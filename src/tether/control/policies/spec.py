@@ -1,0 +1,205 @@
+"""The shape of a control policy, and the types exchanged between a policy and its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from tether.control.policies.heads import CategoricalHead, GaussianHead, Head, StateDependentHead
+from tether.control.policies.normalize import RunningNormalizer
+from tether.control.policies.observations import ALLOWED, NUMBERS, PICTURE, FlatRow, Pictures
+from tether.observations import ObsLayout, ObsPart
+
+Observations = Tensor | TensorDict
+"""Inputs of networks: numbers [..., O], or a TensorDict of numbers and an image, a text or a mask."""
+FORBIDDEN = -1e9
+"""Logit of a choice that is not allowed; finite, so that nothing computed from it is NaN."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """The shape of a policy, sufficient to build it again."""
+
+    obs_dim: int
+    """O: numbers in the flat row: all fields except the images that a CNN reads."""
+    choices: tuple[int, ...] | None
+    """Number of alternatives of each column of an action; None: actions are numbers."""
+    action_width: int
+    """D: columns of an action."""
+    num_action_chunks: int = 1
+    """K: actions per decision; the head has K * D columns, those of an action being adjacent."""
+    value_width: int = 1
+    """V: values per observation: 1, or K, one before each action of the chunk; 0: there is no critic."""
+    share_critic: bool = False
+    """Whether the critic is a linear layer on the actor's features instead of a separate network."""
+    hidden_dim: int = 256
+    num_layers: int = 3
+    critic_hidden_dim: int | None = None
+    """Width of the critic's own network; None: that of the actor."""
+    critic_num_layers: int | None = None
+    activation: str = "tanh"
+    init_logstd: float = -0.5
+    normalize_observations: bool = False
+    normalize_only: tuple[str, ...] = ()
+    """Names of the fields that are normalised; empty: all."""
+    clip_observations: float = 10.0
+    layout: ObsLayout = ()
+    """The fields of an observation; empty: a single one of O numbers, ``state``."""
+    pictures: tuple[str, ...] = ()
+    """Names of the fields that a CNN reads; empty: there is no CNN."""
+    cnn_type: str = "small"
+    """A name in ``tether.control.policies.cnn.CNNS``."""
+    pixel_scale: float = 255.0
+    """Pixels are divided by this."""
+    network: str | None = None
+    """Reference to a user-defined network (`tether.control.policies.own_policy`); None: a network of tether."""
+    features_extractor: str | None = None
+    """Reference to a user-defined module in front of the hidden layers (`tether.control.policies.own_parts`)."""
+    lstm_dim: int | None = None
+    """Width of the LSTM after the hidden layers; None: there is none."""
+    use_sde: bool = False
+    """Whether the noise of numbers depends on the state, as in `StateDependentHead`."""
+    sde_sample_freq: int | None = None
+    """Number of decisions with the same noise matrix; None: all of a rollout."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the policy consists of perceptrons only, whose gradients are computed by hand."""
+        special = self.pictures or self.lstm_dim is not None or self.network or self.features_extractor
+        return not (special or self.has_mask or self.use_sde)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether observations have a mask of allowed choices."""
+        return any(field.kind == "mask" for field in self.layout)
+
+    @property
+    def critic_spec(self) -> PolicySpec:
+        """The spec with the sizes of the critic's own network."""
+        return replace(
+            self,
+            hidden_dim=self.critic_hidden_dim or self.hidden_dim,
+            num_layers=self.critic_num_layers or self.num_layers,
+        )
+
+    @property
+    def parts(self) -> ObsLayout:
+        """The fields of an observation."""
+        return self.layout or (ObsPart("state", "vector", (self.obs_dim,)),)
+
+    def is_number(self, field: ObsPart) -> bool:
+        """Return whether a field is in the row of numbers."""
+        return field.name not in self.pictures and field.kind != "mask"
+
+    def make_row(self) -> FlatRow:
+        """Return the module that flattens the numbers of observations."""
+        return FlatRow(self.parts, without=self.pictures)
+
+    def make_normalizer(self) -> RunningNormalizer | None:
+        """Return the running statistics of the row, or None if it is not normalised."""
+        if not self.normalize_observations:
+            return None
+        unchanged = [
+            bool(self.normalize_only) and field.name not in self.normalize_only
+            for field in self.parts
+            if field.name not in self.pictures
+            for _ in range(field.width)
+        ]
+        return RunningNormalizer(self.obs_dim, self.clip_observations, torch.tensor(unchanged, dtype=torch.bool))
+
+    def make_pictures(self) -> Pictures | None:
+        """Return the module that stacks the images, or None without a CNN."""
+        return Pictures(self.parts, self.pictures) if self.pictures else None
+
+    def make_head(self) -> Head:
+        """Return the distribution of actions."""
+        if self.choices is None:
+            width = self.action_width * self.num_action_chunks
+            if self.use_sde:
+                features = self.lstm_dim or self.hidden_dim
+                return StateDependentHead(width, features, self.init_logstd, self.sde_sample_freq)
+            return GaussianHead(width, self.init_logstd)
+        return CategoricalHead(self.choices * self.num_action_chunks)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Inputs of a policy with an LSTM besides the observations [M, C, ...] of M sequences of C decisions."""
+
+    starts: Tensor
+    """[M, C]: decisions that begin an episode, before which the state is zero."""
+    state: Tensor
+    """[M, S]: recurrent state before the first decision, at the time of acting."""
+    selected: Tensor
+    """[M, C]: decisions to learn from."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Memory:
+        """Return a copy with a function applied to each tensor."""
+        return Memory(change(self.starts), change(self.state), change(self.selected))
+
+    def rows(self, which: slice | Tensor) -> Memory:
+        """Return some of the sequences."""
+        return Memory(self.starts[which], self.state[which], self.selected[which])
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The outputs of a policy for B decisions, and the data that its ``backward`` needs."""
+
+    outputs: Tensor
+    """[B, outputs of the head]"""
+    values: Tensor | None
+    """[B, V]; None: there is no critic."""
+    saved: Any
+
+
+@dataclass(frozen=True)
+class RolloutEvaluation:
+    """The outputs of a policy for a full rollout of C decisions in M columns."""
+
+    outputs: Tensor
+    """[M, C, outputs of the head]"""
+    values: Tensor | None
+    """[M, C + 1, V]; None: there is no critic."""
+    final_values: Tensor | None
+    """[F, V]: values of the last observations of episodes."""
+
+
+def numbers_of(obs: Observations) -> Tensor:
+    """Return the numbers [..., O] of observations."""
+    numbers: Tensor = obs if isinstance(obs, Tensor) else obs[NUMBERS]
+    return numbers
+
+
+def picture_of(obs: Observations) -> Tensor:
+    """Return the image [..., C, H, W] of observations that have one."""
+    assert not isinstance(obs, Tensor)
+    picture: Tensor = obs[PICTURE]
+    return picture
+
+
+def masked(outputs: Tensor, obs: Observations) -> Tensor:
+    """Return logits [..., outputs] in which choices that are not allowed are so low that they are never sampled.
+
+    The distribution is the softmax over the allowed alternatives (Huang and Ontanon 2020); the others have probability
+    0 and no gradient. If no alternative of a column is allowed, as may happen after the end of an episode, all are
+    equally likely.
+    """
+    if isinstance(obs, Tensor) or ALLOWED not in obs:
+        return outputs
+    return outputs.masked_fill(~obs[ALLOWED], FORBIDDEN)
+
+
+def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
+    """Return the observations with other numbers."""
+    return numbers if isinstance(obs, Tensor) else obs.clone(recurse=False).set(NUMBERS, numbers)
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """Return the device of a policy."""
+    return next(policy.parameters()).device

@@ -1,0 +1,21 @@
+"""Where things run: groups of worker processes, one for each device, and handles that stand for what is in them.
+
+`ray_group` starts the processes in a `cluster`; both are imported only where they are used, since Ray is an extra.
+"""
+
+from tether.distributed.transfers import Transfers
+from tether.distributed.weights import StoredWeights
+from tether.distributed.worker import Group
+from tether.text.sharded import Replicas, ShardedEngine, ShardedSampler
+
+__all__ = [
+    "Group",
+    "Replicas",
+    "ShardedEngine",
+    "ShardedSampler",
+    "StoredWeights",
+    "Transfers",
+    "cluster",
+    "control",
+    "ray_group",
+]

@@ -1,0 +1,66 @@
+"""Datasets of the Hugging Face hub, downloaded with its own client."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers
+
+from tether.integrations.hubs.hub import Listing, RemoteFile, asked_for
+from tether.runtime.hugging_face import asking_hugging_face
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+DATASET = "dataset"
+FIX = "name another hub in HF_ENDPOINT. The same command then goes on where it stopped"
+
+
+class _Unbuffered(io.FileIO):
+    """A file without a buffer: it keeps what was received if the process is killed, and raises if the disk is full."""
+
+    def write(self, content: Buffer) -> int:
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[super().write(remaining) :]
+        return memoryview(content).nbytes
+
+
+class HuggingFace:
+    """The Hugging Face hub; revisions are resolved to commits."""
+
+    def listing_of(self, repository: str, revision: str | None) -> Listing:
+        with asking_hugging_face(asked_for(repository, revision), FIX):
+            info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
+                repository, revision=revision, files_metadata=True, timeout=30
+            )
+        files = {
+            file.rfilename: RemoteFile(
+                file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
+            )
+            for file in info.siblings or ()
+        }
+        return Listing(str(info.sha), files)
+
+    def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
+        size = listing.files[path].size
+        if to.exists() and to.stat().st_size > size:  # a partial download of a different file, or a damaged one
+            to.unlink()
+        if to.exists() and to.stat().st_size == size:  # complete: a request for an empty range would fail
+            return
+        with asking_hugging_face(f"{repository}/{path}:", FIX):
+            url = hf_hub_url(
+                repository, path, repo_type=DATASET, revision=listing.revision, endpoint=constants.ENDPOINT
+            )
+            location = get_hf_file_metadata(url, timeout=30).location
+            headers = build_hf_headers() if urlsplit(location).netloc == urlsplit(url).netloc else {}
+            with _Unbuffered(to, "ab") as file:
+                begun = file.tell()
+                http_get(
+                    location, file, resume_size=begun, headers=headers, expected_size=size, displayed_filename=path
+                )

@@ -1,0 +1,21 @@
+"""Models that Megatron-core shards by tensor, pipeline, expert and context parallelism, loaded from and saved for
+transformers.
+
+Only `layout` and `version` can be imported without Megatron (``pip install "tether[megatron]"``). A process calls
+`groups.start` once, then `model.build` for each model; `MegatronModel` documents how a training engine uses it.
+"""
+
+from tether.integrations.megatron.layout import MegatronLayout, check
+
+__all__ = [
+    "MegatronLayout",
+    "check",
+    "cpu",
+    "dist_checkpoint",
+    "families",
+    "groups",
+    "head",
+    "layout",
+    "model",
+    "version",
+]

@@ -1,0 +1,247 @@
+"""Runs with ``strategy=megatron``: checks before a model loads, and the components of a rank."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tether.config import RunConfig, device_count, models_of, placed
+from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
+from tether.distributed.groups import RankGroups
+from tether.integrations.megatron import MegatronLayout, check
+from tether.integrations.megatron.version import check_version
+from tether.runtime.install import pip_install
+from tether.runtime.objects import is_object
+from tether.text.building.learners import actor_engine, critic_engine, reference_engine
+from tether.text.building.loading import on_device
+from tether.text.building.number_formats import DTYPES
+from tether.text.building.parts import Sources
+from tether.text.building.servers import PolicyCard
+from tether.text.learning.engines.copies import with_weights
+from tether.text.learning.forward import ReferenceModel
+from tether.text.models.empty import empty_model
+from tether.text.models.fused_experts import Unfused
+from tether.text.models.load import is_gguf, load_config
+from tether.text.sampling import NativeEngine, eos_token_ids
+
+Role = ActorConfig | CriticConfig | RefConfig
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
+"""Entries that tether's attention and the layout replace."""
+
+
+def uses_megatron(config: RunConfig) -> bool:
+    """Whether Megatron trains the models of a run."""
+    return device_count(config) > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
+
+
+def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
+    """Return each of Megatron's models -> the path of its section and the section."""
+    settings, models = config.actor_rollout_ref, models_of(config)
+    sections: dict[str, tuple[str, Role]] = {
+        "actor": ("actor_rollout_ref.actor", settings.actor),
+        "reference": ("actor_rollout_ref.ref", settings.ref),
+        "critic": ("critic", config.critic),
+    }
+    return {model: section for model, section in sections.items() if model in models}
+
+
+def layout_of(role: Role, section: str) -> MegatronLayout:
+    """Return the parallel layout of a model; `section` is the path of its section."""
+    sizes = role.megatron
+    overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
+    return MegatronLayout(
+        tensor=sizes.tensor_model_parallel_size,
+        pipeline=sizes.pipeline_model_parallel_size,
+        virtual_pipeline=virtual_stages if virtual_stages != 1 else None,
+        context=sizes.context_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+        first_stage_layers=_layers(overrides, FIRST, section),
+        last_stage_layers=_layers(overrides, LAST, section),
+    )
+
+
+def _layers(overrides: dict[str, Any], name: str, section: str) -> int | None:
+    value = overrides.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        key = f"{section}.megatron.override_transformer_config.{name}"
+        raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
+    return value
+
+
+def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
+    """Return the entries of Megatron's config that a role changes; gradient checkpointing recomputes layers."""
+    configured = role.megatron.override_transformer_config
+    overrides = {name: value for name, value in configured.items() if value is not None and name not in NOT_MEGATRONS}
+    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+    if "recompute_granularity" not in overrides and model.enable_gradient_checkpointing:
+        overrides["recompute_granularity"] = "full"
+    if overrides.get("recompute_granularity") == "full":
+        overrides = {"recompute_method": "uniform", "recompute_num_layers": 1} | overrides
+    if overrides.get("recompute_granularity") != "selective":
+        overrides.pop("recompute_modules", None)  # verl's default lists modules, but disables the granularity
+    return overrides
+
+
+def megatron_line(config: RunConfig, groups: RankGroups) -> list[str]:
+    """Return a line for the user about Megatron, from the actor's first rank; empty without Megatron."""
+    if not uses_megatron(config):
+        return []
+    group = groups.of["actor"]
+    return [group.call("actor", "described", [(), *[None] * (group.size - 1)])[0]]
+
+
+def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, checkpoint: Path | None = None) -> None:
+    """Refuse what Megatron cannot train, before anything loads.
+
+    Args:
+        config: configuration of the run.
+        policy: location of the policy's config.
+        critic: location of the critic's config.
+        checkpoint: checkpoint of the run from which actor and critic are read, if any.
+
+    Raises:
+        ValueError: Megatron is not installed, a model has no mapping or cannot be split by the layout, or the weights
+            do not fit the model.
+    """
+    if not uses_megatron(config):
+        return
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ValueError(
+            "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "
+            f"Run: {pip_install('megatron')}, or set actor_rollout_ref.actor.strategy=fsdp."
+        )
+    check_version()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that apex and Transformer Engine are missing, and works without them
+        families = importlib.import_module("tether.integrations.megatron.families")
+    devices = placed(config)
+    paths = {"actor": policy, "reference": policy, "critic": critic}
+    for model, (name, role) in roles_of(config).items():
+        path, layout = paths[model], layout_of(role, name)
+        if is_object(path) or is_gguf(path):
+            what = "a model that is an object" if is_object(path) else f"{path}: a GGUF file"
+            raise ValueError(
+                f"{what} cannot be read by Megatron's ranks, which take slices of safetensors. Save the model once as "
+                "a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
+            )
+        hf_config = _hf_config(config, role, path)
+        prefix = f"{name}.megatron."
+        families.check_family(hf_config)
+        check(layout, hf_config, len(devices[model]), prefix)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about its own defaults; the logs of the ranks have them
+                families.transformer_config(hf_config, layout, DTYPES[_dtype(role)], overrides_of(config, role))
+        except (AssertionError, ImportError, TypeError, ValueError) as error:
+            key = "override_transformer_config"
+            message = str(error) if str(error).startswith(key) else f"{key}: Megatron refuses it: {error}"
+            raise ValueError(f"{prefix}{message}") from error
+        if role.megatron.use_dist_checkpointing and (checkpoint is None or model == "reference"):
+            _check_weights(role, prefix, empty_model(path, hf_config, critic=model == "critic"))
+
+
+def _check_weights(role: Role, prefix: str, model: PreTrainedModel) -> None:
+    """Compare a Megatron checkpoint with the model to be read from it."""
+    kind = "critic" if isinstance(role, CriticConfig) else "policy"
+    try:
+        _dist_checkpoint(role, model.config).check(model.config, kind, Unfused(model.state_dict()))
+    except ValueError as error:
+        before = role.megatron.dist_checkpointing_prefix
+        or_prefix = f" Or change {prefix}dist_checkpointing_prefix={before}." if before else ""
+        raise ValueError(f"{prefix}dist_checkpointing_path={error}{or_prefix}") from error
+
+
+def _dist_checkpoint(role: Role, hf_config: PreTrainedConfig) -> Any:
+    """Open the Megatron checkpoint of a role."""
+    kind, sizes = importlib.import_module("tether.integrations.megatron.dist_checkpoint").DistCheckpoint, role.megatron
+    folder = Path(sizes.dist_checkpointing_path or "").expanduser()
+    return kind(folder, hf_config.vocab_size, sizes.dist_checkpointing_prefix)
+
+
+def _hf_config(config: RunConfig, role: Role, path: Path | str) -> PreTrainedConfig:
+    """Load a role's model config with the run's changes, as transformers' own class, to which the mapping applies."""
+    model = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+    trusted, changed = model.trust_remote_code, model.override_config
+    return load_config(path, trust_remote_code=trusted, override_config=changed, own_class=True)
+
+
+def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+    """Build the components of one rank with the named models; called on each rank."""
+    engine = importlib.import_module("tether.integrations.megatron.engine")
+    settings, roles = config.actor_rollout_ref, roles_of(config)
+    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+
+    def make(model: str, folder: Path, **kwargs: Any) -> Any:
+        name, section = roles[model]
+        sizes, trained = section.megatron, not isinstance(section, RefConfig)
+        options = engine.MegatronOptions(
+            layout=layout_of(section, name),
+            overrides=overrides_of(config, section),
+            distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
+            weights_rest_on_host=sizes.param_offload,
+            gradients_rest=trained and getattr(sizes, "grad_offload"),  # noqa: B009
+            optimizer_rests_on_host=trained and getattr(sizes, "optimizer_offload"),  # noqa: B009
+        )
+        weights: Any = folder
+        if sizes.use_dist_checkpointing and not (trained and sources.checkpoint):
+            weights = _dist_checkpoint(section, _hf_config(config, section, folder))
+        return partial(engine.MegatronEngine, weights=weights, device=sources.device, options=options, **kwargs)
+
+    start = _folder(sources.model_path)
+    folder = sources.checkpoint / "actor" if sources.checkpoint else start
+    hf_config = _hf_config(config, settings.actor, folder)
+    components: dict[str, Any] = {}
+    if "actor" in names:
+        policy = empty_model(folder, hf_config)
+        actor = actor_engine(config, policy, None, tokenizer, steps, incidents, make("actor", folder))
+        components["actor"] = actor
+        if settings.rollout.name in SERVERS:
+            components["card"] = PolicyCard.of(policy)
+        else:
+            components["sampler"] = _sampler(config, policy, sources)
+    if "critic" in names:
+        where = _folder(sources.critic_path)
+        critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
+        of_critic = make("critic", where, role="critic")
+        components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)
+    if "reference" in names:
+        dtype = DTYPES[settings.ref.fsdp_config.dtype]
+        of_reference = make("reference", start, compute_dtype=dtype)
+        alone = lambda model, micro, during: of_reference(model, micro)  # noqa: E731
+        components["reference"] = reference_engine(config, ReferenceModel(empty_model(start, hf_config)), alone)
+    return components
+
+
+def _sampler(config: RunConfig, policy: PreTrainedModel, sources: Sources) -> NativeEngine:
+    """Return the native engine with memory for a full copy of the policy, in the training dtype."""
+    settings = config.actor_rollout_ref
+    dtype = DTYPES[settings.actor.fsdp_config.dtype]
+    room = (torch.zeros(p.shape, dtype=dtype, device=sources.device) for p in policy.parameters())
+    model = with_weights(policy, room)
+    return NativeEngine(
+        on_device(model, sources.device).requires_grad_(False),
+        eos_token_ids=eos_token_ids(model),
+        max_num_seqs=settings.rollout.max_num_seqs,
+        max_kept_tokens=settings.rollout.multi_turn.max_kept_tokens,
+        dtype=DTYPES[settings.rollout.dtype],
+    )
+
+
+def _folder(path: Path | str) -> Path:
+    """Return the directory of a model, downloading it for a hub id."""
+    return path if isinstance(path, Path) else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _dtype(role: Role) -> str:
+    return role.model.fsdp_config.dtype if isinstance(role, CriticConfig) else role.fsdp_config.dtype

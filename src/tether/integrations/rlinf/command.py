@@ -1,0 +1,60 @@
+"""`tether config import-rlinf`: a file of RLinf as a native one, and what became of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tether.config.loading.load import load_config
+from tether.config.loading.overrides import parse_overrides
+from tether.config.loading.yaml_file import read_yaml
+from tether.config.problems import ConfigError, Problem
+from tether.integrations.rlinf.importer import Imported, import_file
+from tether.integrations.rlinf.marks import is_rlinf
+from tether.integrations.rlinf.report import report, to_native_yaml
+
+
+def translate(arguments: Sequence[str]) -> tuple[str, str]:
+    """Translate a file.
+
+    Args:
+        arguments: the file, then overrides in RLinf's keys.
+
+    Returns:
+        The native YAML, and the listing with what else keeps the file from being run. Keys that are not supported
+        stand in a section of the YAML of their own, so that it is refused until the user takes them out.
+
+    Raises:
+        ConfigError: the file is not RLinf's, or has unknown, contradicting or unreadable keys.
+    """
+    if not arguments or not arguments[0].endswith((".yaml", ".yml")):
+        raise ConfigError([Problem("import-rlinf", "names no YAML file", "write tether config import-rlinf FILE.yaml")])
+    path = Path(arguments[0])
+    if not is_rlinf(read_yaml(path)):
+        what = "is not a file of RLinf's: it has none of its sections"
+        raise ConfigError([Problem(str(path), what, "run it as it is")])
+    overrides, problems = parse_overrides(arguments[1:])
+    imported = import_file(path, overrides)
+    problems += [*imported.refusals(), *imported.problems]
+    problems += [
+        Problem(override.path, "is no key of RLinf's", "set it in the native file")
+        for override in imported.other_overrides
+    ]
+    if len(problems) > len(imported.refusals()):
+        raise ConfigError(problems)
+    return to_native_yaml(imported), report(imported) + _obstacles(imported, arguments)
+
+
+def _obstacles(imported: Imported, arguments: Sequence[str]) -> str:
+    """Problems that keep the file from being run, besides the keys that are not supported."""
+    try:
+        load_config(Path(arguments[0]), arguments[1:])
+    except ConfigError as error:
+        listed = {problem.path for problem in imported.refusals()}
+        obstacles = [str(problem) for problem in error.problems if problem.path not in listed]
+        return (
+            "\n".join(["\nstill to be set before it runs", *(f"  {text}" for text in obstacles), ""])
+            if obstacles
+            else ""
+        )
+    return ""

@@ -1,0 +1,444 @@
+"""Rows of embodied runs (`runner.task_type: embodied`): control policies in simulators, with a critic of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tether.config.schema.env import VLA_TYPES
+from tether.integrations.rlinf.older_names import OLDER_EMBODIED
+from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
+from tether.integrations.rlinf.other_runs import ONLY_EMBODIED, OTHERS
+from tether.integrations.rlinf.rows import (
+    LOSSES,
+    NO_PRECISION,
+    PRECISIONS,
+    UNSET,
+    Convert,
+    Mapped,
+    NoEffect,
+    Refused,
+    Table,
+    Unsupported,
+    Values,
+    adapter_rank,
+    betas,
+    choice,
+    only,
+    path,
+    positive_int,
+    to,
+)
+from tether.integrations.rlinf.sampling import OLDER, TODAY, sampling
+from tether.integrations.rlinf.schedule import fsdp_schedule
+from tether.integrations.rlinf.shared import ACTOR, MEMORY, NAME, SHARDS, SHARED
+from tether.types import JsonObject
+
+OPTIM = "actor.optim"
+NATIVE_OPTIM = f"{ACTOR}.optim"
+FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
+ESTIMATORS = {"gae": "gae", "grpo": "grpo", "raw": "raw"}
+OLDER_ESTIMATORS = {"embodied_gae": "gae", "embodied_grpo": "grpo", "ppo": "gae"}
+"""An estimator by its name in older files -> its name of today."""
+OLDER_LOSSES = {"embodied_ppo": "actor_critic", "ppo": "actor_critic", "embodied_grpo": "actor", "grpo": "actor"}
+"""A loss by its name in older files -> its name of today."""
+FROM_SPACES = NoEffect("the environment's spaces say so")
+SIMULATOR = NoEffect("read by the simulator of that name only")
+TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
+SPEED = NoEffect("changes speed, and no result")
+UNSHAPED = NoEffect("returns of tests are sums of the simulator's own rewards, here")
+QUEUES = NoEffect("a queue between processes, of which there is one")
+START = "actor_rollout_ref.model.path"
+MANISKILL = "maniskill"
+ROBOT = "actor.model.policy_setup"
+CONTROL_MODES = {
+    "panda-qpos": "pd_joint_delta_pos",
+    "panda-ee-dpos": "pd_ee_delta_pos",
+    "panda-ee-target-dpos": "pd_ee_target_delta_pose",
+    "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
+}
+"""Robot that `actor.model.policy_setup` names -> control_mode of ManiSkill's environments, whatever the file says."""
+NO_SIMULATOR = "what a file says about this simulator is not carried over"
+
+
+def training_steps(value: object, values: Values) -> object:
+    """An epoch of an embodied run is one training step; `max_steps` caps their number unless it is negative."""
+    limits = []
+    for key in ("runner.max_epochs", "runner.max_steps"):
+        steps = values.get(key, -1)
+        if type(steps) is not int:
+            raise Unsupported("it is not a whole number", key)
+        limits += [steps] if steps >= 0 else []
+    return min(limits, default=UNSET)
+
+
+def env_id(role: str) -> Convert:
+    """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
+
+    def convert(value: object, values: Values) -> object:
+        init_params = values.get(f"env.{role}.init_params")
+        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), _arguments(init_params).get("id"))
+        return next((name for name in named if name is not None), UNSET)
+
+    return convert
+
+
+def _arguments(written: object) -> JsonObject:
+    """The constructor's arguments as a copy; none where something else stands, which has its refusal at its key."""
+    return dict(written) if isinstance(written, dict) else {}
+
+
+def env_arguments(role: str) -> Convert:
+    """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
+
+    def convert(value: object, values: Values) -> object:
+        init_params = values.get(f"env.{role}.init_params")
+        arguments = _arguments(values.get("env.train.init_params") if init_params is None else init_params)
+        if init_params is not None and not isinstance(init_params, dict):
+            why = "arguments of an environment are a section, as {id: Pendulum-v1}"
+            raise Unsupported(why, f"env.{role}.init_params")
+        arguments.pop("id", None)
+        if values.get(f"env.{role}.env_type") == MANISKILL:
+            for name in ("num_envs", "render_mode"):
+                arguments.pop(name, None)
+            mode = _control_mode(values.get(ROBOT)) or arguments.pop("control_mode", None)
+            arguments |= {} if mode in (None, "None") else {"control_mode": mode}
+        return arguments
+
+    return convert
+
+
+def _control_mode(robot: object) -> str | None:
+    if robot in CONTROL_MODES:
+        return CONTROL_MODES[robot]
+    return CONTROL_MODES["widowx"] if "widowx" in str(robot) else None
+
+
+def robot_arguments(role: str) -> Convert:
+    """The arguments that follow from the robot, in the one simulator that reads it."""
+
+    def convert(value: object, values: Values) -> object:
+        if values.get(f"env.{role}.env_type") != MANISKILL or value in (None, ""):
+            return UNSET
+        if _control_mode(value) is None:
+            raise Unsupported(f"ManiSkill has no such robot (supported: {', '.join(CONTROL_MODES)})")
+        return env_arguments(role)(value, values)
+
+    return convert
+
+
+def env_type(role: str) -> Convert:
+    """The simulator; of ManiSkill's, which RLinf wraps in its own way, what observes its state."""
+
+    def convert(value: object, values: Values) -> object:
+        observed = _arguments(values.get(f"env.{role}.init_params")).get("obs_mode", "state")
+        fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
+        if value not in fine:
+            fix = f"give env.{role}.env_type, id and init_params as tether's"
+            raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})", fix=fix)
+        return value
+
+    return convert
+
+
+def episodes(value: object, values: Values) -> object:
+    """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
+    envs = positive_int(values, "env.eval.total_num_envs", None)
+    if envs is None:
+        return UNSET
+    rounds = positive_int(values, "env.eval.rollout_epoch", positive_int(values, "algorithm.eval_rollout_epoch", 1))
+    steps = positive_int(values, "env.eval.max_steps_per_rollout_epoch", None)
+    length = positive_int(values, "env.eval.max_episode_steps", None)
+    return envs * rounds * max(1, (steps // length) if steps and length else 1)
+
+
+def critic_warmup(value: object, values: Values) -> object:
+    """RLinf counts optimizer steps, tether training steps."""
+    if value:
+        raise Unsupported("it counts optimizer steps; set trainer.critic_warmup, which counts training steps")
+    return 0
+
+
+def loss(value: object, values: Values) -> object:
+    """The policy's loss; whether there is a critic, too, follows from the estimator."""
+    named = values.get("algorithm.adv_type", "gae")
+    with_critic = OLDER_ESTIMATORS.get(named, named) == "gae"
+    value = OLDER_LOSSES.get(str(value), value)
+    if value not in LOSSES or with_critic == (value == "actor"):
+        fitting = [name for name in LOSSES if with_critic != (name == "actor")]
+        raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
+    return LOSSES[value]
+
+
+def aggregation(value: object, values: Values) -> object:
+    """RLinf gives up its aggregation where it weighs episodes alike, which the native default does there, too."""
+    if value not in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        raise Unsupported("no such aggregation")
+    return UNSET if values.get("env.train.auto_reset") is False else value
+
+
+def start(value: object, values: Values) -> object:
+    """The checkpoint that a run starts from; in RLinf one of its own models, here one of tether's."""
+    return path(value, values) or UNSET
+
+
+def older_start(value: object, values: Values) -> object:
+    """The same under its older name."""
+    return UNSET if "actor.model.model_path" in values else start(value, values)
+
+
+def is_mlp(values: Values) -> bool:
+    """Whether the policy is RLinf's MLP."""
+    return values.get("actor.model.model_type") == "mlp_policy"
+
+
+def policy_type(value: object, values: Values) -> object:
+    """The policy; RLinf's CNN is another one than tether's."""
+    if value == "cnn_policy":
+        raise Unsupported(
+            "in RLinf it is a pretrained ResNet that is not trained; for a CNN that is, set "
+            "actor.model.model_type=mlp_policy policy.model_type=cnn_policy"
+        )
+    if value == OPENPI:
+        return flow_type(values)
+    return only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")(value, values)
+
+
+def older_name(key: str) -> Convert:
+    """A key that gives way to the one that replaced it."""
+    return lambda value, values: UNSET if key in values else value
+
+
+def of_vla(value: object, values: Values) -> object:
+    """Policies of other types do not read it."""
+    is_read = values.get("actor.model.model_type") in VLA_TYPES and value not in (None, False)
+    return value if is_read else UNSET
+
+
+def older_unnorm_key(value: object, values: Values) -> object:
+    """The same under its older name."""
+    return UNSET if "actor.model.unnorm_key" in values else of_vla(value, values)
+
+
+def without_numbers(value: object, values: Values) -> object:
+    """Only the official variant of OpenVLA-OFT reads numbers, by a network that its files bring along."""
+    if value and values.get("actor.model.model_type") in VLA_TYPES:
+        raise Unsupported("published policies read no numbers of an observation")
+    return UNSET
+
+
+def attention(value: object, values: Values) -> object:
+    """OpenVLA-OFT's fork of transformers makes attention bidirectional with sdpa, and with nothing else."""
+    if value == "sdpa" and values.get("actor.model.model_type") == "openvla_oft":
+        raise Unsupported("with sdpa RLinf's OpenVLA-OFT looks ahead; here it does not, as with flash_attention_2")
+    return UNSET
+
+
+def where_recorded(value: object, values: Values) -> object:
+    """RLinf's presets describe videos that nobody asked for."""
+    return value if values.get("env.eval.video_cfg.save_video") else UNSET
+
+
+def _env(role: str) -> Table:
+    """Rows of `env.train` or `env.eval`."""
+    section = f"env.{role}"
+    names = to(f"{section}.id", by=env_id(role))
+    return {
+        f"{section}.id": names,
+        f"{section}.gym_id": names,
+        f"{section}.init_params": Mapped(
+            {f"{section}.id": env_id(role), f"{section}.init_params": env_arguments(role)}
+        ),
+        f"{section}.env_type": to(f"{section}.env_type", by=env_type(role)),
+        f"{section}.max_episode_steps": to(f"{section}.max_episode_steps"),
+        f"{section}.ignore_terminations": to(f"{section}.ignore_terminations"),
+        f"{section}.seed": to(f"{section}.seed"),
+        f"{section}.is_eval": NoEffect("the section says so"),
+        f"{section}.enable_offload": MEMORY,
+        f"{section}.enable_init_offload": MEMORY,
+        f"{section}.reward_mode": Refused(
+            "rewards are taken as the simulator gives them", fine=("raw", "default", None)
+        ),
+        f"{section}.reward_render_mode": SIMULATOR,
+        f"{section}.use_ordered_reset_state_ids": NoEffect("start states follow from the seed of the section"),
+        **_VIDEOS[role],
+        f"{section}.data_collection.enabled": Refused("episodes are not written to files yet", fine=(False, None)),
+        f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
+        **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
+    }
+
+
+_VIDEOS: Mapping[str, Table] = {
+    "train": {
+        "env.train.video_cfg.save_video": NoEffect("videos are recorded of tests only, with env.eval.video_cfg"),
+        "env.train.video_cfg.*": NoEffect("acts with save_video only"),
+    },
+    "eval": {
+        "env.eval.video_cfg.save_video": to("env.eval.video_cfg.save_video"),
+        "env.eval.video_cfg.video_base_dir": to("env.eval.video_cfg.video_base_dir", by=where_recorded),
+        "env.eval.video_cfg.fps": to("env.eval.video_cfg.fps", by=where_recorded),
+        "env.eval.video_cfg.*": NoEffect("videos show what the simulator draws"),
+    },
+}
+SIMULATOR_KEYS = (
+    "wrap_obs_mode", "use_full_state", "use_3rd_view_as_extra", "obs_mode", "obs_format", "state_key", "state_keys",
+    "render", "headless", "enable_rt", "sim_device", "gym_config_path", "wm_env_type", "base_config_name",
+    "override_cfg.*", "override_cfgs", "omnigibson_cfg.*",
+)  # fmt: skip
+
+_VLA: Table = {
+    "actor.model.implement_version": Refused("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
+    "actor.model.unnorm_key": to("policy.unnorm_key", by=of_vla),
+    "actor.model.lora_path": Refused("adapters are not loaded from elsewhere; merge them into the model"),
+    "actor.model.center_crop": to("policy.center_crop", by=of_vla),
+    "actor.model.num_images_in_input": FROM_SPACES,
+    "actor.model.use_proprio": to("policy.model_type", by=without_numbers),
+    "actor.model.use_wrist_image": FROM_SPACES,
+    "actor.model.use_film": Refused("text does not modulate the picture's features", fine=(False, None)),
+    "actor.model.value_type": NoEffect("algorithm.reward_type says what has a value"),
+    "actor.model.gradient_checkpointing": MEMORY,
+    "actor.model.low_cpu_mem_usage": MEMORY,
+    "actor.model.attn_implementation": to("policy.model_type", by=attention),
+    "actor.model.force_musa_eager_sdpa": SPEED,
+    "actor.model.trust_remote_code": NoEffect("the policy's classes are tether's"),
+    "actor.model.image_size": FROM_SPACES,
+    "actor.model.max_prompt_length": to("policy.max_prompt_length", by=of_vla),
+    "actor.model.vocab_size": NoEffect("the policy's own tokens"),
+    "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a published or trained one has its own"),
+    "actor.tokenizer.*": NoEffect("the policy reads its instructions itself"),
+    "rollout.unnorm_key": to("policy.unnorm_key", by=older_unnorm_key),
+}
+"""Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
+
+EMBODIED: Table = {
+    **OTHERS,
+    **SHARED,
+    **OLDER_EMBODIED,
+    **ONLY_EMBODIED,
+    **_VLA,
+    **OPENPI_ROWS,
+    **_env("train"),
+    **_env("eval"),
+    "env.group_name": NAME,
+    "env.enable_offload": MEMORY,
+    "env.data_collection.*": NoEffect("read by RLinf's script that records demonstrations, and by no training"),
+    "env.train.total_num_envs": to("env.train.total_num_envs"),
+    "env.train.max_steps_per_rollout_epoch": to("env.train.max_steps_per_rollout_epoch"),
+    "env.train.rollout_epoch": to("env.train.rollout_epoch"),
+    "env.train.auto_reset": to("env.train.auto_reset"),
+    "env.train.group_size": to("env.train.group_size"),
+    "env.train.use_fixed_reset_state_ids": to("env.train.use_fixed_reset_state_ids"),
+    "env.train.use_rel_reward": to("env.train.use_rel_reward"),
+    "env.train.reward_coef": to("env.train.reward_coef"),
+    "env.eval.total_num_envs": Mapped(
+        {"env.eval.total_num_envs": lambda value, values: value, "env.eval.num_episodes": episodes}
+    ),
+    "env.eval.max_steps_per_rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "env.eval.rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "env.eval.auto_reset": NoEffect("a test counts whole episodes"),
+    "env.eval.group_size": Refused("a test begins each episode in a state of its own", fine=(1, None)),
+    "env.eval.use_fixed_reset_state_ids": NoEffect("every test begins in the same states, those of env.eval.seed"),
+    "env.eval.use_rel_reward": UNSHAPED,
+    "env.eval.reward_coef": UNSHAPED,
+    "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
+    "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
+    "runner.only_eval": Refused("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "runner.seq_length": TEXT_ONLY,
+    "runner.max_prompt_length": TEXT_ONLY,
+    "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
+    "algorithm.group_size": to("env.train.group_size", default=1),
+    "algorithm.adv_type": to(
+        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs", OLDER_ESTIMATORS)
+    ),
+    "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
+    "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
+    "algorithm.filter_rewards": to("algorithm.filter_rewards", default=False),
+    "algorithm.rewards_lower_bound": to("algorithm.rewards_lower_bound"),
+    "algorithm.rewards_upper_bound": to("algorithm.rewards_upper_bound"),
+    "algorithm.rollout_micro_batch_size": NoEffect("all environments are one forward pass, with the same result"),
+    "algorithm.logprob_forward_micro_batch_size": NoEffect("the policy's log-probs are kept while it acts"),
+    "algorithm.entropy_bonus": to(f"{ACTOR}.entropy_coeff", default=0.0),
+    "algorithm.value_clip": to("critic.cliprange_value", default=None),
+    "algorithm.huber_delta": to("critic.huber_delta", default=None),
+    "algorithm.reward_type": to("algorithm.reward_type"),
+    "algorithm.logprob_type": to("algorithm.logprob_type"),
+    "algorithm.entropy_type": to("algorithm.entropy_type"),
+    "algorithm.bootstrap_type": to("algorithm.bootstrap_type", default="standard"),
+    "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=older_name("env.train.rollout_epoch")),
+    "algorithm.eval_rollout_epoch": to("env.eval.num_episodes", by=episodes),
+    "algorithm.reward_coef": NoEffect("environments read their own, env.train.reward_coef"),
+    "algorithm.kl_beta": Refused("embodied runs have no reference policy", fine=(0, None)),
+    "algorithm.kl_penalty": NoEffect("acts with kl_beta only"),
+    "algorithm.sampling_params.*": TEXT_ONLY,
+    "algorithm.length_params.*": TEXT_ONLY,
+    "actor.training_backend": SHARDS,
+    "actor.micro_batch_size": MEMORY,
+    "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size"),
+    "actor.enable_sft_co_train": Refused("mixing in supervised examples is not supported yet", fine=(False, None)),
+    "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
+    "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
+    "actor.fsdp_config.mixed_precision.param_dtype": Refused("control policies compute in fp32", fine=FP32),
+    "actor.fsdp_config.*": SHARDS,
+    "actor.model.model_type": to("policy.model_type", by=policy_type),
+    "actor.model.model_path": to(START, by=start),
+    "actor.checkpoint_load_path": to(START, by=older_start),
+    "actor.model.hidden_dim": to("policy.hidden_dim"),
+    "actor.model.num_action_chunks": to("policy.num_action_chunks"),
+    "actor.model.obs_dim": FROM_SPACES,
+    "actor.model.action_dim": FROM_SPACES,
+    ROBOT: Mapped({f"env.{role}.init_params": robot_arguments(role) for role in ("train", "eval")}),
+    "actor.model.precision": Refused("control policies compute in fp32", fine=FP32),
+    "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
+    "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank),
+    "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
+    f"{OPTIM}.value_lr": to("critic.optim.lr"),
+    f"{OPTIM}.adam_beta1": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
+    f"{OPTIM}.adam_beta2": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),
+    f"{OPTIM}.adam_eps": to(f"{NATIVE_OPTIM}.eps", default=1e-8),
+    f"{OPTIM}.weight_decay": to(f"{NATIVE_OPTIM}.weight_decay", default=0.01),
+    f"{OPTIM}.critic_warmup_steps": to("trainer.critic_warmup", by=critic_warmup),
+    **fsdp_schedule(
+        OPTIM, NATIVE_OPTIM, lambda values: 1, lambda values: training_steps(None, values), default="constant"
+    ),
+    "critic.use_critic_model": to("policy.share_critic", by=lambda _, values: False if is_mlp(values) else UNSET),
+    "env.channel.*": QUEUES,
+    "rollout.channel.*": QUEUES,
+    "actor.channel.*": QUEUES,
+    "actor.sync_precision": NoEffect("weights are not sent"),
+    "rollout.mode": NoEffect("the policy acts in this process"),
+    "rollout.generation_backend": NoEffect("the policy acts in this process"),
+    "rollout.backend": NoEffect("the policy acts in this process"),
+    "rollout.pipeline_stage_num": NoEffect("environments step together: overlapping them in stages gained too little"),
+    "rollout.enable_torch_compile": SPEED,
+    "rollout.torch_compile_mode": SPEED,
+    "rollout.enable_cuda_graph": SPEED,
+    "rollout.collect_prev_infos": Refused("log-probs and values are always kept", fine=(True,)),
+    "rollout.collect_final_values": Refused("the unfinished tail of a rollout is always bootstrapped", fine=(True,)),
+    "rollout.collect_transitions": Refused("embodied runs learn from whole rollouts", fine=(False, None)),
+    "rollout.recompute_logprobs": Refused("the policy's log-probs are kept while it acts", fine=(False, None)),
+    "rollout.model.model_path": to(START, by=start),
+    "rollout.model.precision": Refused("control policies compute in fp32", fine=FP32),
+    **sampling(TODAY),
+    **sampling(OLDER),
+    "rollout.sampling_params.*": TEXT_ONLY,
+    "data.*": NoEffect("embodied runs have no prompts"),
+    "reward.use_reward_model": Refused("learned rewards of images are not supported yet", fine=(False,)),
+    "reward.*": NoEffect("acts with reward.use_reward_model only, which is not supported yet"),
+}  # fmt: skip
+"""Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
+
+FIXED: Mapping[str, object] = {"critic.loss_coef": 1.0, "policy.normalize_rewards": False}
+"""Native key -> what RLinf does without a key for it, where tether's default depends on the task."""
+FIXED_MLP: Mapping[str, object] = {
+    "policy.hidden_dim": 256,
+    "policy.num_layers": 3,
+    "policy.activation": "tanh",
+    "policy.init_logstd": -0.5,
+    "policy.share_critic": False,
+    "policy.normalize_observations": False,
+}
+"""The same of its MLP alone."""
+
+
+def fixed(values: Values) -> Mapping[str, object]:
+    """RLinf's defaults that have no key of their own, for the policy of a file."""
+    return {**FIXED, **FIXED_MLP} if is_mlp(values) else FIXED

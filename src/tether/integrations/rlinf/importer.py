@@ -1,0 +1,359 @@
+"""Translation of an RLinf file to native keys by tables, with a line about the outcome for every key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tether.config.keys import keys, show
+from tether.config.loading.compose import compose
+from tether.config.loading.overrides import Override
+from tether.config.loading.typos import nearest
+from tether.config.loading.yaml_file import MISSING, read_yaml
+from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
+from tether.config.problems import ConfigError, Problem
+from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
+from tether.config.support.patterns import look_up
+from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
+from tether.integrations.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
+from tether.integrations.rlinf.older_names import with_current_names
+from tether.integrations.rlinf.other_simulator import (
+    names_own_simulator,
+    names_task,
+    without_old_policy,
+    without_old_simulator,
+)
+from tether.integrations.rlinf.rows import (
+    UNSET,
+    Checked,
+    Mapped,
+    NoEffect,
+    NotRead,
+    Refused,
+    Table,
+    Unsupported,
+    Values,
+)
+from tether.integrations.rlinf.text import OLDER_LOSSES, TEXT
+from tether.integrations.rlinf.values import section_at, values_of
+from tether.types import JsonObject
+
+Task = Literal["embodied", "reasoning"]
+Status = Literal["mapped", "defaulted", "no effect", "not supported"]
+TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
+TASK_KEY = "runner.task_type"
+OLDER_TASK = "math"
+"""Older name of reasoning, in files that also have older names of losses and whose actor scores responses."""
+OWNERS = {
+    "env.train": "env.train.env_type",
+    "env.eval": "env.eval.env_type",
+    "actor.model": "actor.model.model_type",
+    "rollout.model": "actor.model.model_type",
+    "data": "data.type",
+    "reward": "reward.reward_type",
+}
+"""Section -> the key that selects the simulator, policy, kind of rows or rule to which its other keys belong."""
+REMARKS = {
+    ("algorithm.loss_type", "decoupled_actor_critic"): (
+        "RLinf samples for it while the policy learns; here sampling and learning take turns in embodied runs"
+    ),
+}
+"""Key and value that are accepted -> what differs from RLinf."""
+IRRELEVANT_GROUPS = ("hybrid_engines", "training_backend", "weight_syncer")
+"""Groups whose presets may be missing: they set up sharding and weight transfer, which one process does not need."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome for one key."""
+
+    key: str
+    value: object
+    status: Status
+    native: Mapping[str, object] = field(default_factory=dict)
+    """Native keys that it sets."""
+    why: str = ""
+    fix: str = "leave it out"
+    """The fix where the value is not supported."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An RLinf file in native keys."""
+
+    native: Mapping[str, object]
+    """Native key -> value."""
+    origins: Mapping[str, str]
+    """Native key -> the key of RLinf that it follows from."""
+    lines: tuple[Outcome, ...]
+    """A line for each key of the file, then one for each key with a default of RLinf."""
+    problems: tuple[Problem, ...]
+    """Problems of the file: unknown keys, contradictions, unreadable values."""
+    other_overrides: tuple[Override, ...] = ()
+    """Overrides that are not in RLinf's keys."""
+    left_open: Mapping[str, str] = field(default_factory=dict)
+    """Native key that is unset because a value is not supported -> the key of RLinf with that value."""
+    left_out: tuple[str, ...] = ()
+    """Keys of the file for another simulator, task or policy than that of the overrides."""
+
+    def remarks(self) -> list[str]:
+        """Return a note on each accepted value that RLinf treats differently."""
+        lines = [line for line in self.lines if line.why and (line.key, str(line.value)) in REMARKS]
+        return [f"{line.key}={show(line.value)}: {line.why}" for line in lines if line.status == "mapped"]
+
+    def refusals(self) -> list[Problem]:
+        """Return a problem for each key that is not supported."""
+        refused = [line for line in self.lines if line.status == "not supported"]
+        return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
+
+
+def _without_effect(preset: str) -> dict[object, object] | None:
+    return {} if preset.split("/")[0] in IRRELEVANT_GROUPS else None
+
+
+def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
+    """Import a file.
+
+    Args:
+        path: the file, whose folder has its presets.
+        overrides: overrides in RLinf's keys apply to the file before interpolations are resolved; others are returned.
+
+    Raises:
+        ConfigError: the file or one of its presets cannot be read, or an override cannot be applied.
+    """
+    tree, problems = compose(path, read_yaml(path), _without_effect)
+    tree.pop("hydra", None)  # Hydra's own folders and logging
+    written, tree = tree, _override(tree, [override for override in overrides if _section(override) in MARKS])
+    task = _task(tree)
+    if isinstance(task, Problem):
+        return Imported({}, {}, (), (*problems, task))
+    shared = [override for override in overrides if _section(override) not in MARKS]
+    file_overrides = [override for override in shared if _is_of(tree, override, TABLES[task])]
+    left_out: list[str] = []
+    if task == "embodied":
+        left_out += without_old_simulator(tree, file_overrides, _is_known)
+        left_out += without_old_policy(tree, written, _is_known)
+        file_overrides = [override for override in file_overrides if not names_own_simulator(override)]
+    values, unresolved = values_of(_override(tree, file_overrides), TABLES[task])
+    values, older = with_current_names(values)
+    imported = _with_original_names(
+        apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, _other(task)), older
+    )
+    all_problems = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
+    other_overrides = tuple(override for override in shared if override not in file_overrides)
+    imported = replace(imported, problems=all_problems, other_overrides=other_overrides, left_out=tuple(left_out))
+    return imported if task == "reasoning" else _with_missing_keys(imported)
+
+
+def apply(table: Table, values: Values, implied: Mapping[str, object], other: Table) -> Imported:
+    """Translate values by a table.
+
+    Args:
+        table: the table of the kind of run.
+        values: values by RLinf's keys.
+        implied: native key -> value that RLinf uses without having a key for it.
+        other: the table of the other kind of run, to distinguish its keys from unknown ones.
+    """
+    native: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    lines: list[Outcome] = []
+    problems: list[Problem] = []
+    unknown: list[str] = []
+    for key, value in values.items():
+        line = _line(key, value, table, values)
+        if line is None:
+            unknown.append(key)
+            continue
+        lines.append(line)
+        for name, new in line.native.items():
+            if name in native and native[name] != new:
+                what = f"{show(value)} asks for {name}={show(new)}, but {origins[name]} for {show(native[name])}"
+                problems.append(Problem(key, what, "keep one of the two"))
+            elif name not in native:
+                native[name], origins[name] = new, key
+    refused = [line.key for line in lines if line.status == "not supported"]
+    left_open = {name: key for key in refused for name in _counterparts(table, key) if name not in native}
+    for key in unknown:
+        owner = next((owner for section, owner in OWNERS.items() if key.startswith(f"{section}.")), None)
+        if owner in refused:
+            why = f"belongs to {owner}={show(values[owner])}, which is not supported"
+            lines.append(Outcome(key, values[key], "no effect", why=why))
+        else:
+            problems.append(_unknown(key, table, other))
+    for line in (*_defaults(table, values), *_implied(implied)):
+        if line.status == "not supported" and line.key not in refused:
+            lines.append(line)
+        added = {name: value for name, value in line.native.items() if name not in native and name not in left_open}
+        if added:
+            lines.append(Outcome(line.key, line.value, "defaulted", added, line.why))
+            native |= added
+            origins |= dict.fromkeys(added, line.key)
+    return Imported(native, origins, tuple(lines), tuple(problems), left_open=left_open)
+
+
+def _with_original_names(imported: Imported, older: Mapping[str, str]) -> Imported:
+    """Replace renamed keys by their names in the file."""
+    return replace(
+        imported,
+        origins={native: older.get(key, key) for native, key in imported.origins.items()},
+        left_open={native: older.get(key, key) for native, key in imported.left_open.items()},
+        lines=tuple(replace(line, key=older.get(line.key, line.key)) for line in imported.lines),
+        problems=tuple(replace(problem, path=older.get(problem.path, problem.path)) for problem in imported.problems),
+    )
+
+
+def _counterparts(table: Table, key: str) -> Collection[str]:
+    """Return the native keys that a key of RLinf sets."""
+    row = look_up(table, key)
+    return row.to if isinstance(row, Mapped) else ()
+
+
+def _line(key: str, value: object, table: Table, values: Values) -> Outcome | None:
+    """Return the outcome for a key; None for an unknown key."""
+    row = look_up(table, key)
+    if row is None:
+        return None
+    if isinstance(row, NoEffect):
+        return Outcome(key, value, "no effect", why=row.why)
+    if isinstance(row, Checked):
+        return Outcome(key, value, "mapped", why=row.why)
+    if isinstance(row, Refused):
+        fine = " or ".join(dict.fromkeys(show(other) for other in row.fine if other not in (None, "")))
+        fix = f"leave it out, or set {fine}" if fine else "leave it out"
+        return Outcome(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
+    try:
+        return Outcome(key, value, "mapped", _converted(row, value, values), REMARKS.get((key, str(value)), ""))
+    except NotRead as error:
+        return Outcome(key, value, "no effect", why=str(error))
+    except Unsupported as error:
+        if error.key not in (None, key):  # the other key has a row with a refusal of its own
+            return Outcome(key, value, "mapped")
+        return Outcome(key, value, "not supported", why=str(error), fix=error.fix)
+    except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that the conversion cannot handle
+        return Outcome(key, value, "not supported", why=f"{show(value)} is of the wrong type")
+
+
+def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
+    converted = {name: convert(value, values) for name, convert in row.to.items()}
+    return {name: _for_null(name) if new is None else new for name, new in converted.items() if new is not UNSET}
+
+
+def _for_null(name: str) -> object:
+    """Return the value of a native key for null: false for a flag, as in RLinf's code, where None is not true."""
+    return False if name in keys() and keys()[name].type_text == "true or false" else None
+
+
+def _defaults(table: Table, values: Values) -> Iterator[Outcome]:
+    for key, row in table.items():
+        if isinstance(row, Mapped) and row.default is not UNSET and key not in values:
+            try:
+                yield Outcome(key, row.default, "defaulted", _converted(row, row.default, values))
+            except Unsupported as error:  # a key that the file has is to blame; without a name it says so itself
+                if error.key is not None:
+                    yield Outcome(error.key, values[error.key], "not supported", why=str(error))
+
+
+def _implied(implied: Mapping[str, object]) -> Iterator[Outcome]:
+    for name, value in implied.items():
+        yield Outcome(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
+
+
+def _section(override: Override) -> str:
+    return override.path.split(".")[0]
+
+
+def _is_of(tree: JsonObject, override: Override, table: Table) -> bool:
+    """Whether an override of a section that native files also have is in RLinf's keys."""
+    section, _, name = override.path.rpartition(".")
+    takes_out = override.delete and name in section_at(tree, section)
+    return takes_out or look_up(table, override.path) is not None or names_task(override)
+
+
+def _override(tree: JsonObject, overrides: Sequence[Override]) -> JsonObject:
+    changed = OmegaConf.create(tree)
+    for override in overrides:
+        section, _, name = override.path.rpartition(".")
+        try:
+            if override.delete:
+                parent = OmegaConf.select(changed, section) if section else changed
+                if isinstance(parent, DictConfig):
+                    parent.pop(name, None)
+            else:
+                over = isinstance(override.value, dict) and bool(override.value)  # the file's, as Hydra has it
+                OmegaConf.update(changed, override.path, override.value, merge=over, force_add=True)
+        except (OmegaConfBaseException, TypeError, ValueError) as error:  # a name in a list is one of the last two
+            what = f"does not fit what the file has there ({str(error).splitlines()[0]})"
+            raise ConfigError([Problem(override.path, what, "write it in the file")]) from error
+    plain = OmegaConf.to_container(changed, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _is_known(key: str) -> bool:
+    """Whether a key of an embodied run, or of a section of one, has a row."""
+    return look_up(EMBODIED, key) is not None or any(row.startswith(f"{key}.") for row in EMBODIED)
+
+
+def _task(tree: JsonObject) -> Task | Problem:
+    algorithm, named = section_at(tree, "algorithm"), section_at(tree, "runner").get("task_type")
+    if named is None:
+        embodied = "env" in tree or algorithm.get("loss_type") in ("actor_critic", "decoupled_actor_critic")
+        return "embodied" if embodied else "reasoning"
+    if named in ("embodied", "reasoning", OLDER_TASK):
+        return "embodied" if named == "embodied" else "reasoning"
+    fix = "test a checkpoint with `tether eval`" if str(named).endswith("_eval") else "use embodied or reasoning"
+    return Problem(TASK_KEY, f"{named} is refused: there is no such kind of run", fix)
+
+
+def _other(task: Task) -> Table:
+    return TABLES["reasoning" if task == "embodied" else "embodied"]
+
+
+def _unknown(key: str, table: Table, other: Table) -> Problem:
+    if _covers(other, key, table):
+        what = "is a key of text runs only" if table is EMBODIED else "is a key of embodied runs only"
+        return Problem(key, what, f"take it out (~{key}), or set {TASK_KEY}")
+    meant = nearest(key, [name for name in table if "*" not in name])
+    fix = f"did you mean {meant}? or take it out: ~{key}" if meant else f"take it out (~{key})"
+    return Problem(key, "unknown key of RLinf", fix)
+
+
+def _covers(other: Table, key: str, table: Table) -> bool:
+    """Whether a key belongs to the other kind of run; not if both have keys in the section of which `other` speaks."""
+    name = key if key in other else next((row for row in other if look_up({row: other[row]}, key)), None)
+    if name is None or not name.endswith(".*"):
+        return name is not None
+    return not any(row.startswith(name.removesuffix("*")) for row in table)
+
+
+def _placement_problems(values: Values, task: Task) -> list[Problem]:
+    nodes = values.get("cluster.num_nodes", 1)
+    sizes, problems = parse_node_groups(values.get("cluster.node_groups"), nodes if type(nodes) is int else 1)
+    if "cluster.component_placement" not in values:
+        return problems
+    placements, unreadable = parse_placements(values["cluster.component_placement"], sizes)
+    problems += unreadable
+    if problems:
+        return problems
+    critic = bool(values.get("critic.use_critic_model"))
+    if task == "embodied":
+        return check_embodied(placements)
+    older = values.get(TASK_KEY) == OLDER_TASK or str(values.get("algorithm.loss_type")) in OLDER_LOSSES
+    return check_reasoning(placements, critic, reward=not older)
+
+
+def _with_missing_keys(imported: Imported) -> Imported:
+    """An embodied run that names no task or no policy, or a published policy and no checkpoint: they are to be given.
+
+    Without one tether would begin with a new, untrained policy of that kind.
+    """
+    published = imported.native.get(POLICY_KEY) in (*VLA_TYPES, *FLOW_TYPES)
+    needed = (ENV_KEY, POLICY_KEY, START) if published else (ENV_KEY, POLICY_KEY)
+    missing = [key for key in needed if key not in imported.native and key not in imported.left_open]
+    native = {**imported.native, **dict.fromkeys(missing, MISSING)}
+    return replace(imported, native=native, origins={**imported.origins, **{key: key for key in missing}})

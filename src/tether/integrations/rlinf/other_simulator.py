@@ -1,0 +1,113 @@
+"""A file of RLinf run in another simulator, or by another policy, than its own: what only those read is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tether.config.loading.overrides import Override
+from tether.integrations.rlinf.values import section_at
+from tether.types import JsonObject
+
+OF_ID = ("id", "gym_id", "init_params")
+"""Keys of a section that name a task, or are for it alone."""
+OF_SIMULATOR = (*OF_ID, "reward_mode", "use_rel_reward", "video_cfg")
+"""Those that a simulator's preset sets up."""
+POLICY_NAMES = ("model_type", "model_name")
+"""Keys of `actor.model` that name a policy, today and in older files."""
+SHARED_ARGUMENTS = ("maniskill",)
+"""Simulators whose constructors take the same arguments for all tasks."""
+NOT_TRANSLATED = ("libero", "metaworld")
+"""Simulators of tether's whose sections in RLinf's files are not translated: overrides set them in tether's keys."""
+OF_NETWORKS = ("mlp_policy", "cnn_policy")
+"""Policies that have none of the options below."""
+OF_LARGE_POLICIES = (
+    "attn_implementation", "center_crop", "gradient_checkpointing", "implement_version", "is_lora", "lora_path",
+    "lora_rank", "low_cpu_mem_usage", "max_prompt_length", "openpi", "unnorm_key", "use_film", "use_proprio",
+    "use_wrist_image", "value_type", "vh_mode",
+)  # fmt: skip
+"""Options of `actor.model` that only policies with a language model read."""
+
+
+def without_old_simulator(
+    tree: JsonObject, overrides: Sequence[Override], is_known: Callable[[str], bool]
+) -> list[str]:
+    """Take out of a file what describes another simulator, or another task, than the overrides name.
+
+    A new ``env.train.env_type``, or one of `NOT_TRANSLATED`, takes along all that the file's simulator was set up with,
+    and what it alone reads; a new ``env.train.id`` the old task, that of tests among them, and its arguments where they
+    are not the same for all tasks of a simulator.
+
+    Args:
+        tree: the file, which is changed.
+        overrides: in RLinf's keys; what they set stays.
+        is_known: whether a key, or a section of keys, means something whatever the simulator is.
+
+    Returns:
+        The keys that were taken out.
+    """
+    changes = {override.path: override.value for override in overrides if not override.delete}
+    train = section_at(tree, "env.train")
+    old_type, old_id = train.get("env_type"), _task(train)
+    new_type = changes.get("env.train.env_type", old_type)
+    new_id = next((changes[key] for key in _names_of("train") if key in changes), old_id)
+    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in changes
+    is_new = new_type != old_type or replaces_file
+    if is_new:
+        dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if replaces_file else OF_SIMULATOR
+    elif new_id != old_id:
+        dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
+    else:
+        return []
+    own_tests = not is_new and any(key in changes for key in _names_of("eval"))
+    left_out = []
+    for role in ("train",) if own_tests else ("train", "eval"):
+        its_own = [name for name in section_at(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]
+        for name in (*dropped, *(its_own if is_new else ())):
+            section, _, last = f"env.{role}.{name}".rpartition(".")
+            holder = section_at(tree, section)
+            if last in holder:
+                holder.pop(last)
+                left_out.append(f"{section}.{last}")
+    return left_out
+
+
+def without_old_policy(tree: JsonObject, written: JsonObject, is_known: Callable[[str], bool]) -> list[str]:
+    """Take out of a file what only its own policy reads, where the overrides name another one; as above.
+
+    Args:
+        tree: the file with the overrides, which is changed.
+        written: the file without them.
+        is_known: see above.
+    """
+    old, new = section_at(written, "actor.model"), section_at(tree, "actor.model")
+    if all(old.get(name) == new.get(name) for name in POLICY_NAMES):
+        return []
+    left_out = []
+    of_old = OF_LARGE_POLICIES if new.get("model_type") in OF_NETWORKS else ()
+    for section in ("actor.model", "rollout.model"):
+        for name in section_at(written, section):
+            is_old = name in of_old or not is_known(f"{section}.{name}")
+            if is_old and section_at(tree, section).pop(name, None) is not None:
+                left_out.append(f"{section}.{name}")
+    return left_out
+
+
+def names_own_simulator(override: Override) -> bool:
+    """Whether an override sets one of `NOT_TRANSLATED`, which makes it an override in tether's keys."""
+    is_simulator = override.path in ("env.train.env_type", "env.eval.env_type")
+    return is_simulator and not override.delete and override.value in NOT_TRANSLATED
+
+
+def names_task(override: Override) -> bool:
+    """Whether an override gives a task, which RLinf has among the constructor's arguments and tether beside them."""
+    return override.path in (*_names_of("train"), *_names_of("eval"))
+
+
+def _task(section: JsonObject) -> Any:
+    named = (section.get("id"), section.get("gym_id"), section_at(section, "init_params").get("id"))
+    return next((name for name in named if name is not None), None)
+
+
+def _names_of(role: str) -> tuple[str, ...]:
+    return f"env.{role}.id", f"env.{role}.gym_id", f"env.{role}.init_params.id"

@@ -1,0 +1,133 @@
+"""Scoring and sampling of action tokens after an embedded prompt, for any network that embeds it.
+
+With A action tokens::
+
+    [prompt ... its end] [action token 1] ... [action token A - 1]
+                   |            |
+         predicts token 1    token 2      ...
+
+OpenVLA (Kim et al. 2024) decodes its tokens one after the other. OpenVLA-OFT (Kim et al. 2025) reads A - 1 placeholders
+instead, so that one pass gives all tokens. The value is computed from the hidden state at the end of the prompt, which
+sees no action.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM
+
+from tether.control.policies.observations import ObservationBatch
+from tether.control.policies.spec import Observations
+from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A batch of embedded prompts."""
+
+    embedded: Tensor
+    """[B, P, E]"""
+    mask: Tensor | None = None
+    """[B, P]: False for padding, which nothing attends to; None without padding."""
+
+    def mask_with(self, count: int) -> Tensor | None:
+        """Return `mask` extended by `count` tokens after the prompt."""
+        return None if self.mask is None else nn.functional.pad(self.mask, (0, count), value=True)
+
+
+class ActionDecoder(nn.Module):
+    """A causal transformer over embedded prompts; a subclass sets `language` and `placeholders`, and embeds the
+    prompts.
+
+    Args:
+        spec: the shape.
+    """
+
+    language: LlamaForCausalLM
+    placeholders: Tensor | None
+    """[A - 1, E] for OpenVLA-OFT; None where action tokens are decoded one after the other."""
+
+    def __init__(self, spec: VlaSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    @abstractmethod
+    def inputs(self, obs: ObservationBatch) -> TensorDict:
+        """Return the inputs of `prompt` from observations [..., *shape]."""
+
+    @abstractmethod
+    def prompt(self, obs: Observations) -> EncodedPrompt:
+        """Embed the prompts of B observations, given by `inputs`."""
+
+    def forward(self, prompt: EncodedPrompt, bins: Tensor) -> tuple[Tensor, Tensor]:
+        """Score all action tokens in one pass.
+
+        Args:
+            prompt: the prompts of B observations.
+            bins: [B, A] chosen bins, which OpenVLA reads.
+
+        Returns:
+            Scores [B, A, bins] over the temperature, and the hidden state at the end of the prompt [B, E].
+        """
+        following = self._following(bins[:, :-1])
+        inputs = torch.cat([prompt.embedded, following], dim=1)
+        hidden = self._hidden(inputs, prompt.mask_with(following.shape[1]))[:, prompt.embedded.shape[1] - 1 :]
+        return self.scores(hidden), hidden[:, 0]
+
+    def end_of_prompt(self, prompt: EncodedPrompt) -> Tensor:
+        """Return the hidden state [B, E] from which values are computed."""
+        return self._hidden(prompt.embedded, prompt.mask)[:, -1]
+
+    def choose(self, prompt: EncodedPrompt, noise: Tensor | None) -> Tensor:
+        """Sample action bins [B, A] one after the other, or all at once.
+
+        Args:
+            prompt: the prompts of B observations.
+            noise: Gumbel noise [B, A, bins]; None chooses the most likely bins.
+        """
+        if self.placeholders is not None:
+            ignored = torch.zeros(len(prompt.embedded), self.spec.action_tokens, dtype=torch.int64)
+            scores, _ = self(prompt, ignored)
+            return (scores if noise is None else scores + noise).argmax(dim=-1)
+        cache, chosen, inputs = DynamicCache(), list[Tensor](), prompt.embedded
+        for number in range(self.spec.action_tokens):
+            scores = self.scores(self._hidden(inputs, prompt.mask_with(number), cache)[:, -1])
+            chosen.append((scores if noise is None else scores + noise[:, number]).argmax(dim=-1))
+            inputs = self._following(chosen[-1][:, None])
+        return torch.stack(chosen, dim=1)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return the scores [..., bins] of the bins, which are the last ids in reverse; no other token can be
+        chosen."""
+        size = self.spec.vocab_size
+        weight = self.language.get_output_embeddings().weight[size - ACTION_BINS : size].flip(0)
+        return hidden @ weight.T / self.spec.temperature
+
+    def _following(self, bins: Tensor) -> Tensor:
+        """Embed the tokens after the prompt: bins [B, n] as tokens, or placeholders."""
+        if self.placeholders is not None:
+            return self.placeholders.expand(len(bins), -1, -1)
+        return self.language.get_input_embeddings()(self.spec.vocab_size - 1 - bins)
+
+    def _hidden(self, inputs: Tensor, mask: Tensor | None, cache: object = None) -> Tensor:
+        """Return the last hidden states [B, S, E].
+
+        Args:
+            inputs: [B, S, E] embeddings.
+            mask: [B, cache length + S]: False for padding, which positions do not count; None without padding.
+            cache: keys and values of the tokens before; extended in place.
+        """
+        positions = None if mask is None else (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+        out = self.language.model(
+            inputs_embeds=inputs,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state

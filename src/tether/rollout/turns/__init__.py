@@ -1,9 +1,0 @@
-"""Conversations: the policy's turns, the replies of tools and environments, and how both become one row of a batch.
-
-`template` tokenizes the messages between two turns; `conversations` is the responder of a rollout engine.
-"""
-
-from tether.rollout.turns.conversations import ConversationBatch, Conversations, TurnLimits
-from tether.rollout.turns.template import TurnTemplate
-
-__all__ = ["ConversationBatch", "Conversations", "TurnLimits", "TurnTemplate"]

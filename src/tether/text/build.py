@@ -1,0 +1,361 @@
+"""Builds a text run from all its components."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from tether.algorithms import AdaptiveKLController, FixedKLController
+from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
+from tether.checkpoints import sha256_of
+from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
+from tether.config.schema import AlgorithmConfig
+from tether.distributed.groups import RankGroups, build_groups
+from tether.integrations.megatron.build import check_megatron, megatron_line
+from tether.loop.ahead import SamplingAhead, SourceAhead
+from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
+from tether.loop.engines.protocol import AnyLearner
+from tether.loop.loop import Schedule, Trainer
+from tether.loop.parts.alarms import Alarms
+from tether.loop.parts.mismatch import MismatchAlarm, mismatch_tolerance
+from tether.loop.preflight import preflight
+from tether.loop.run import (
+    Run,
+    after_rollbacks,
+    begin_run,
+    build_best_evaluation,
+    build_critic_warmup,
+    build_profiler,
+    build_rollbacks,
+    checkpoint_line,
+    find_start,
+    ranks_line,
+)
+from tether.loop.saver import Saver
+from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.machine import resolve_device, set_threads
+from tether.runtime.objects import held, is_object
+from tether.runtime.run_lock import RunLock
+from tether.text.building.advantages import (
+    build_advantage_estimator,
+    build_greedy_baseline,
+    build_reward_components,
+    build_reward_shaping,
+    check_own_functions,
+)
+from tether.text.building.inputs import Inputs, build_inputs, with_template_date
+from tether.text.building.number_formats import DTYPES, decided_formats, formats_line
+from tether.text.building.off_policy import (
+    build_dynamic_sampling,
+    build_policy_filtration,
+    build_rollout_correction,
+    build_rollout_files,
+    old_log_probs_from,
+)
+from tether.text.building.parts import sources_of
+from tether.text.building.reward_model import reward_model_path
+from tether.text.building.rewards import build_rewards
+from tether.text.building.roles import build_roles
+from tether.text.building.router_replay import check_router_replay
+from tether.text.building.row_agents import TURNS
+from tether.text.building.servers import look_at_servers
+from tether.text.building.turns import build_conversations, build_tool_pool
+from tether.text.data.chat import dated_template
+from tether.text.data.prompts import PromptDataset
+from tether.text.data.sampler import PromptSampler
+from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.evaluation import Evaluation
+from tether.text.learning.preflight import ChatFormat, sample_responses
+from tether.text.learning.reward_shaping import KLReward
+from tether.text.learning.rollouts import PromptSource, TextRollouts
+from tether.text.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
+from tether.text.sampling.parity import MORE_ROWS, ParityProbe
+from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
+from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
+
+STORED = (
+    TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
+    ErrorSample, RewardRequest, Dialogue,
+)  # fmt: skip
+"""Classes in the stored batches that were sampled ahead."""
+
+
+def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: None) -> Run:
+    """Build everything that a run needs, and resume from a checkpoint according to ``trainer.resume_mode``.
+
+    `begin` is called with a description of each activity that starts.
+
+    Raises:
+        ValueError: the inputs are not usable.
+    """
+    disable_progress_bar()  # transformers' progress bars would appear at every checkpoint
+    config = loaded.config
+    check_own_functions(config)
+    set_threads(config.trainer.num_threads)
+    seed_rng(config.trainer.seed)
+    device = resolve_device(config.trainer.device)
+    directory = Path(config.trainer.default_local_dir)
+    with ExitStack() as resources:
+        resources.enter_context(RunLock(directory))
+        store, checkpoint = find_start(loaded)
+        loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)
+        formats = decided_formats(loaded.config, device, checkpoint)
+        loaded = loaded.with_values(formats, "what this device computes in")
+        config = loaded.config
+        tools = build_tool_pool(config)
+        if tools:
+            resources.callback(tools.close)
+        inputs = _inputs(config, tools, checkpoint, begin)
+        look_at_servers(config, inputs.model_path, device)
+        identity = _identity(config, inputs)
+        if checkpoint:
+            check_identity(checkpoint, identity)
+        persistence = Persistence(store, identity | _scoring_files(config), loaded.to_yaml(), loaded.has_secrets)
+        groups = build_groups(config, device, directory / "ranks", resources)
+        rewards = build_rewards(config, groups)
+        resources.callback(rewards.close)
+        sampler = _sampler(config, len(inputs.train))
+        schedule = _schedule(config, len(inputs.train))
+        profiler = build_profiler(config.trainer, schedule)
+        steps, incidents = schedule.total_steps, directory / "incidents"
+        sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
+        roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, groups)
+        datasets = list(filter(None, (inputs.train, inputs.validation)))
+        conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
+        rate = config.reward_model.max_error_rate
+        collector = Collector(roles.sampler, rewards, inputs.tokenizer, rate, conversations)
+        loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
+        resources.callback(loggers.close)
+        filtration, source = build_policy_filtration(config), PromptSource(inputs.train, sampler)
+        rollouts = TextRollouts(
+            collector=collector,
+            sampling=sampling,
+            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
+            greedy_baseline=build_greedy_baseline(config),
+            reward_components=build_reward_components(config),
+            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
+            evaluation=_evaluation(config, inputs),
+            max_prompt_length=inputs.train.report.max_prompt_length,
+            seed=config.trainer.seed,
+            transfers=groups.all_ranks.transfers.take if groups else dict,
+            weight_transfers=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
+            check_parity=_proof(config, roles.sampler, inputs.train),
+        )
+        ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
+        if ahead:
+            resources.callback(ahead.close)
+        trainer = Trainer(
+            source=SourceAhead(ahead) if ahead else source,
+            rollouts=ahead or rollouts,
+            actor=roles.actor,
+            critic=roles.critic,
+            reference=roles.reference,
+            reward_transforms=list(filter(None, (build_reward_shaping(config), _kl_reward(config.algorithm)))),
+            estimate_advantages=build_advantage_estimator(config.algorithm),
+            rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
+            select_rows=filtration.draw if filtration else None,
+            critic_warmup=build_critic_warmup(config.trainer),
+            best=build_best_evaluation(config.trainer, persistence, checkpoint),
+            saver=Saver(config.trainer.async_save),
+            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            on_collapse=config.trainer.on_collapse,
+            rollbacks=build_rollbacks(config.trainer, store, checkpoint),
+            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
+            schedule=schedule,
+            persistence=persistence,
+            mismatch=_mismatch_alarm(config),
+            loggers=loggers,
+            old_log_probs=old_log_probs_from(config),
+        )
+        resources.callback(trainer.saver.close)
+        if checkpoint:
+            trainer.resume(checkpoint)
+        learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
+        check = partial(preflight, partial(sample_responses, source, rollouts, _chat_format(config, inputs)), learners)
+        about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
+        return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
+    data = config.data
+    template = dated_template(inputs.tokenizer, data.chat_template, data.chat_template_date)
+    return ChatFormat(template, data.apply_chat_template_kwargs)
+
+
+def _about(
+    config: RunConfig, inputs: Inputs, groups: RankGroups | None, learners: Sequence[AnyLearner]
+) -> Iterator[str]:
+    """Return lines for the user about prompts, devices and the size of checkpoints."""
+    yield f"training prompts: {inputs.train.report}"
+    if inputs.validation is not None:
+        yield f"validation prompts: {inputs.validation.report}"
+    if groups:
+        yield from (ranks_line(config), *megatron_line(config, groups))
+    if models := [learner.engine.model for learner in learners if isinstance(learner.engine, LocalEngine)]:
+        yield from checkpoint_line(config, models)
+
+
+def _sampling_ahead(
+    loaded: LoadedConfig,
+    source: PromptSource,
+    rollouts: TextRollouts,
+    actor: AnyLearner,
+    schedule: Schedule,
+    warn: Callable[[str], None],
+) -> SamplingAhead[Any, Any] | None:
+    """Return the asynchronous sampling; None if sampling and training alternate."""
+    config, mode = loaded.config, loaded.config.trainer.async_mode
+    if mode == "off":
+        return None
+    return SamplingAhead(
+        source,
+        rollouts,
+        actor.engine.export,
+        total_steps=schedule.total_steps,
+        max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
+        fixed=mode == "one_step_off",
+        partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
+        is_compatible=partial(_drawn_by, loaded, warn),
+        classes=STORED,
+    )
+
+
+def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
+    """Whether the stored batches of a checkpoint fit this configuration; warns if not."""
+    changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
+    before, now = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT), _scoring_files(loaded.config)
+    changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
+    if changes:
+        what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"
+        warn(f"{what}: {'; '.join(changes)}")
+    return not changes
+
+
+def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
+    """Return the parity probe of sampler and trainer before the first step; None if a step makes the comparison."""
+    if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
+        return None
+    few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
+    return partial(sampler.verify, few, NoiseKey(config.trainer.seed, 0))
+
+
+def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:
+    """Build the inputs of a run, checked for the training engine."""
+    begin("reading the data")
+    inputs = build_inputs(config, tools)
+    begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
+    check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)
+    check_router_replay(config, inputs.model_path)
+    return inputs
+
+
+def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
+    identity = {"data.train_files": inputs.train.fingerprint()}
+    if is_object(inputs.model_path):
+        identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
+    if isinstance(inputs.model_path, Path):
+        identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
+    if isinstance(inputs.critic_path, Path):
+        identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
+    if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too
+        identity[reference[0]] = model_fingerprint(reference[1])
+    if isinstance(scores := reward_model_path(config), Path):
+        identity["reward_model.model.path"] = model_fingerprint(scores)
+    return identity
+
+
+def _scoring_files(config: RunConfig) -> dict[str, str]:
+    """Return key -> fingerprint of user files that score or answer; they may differ in a resumed run."""
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    named = {"custom_reward_function.path": [config.custom_reward_function.path or ""]}
+    if path := turns.tool_config_path:
+        tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
+        named[f"{TURNS}.tool_config_path"] = [path, *tools]
+    if path := turns.interaction_config_path:
+        classes = [environment.class_name for environment in read_environments(path).values()]
+        named[f"{TURNS}.interaction_config_path"] = [path, *classes]
+    files = {key: [Path(name.partition(":")[0]).expanduser() for name in names] for key, names in named.items()}
+    return {key: " ".join(sha256_of([file for file in paths if file.is_file()])) for key, paths in files.items()}
+
+
+def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
+    data = config.data
+    size = data.gen_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+    return PromptSampler(num_prompts, size, shuffle=data.shuffle, seed=data.seed)
+
+
+def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
+    trainer = config.trainer
+    batches_per_epoch = math.ceil(
+        num_prompts / config.data.train_batch_size
+    )  # regardless of what dynamic sampling drops
+    total_steps = trainer.total_training_steps or trainer.total_epochs * batches_per_epoch
+    if problem := staleness_problem(config, total_steps):
+        raise ValueError(str(problem))
+    return Schedule(
+        total_steps=total_steps,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+    )
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """Return the sampling parameters of training responses."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        max_length=rollout.max_model_len,
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        ignore_eos=rollout.ignore_eos,
+        record_experts=rollout.enable_rollout_routing_replay,
+    )
+
+
+def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
+    if inputs.validation is None:
+        return None
+    return Evaluation(inputs.validation, validation_sampling(config), config.data.val_batch_size)
+
+
+def validation_sampling(config: RunConfig) -> SamplingParams:
+    """Return the sampling parameters of validation responses."""
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=rollout.response_length,
+        max_length=rollout.max_model_len,
+        n=val.n,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_k=val.top_k,
+        top_p=val.top_p,
+        record_kept=False,
+    )
+
+
+def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
+    if config.trainer.async_mode != "off":  # rows of older weights: a large difference is no fault
+        return MismatchAlarm(math.inf)
+    formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
+
+
+def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
+    if not algorithm.use_kl_in_reward:
+        return None
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
+    return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)

@@ -1,0 +1,291 @@
+"""Builds policy, critic, reference and sampler of a text run, in this process or sharded over several devices."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tether.batch import TrainBatch
+from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor
+from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
+from tether.distributed import Group, Replicas, ShardedEngine, ShardedSampler
+from tether.distributed.groups import RankGroups
+from tether.integrations.megatron.build import megatron_parts, uses_megatron
+from tether.loop.engines.protocol import Learner
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.profiling import ProcessTrace
+from tether.text.building.learners import (
+    Reference,
+    Role,
+    actor_engine,
+    build_actor,
+    build_critic,
+    build_reference,
+    critic_engine,
+    load_policy,
+    load_reference,
+    load_value_model,
+    reference_engine,
+    reference_ranks,
+    sequence_ranks,
+)
+from tether.text.building.number_formats import DTYPES
+from tether.text.building.parts import RankSampler, Sources
+from tether.text.building.reward_model import SCORER, reward_engine
+from tether.text.building.router_replay import replays
+from tether.text.building.servers import PolicyCard, build_servers
+from tether.text.learning.engines.copies import with_weights
+from tether.text.learning.engines.division import balanced, in_order
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.engines.one_rank import OneRankEngine
+from tether.text.learning.forward import PolicyOutputs, ReferenceModel, ValueOutputs
+from tether.text.models.expert_choice import follow_choice
+from tether.text.models.layers import use_tether_attention
+from tether.text.models.lazy_weights import has_lazy_weights
+from tether.text.sampling import NativeEngine, eos_token_ids
+from tether.text.sampling.protocol import RolloutEngine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run."""
+
+    actor: Learner[TrainBatch, PolicyOutputs]
+    critic: Learner[TrainBatch, ValueOutputs] | None
+    """The critic; None if the advantage estimator needs no values."""
+    reference: Reference | None
+    """The reference; None if no KL uses it."""
+    sampler: RolloutEngine
+
+
+def build_roles(
+    config: RunConfig,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+    groups: RankGroups | None,
+) -> Roles:
+    """Load the models on the devices of a run.
+
+    Args:
+        config: configuration of the run.
+        sources: sources of its models.
+        sampling: sampling parameters of training responses.
+        logs: folder for the output of other processes.
+        resources: closes servers.
+        groups: processes of several devices, which also load the reward model.
+
+    Raises:
+        ValueError: models cannot be loaded or trained.
+    """
+    if groups is None:
+        engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
+        card = engines.get("card")
+        served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
+        return _roles(config, engines, served or engines["sampler"], sources.total_steps)
+    groups.build(build_parts, config, sources)
+    assign = balanced if config.trainer.balance_batch else in_order
+    separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
+    ahead = separate and config.trainer.async_mode != "off"  # samples while the actor is trained
+    engines = {
+        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
+        for name, replicas in _replicas(config, groups).items()
+    }
+    if config.actor_rollout_ref.rollout.name in SERVERS:
+        card = _of_first_rank(groups.of["actor"], "card", "read")
+        return _roles(
+            config,
+            engines,
+            _served(config, engines["actor"], card, sources, sampling, logs, resources),
+            sources.total_steps,
+        )
+    ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
+    sampler = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
+    if separate:
+        sampler.load_weights(engines["actor"].export())
+    return _roles(config, engines, sampler, sources.total_steps)
+
+
+def _of_first_rank(group: Group, component: str, method: str) -> Any:
+    return group.call(component, method, [(), *[None] * (group.size - 1)])[0]
+
+
+def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
+    """Return for each model which ranks share its rows."""
+    ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
+    if config.critic.enable:
+        ranks_per_replica["critic"] = sequence_ranks(config, config.critic)
+    if asks_reference(config):
+        ranks_per_replica["reference"] = reference_ranks(config)
+    if uses_megatron(config):
+        return {name: Replicas.reported_by(groups.of[name], name) for name in ranks_per_replica}
+    return {name: Replicas.contiguous(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
+
+
+def _served(
+    config: RunConfig,
+    actor: Any,
+    card: PolicyCard,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+) -> RolloutEngine:
+    """Return the sampler that uses servers."""
+    learner = build_actor(config, actor, sources.total_steps)
+    return build_servers(config, learner, card, sources, sampling, logs, resources)
+
+
+def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+    """Build the components of one rank with the named models; called on each rank."""
+    fsdp = importlib.import_module("tether.text.learning.engines.fsdp")
+    seed_rng(config.trainer.seed)
+    alone = _is_alone(config, names)
+
+    def make(role: Role) -> Any:
+        if alone:
+            return OneRankEngine
+        settings = _sharding_of(role)
+        options: dict[str, Any] = {
+            "sequence": sequence_ranks(config, role),
+            "shards": settings.fsdp_size,
+            "reshard": settings.reshard_after_forward,
+            "on_host": settings.offload_policy,
+            "weights_rest_on_host": settings.param_offload,
+        }
+        if isinstance(settings, TrainedFsdpConfig):
+            narrow = settings.mixed_precision.reduce_dtype == "bfloat16"
+            options["reduce_dtype"] = torch.bfloat16 if narrow else None
+            options["optimizer_rests_on_host"] = settings.optimizer_offload
+        return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
+
+    if uses_megatron(config):
+        models = megatron_parts(config, sources, names)
+    else:
+        models = _engines(config, sources, make, names, sharded=not alone)
+    if "sampler" in models:
+        models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
+    components = models | {"trace": ProcessTrace()}
+    if SCORER in names:
+        components[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
+    return components
+
+
+def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
+    """Whether these models have a single device without offloading, so that nothing is sharded."""
+    sections: dict[str, Role] = {
+        "actor": config.actor_rollout_ref.actor,
+        "critic": config.critic,
+        "reference": config.actor_rollout_ref.ref,
+        SCORER: config.reward_model.model,
+    }
+    settings = [_sharding_of(sections[name]) for name in names & sections.keys()]
+    moved = [each.offload_policy or each.param_offload for each in settings]
+    moved += [each.optimizer_offload for each in settings if isinstance(each, TrainedFsdpConfig)]
+    devices = placed(config)
+    return not any(moved) and all(len(devices[name]) == 1 for name in names)
+
+
+def _sharding_of(role: Role) -> ShardConfig:
+    return role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
+
+
+def _engines(
+    config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
+) -> dict[str, Any]:
+    """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
+    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+    components: dict[str, Any] = {}
+    policy, reference = None, None
+    if names & {"actor", "sampler"}:
+        unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
+        policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=unread)
+        if replays(config):
+            follow_choice(policy)
+    if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
+        reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
+    if "actor" in names:
+        assert policy is not None
+        components |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
+    elif "sampler" in names:
+        assert policy is not None
+        components["sampler"] = _native(config, _copy_to_sample(config, policy))
+    if "critic" in names:
+        critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
+        components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
+    if "reference" in names and reference is not None:
+        make_reference = make(config.actor_rollout_ref.ref)
+        if sharded and reference.model is policy:  # with LoRA
+            make_reference = lambda _, micro, during: components["actor"].frozen(micro, during)  # noqa: E731
+        elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
+            make_reference = LocalEngine
+        components["reference"] = reference_engine(config, reference, make_reference)
+    return components
+
+
+def _policy_parts(
+    config: RunConfig,
+    policy: PreTrainedModel,
+    reference: ReferenceModel | None,
+    sources: Sources,
+    make: Callable[[Role], Any],
+    names: frozenset[str],
+    *,
+    sharded: bool,
+) -> dict[str, Any]:
+    """Build the actor, with the sampler or the model card for servers."""
+    settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
+    separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
+    sampling = _copy_to_sample(config, policy) if separate and "sampler" in names else policy
+    components: dict[str, Any] = {"card": PolicyCard.of(policy)} if served else {}  # before it is sharded
+    # Before the sampler, which then shares the weights in their training dtype.
+    components["actor"] = actor_engine(
+        config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
+    )
+    if "sampler" not in names:
+        use_tether_attention(policy)  # for training; the native engine does it itself
+        return components
+    return components | {"sampler": _native(config, sampling)}
+
+
+def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
+    rollout = config.actor_rollout_ref.rollout
+    return NativeEngine(
+        model,
+        eos_token_ids=eos_token_ids(model),
+        max_num_seqs=rollout.max_num_seqs,
+        max_kept_tokens=rollout.multi_turn.max_kept_tokens,
+        dtype=DTYPES[rollout.dtype],
+    )
+
+
+def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the policy in its training dtype, with uninitialized memory for unread weights.
+
+    Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
+    """
+    dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], has_lazy_weights(policy)
+
+    def copied(weight: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        return room if unread else room.copy_(weight.detach())
+
+    return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
+
+
+def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
+    return Roles(
+        build_actor(config, engines["actor"], total_steps),
+        build_critic(config, engines["critic"]) if "critic" in engines else None,
+        build_reference(config, engines["reference"]) if "reference" in engines else None,
+        sampler,
+    )

@@ -1,0 +1,131 @@
+"""Builds the conversations of a run: tools, environments, and the agents of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config import RunConfig
+from tether.text.building.row_agents import agent_problem, interactions_of, row_agent
+from tether.text.data.chat import dated_template
+from tether.text.data.location import ENVIRONMENT, environment_named_by
+from tether.text.data.prompts import PromptDataset
+from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
+from tether.text.turns import Conversations, TurnLimits, TurnTemplate
+from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
+
+_STARTUP = 300.0  # seconds; an environment may load a dataset
+
+
+def build_tool_pool(config: RunConfig) -> ToolPool | None:
+    """Start the processes of tools and environments; return None if every row has a single turn.
+
+    Raises:
+        ValueError: the configuration of tools cannot be read, or a class cannot be loaded.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
+    if not turns.enable:
+        return None
+    tools = read_tools(turns.tool_config_path) if turns.tool_config_path else ()
+    environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
+    if agent not in (SINGLE_TURN, TOOL_AGENT):
+        place = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        environments = environments | {agent: environment_named(agent, turns.format, place)}
+    for source in (*config.data.train_files, *config.data.val_files):
+        if source.startswith(ENVIRONMENT):
+            name = environment_named_by(source)
+            environments = environments | {name: environment_named(name, turns.format, name)}
+    return ToolPool(
+        ResponderSpecs(tools, environments, turns.format),
+        num_workers=rollout.agent.num_workers,
+        timeout=turns.timeout,
+        startup_timeout=_STARTUP,
+    )
+
+
+def scored_by_environments(config: RunConfig) -> bool:
+    """Whether rows with an environment are scored only by it."""
+    return config.custom_reward_function.path is None and not config.reward_model.enable
+
+
+def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[RowAgent, RowAgent]]:
+    """Refuse rows whose agent does not exist.
+
+    Returns:
+        The agents of the rows, each paired with the row's agent if it were of `tool_agent`.
+
+    Raises:
+        ValueError: lists up to ten such rows.
+    """
+    interactions, reported = interactions_of(config), set[str]()
+    agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
+
+    def check(row: Row) -> None:
+        if problem := agent_problem(config, row, interactions):
+            if problem in reported:  # all rows of a source may have the same problem
+                return
+            reported.add(problem)
+            raise ValueError(problem)
+        agent = row_agent(config, row)
+        agents.add((agent, agent_of(TOOL_AGENT, row.extra_info)))
+        environment = None if agent.has_tools else agent.environment
+        if tools is not None and environment is not None and environment not in checked:
+            checked.add(environment)  # a failing one is reported once, and not started again for each row
+            tools.check(environment)
+
+    prompts.check_rows(check)
+    return agents
+
+
+def build_conversations(
+    config: RunConfig,
+    tools: ToolPool | None,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: frozenset[int],
+    datasets: Sequence[PromptDataset],
+) -> Conversations | None:
+    """Return what answers the policy between its turns; None with a single turn.
+
+    Args:
+        config: configuration of the run.
+        tools: processes of tools and environments.
+        tokenizer: tokenizer of the policy.
+        ends: ids of the stop tokens.
+        datasets: all prompts.
+
+    Raises:
+        ValueError: turns of the chat template cannot be concatenated.
+    """
+    if tools is None:
+        return None
+    turns, data = config.actor_rollout_ref.rollout.multi_turn, config.data
+    default = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    kwargs = dict(data.apply_chat_template_kwargs)
+    dated = dated_template(tokenizer, data.chat_template, data.chat_template_date)
+    template = TurnTemplate(tokenizer, ends, dated, kwargs)
+    listing = TurnTemplate(tokenizer, ends, dated, {**kwargs, "tools": tools.schemas or None})
+    agents = {row_agent(config, prompt) for prompts in datasets for prompt in prompts}
+    if any(agent.has_tools for agent in agents):
+        listing.check(["tool"], turns.tokenization_sanity_check_mode)
+    rows = [prompt for prompts in datasets for prompt in prompts if row_agent(config, prompt).environment is not None]
+    roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # the agents of the rows
+    template.check(sorted(roles), turns.tokenization_sanity_check_mode)
+    return Conversations(
+        pool=tools,
+        tokenizer=tokenizer,
+        template=template,
+        tool_template=listing,
+        turn_end=(listing if tools.schemas else template).turn_end("tool" if tools.schemas else "user"),
+        limits=TurnLimits(
+            max_assistant_turns=turns.max_assistant_turns,
+            max_user_turns=turns.max_user_turns,
+            max_parallel_calls=turns.max_parallel_calls,
+            max_tool_response_length=turns.max_tool_response_length,
+            tool_response_truncate_side=turns.tool_response_truncate_side,
+        ),
+        find_calls=FORMATS[turns.format],
+        default_agent=default,
+        environments_score_alone=scored_by_environments(config),
+    )

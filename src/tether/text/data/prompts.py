@@ -1,0 +1,300 @@
+"""Rows to prompts: templated, tokenized once, and limited in length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tether.batch import Prompt, TokenIds, as_token_ids
+from tether.keyed_random import permutation
+from tether.runtime.terminal import Screen, Waiting
+from tether.spelling import did_you_mean
+from tether.text.data.chat import TRUNCATIONS, render, tokenize
+from tether.text.data.control_tokens import ControlTokens
+from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, Rows, raise_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 512
+"""Number of rows rendered and tokenized at once."""
+_NO_IDS = as_token_ids((), "token_ids")
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Settings of the conversion from rows to prompts."""
+
+    max_prompt_length: int
+    """Maximum tokens of a prompt, including those of the template."""
+    filter_overlong_prompts: bool = False
+    """Whether to drop longer prompts; the report counts them."""
+    truncation: str = "error"
+    """What to do with longer prompts that are not dropped: `error`, or truncate the `left`, `right` or `middle`."""
+    max_samples: int = -1
+    """Maximum number of rows, before overlong ones are dropped; -1 uses all."""
+    shuffle: bool = False
+    """Whether `max_samples` chooses rows at random instead of the first ones."""
+    seed: int = 0
+    """Seed of that choice."""
+    chat_template: str | None = None
+    """A Jinja template to use instead of the tokenizer's."""
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the template."""
+    control_tokens_as_text: bool = False
+    """Whether to read control tokens inside messages as text; otherwise they act as control tokens."""
+    default_agent: str = SINGLE_TURN
+    """Agent of rows without an `agent_name`."""
+    tools: Sequence[Mapping[str, object]] = ()
+    """Tool schemas for the prompts of rows whose agent has tools."""
+
+    def template_kwargs(self, row: Row) -> Mapping[str, object]:
+        """Return the template's variables for a row."""
+        listed = self.tools if (row.agent_name or self.default_agent) == TOOL_AGENT else row.tools
+        return {"tools": list(listed), **self.chat_template_kwargs} if listed else self.chat_template_kwargs
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """Counts of the rows used and dropped; lengths are in tokens."""
+
+    num_rows: int
+    """Rows in the files."""
+    num_chosen: int
+    """Rows after `max_samples`."""
+    num_dropped: int
+    """Rows longer than `max_prompt_length` that were dropped."""
+    num_cut: int
+    """Rows longer than `max_prompt_length` that were truncated."""
+    longest: int
+    """Length of the longest prompt before dropping and truncating."""
+    max_prompt_length: int
+    truncation: str
+    control_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Control token -> number of rows whose messages contain it, if it acts as a control token."""
+    num_distinct: int = 0
+    """Distinct prompts among those used."""
+    num_repeated: int = 0
+    """Generated validation prompts dropped because they repeat, or are also training prompts."""
+    num_trained: int = 0
+    """Validation prompts used although they are also training prompts."""
+    recognised: tuple[str, ...] = ()
+    """Sources whose layout was recognised by their columns."""
+
+    def __str__(self) -> str:
+        num_used = self.num_chosen - self.num_dropped - self.num_repeated
+        distinct = f" ({self.num_distinct} distinct)" if self.num_distinct < num_used else ""
+        counts = [f"{num_used} prompts{distinct} of {self.num_rows} rows"]
+        if self.num_repeated:
+            counts.append(f"{self.num_repeated} repeated or in training left out")
+        if self.num_dropped:
+            counts.append(f"{self.num_dropped} longer than {self.max_prompt_length} tokens dropped")
+        if self.num_cut:
+            counts.append(f"{self.num_cut} cut to {self.max_prompt_length} tokens ({self.truncation})")
+        return "; ".join([", ".join(counts), f"the longest has {self.longest} tokens", *self.recognised])
+
+
+class PromptDataset:
+    """The prompts of a dataset, a sequence of `Prompt`.
+
+    Token ids are computed once, by the constructor; the other fields of a prompt are read from its row on access.
+
+    Args:
+        rows: from `tether.text.data.sources.load_rows` or `tether.text.data.custom.load_custom_dataset`.
+        tokenizer: the policy's; None: prompts have no token ids, for a reward that reads texts.
+        options: settings of the conversion.
+
+    Raises:
+        ValueError: the truncation is unknown, the tokenizer has no chat template, the template refuses a conversation,
+            prompts are too long under ``truncation="error"``, or no prompt remains.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: PreTrainedTokenizerBase | None, options: PromptOptions) -> None:
+        if options.truncation not in ("error", *TRUNCATIONS):
+            allowed = ("error", *TRUNCATIONS)
+            hint = did_you_mean(options.truncation, allowed)
+            raise ValueError(f"data.truncation is {options.truncation!r}; it may be {', '.join(allowed)}.{hint}")
+        limit = options.max_prompt_length
+        chosen = choose_rows(len(rows), options)
+        encoded = _encode(rows, chosen, tokenizer, options) if tokenizer else [_NO_IDS] * len(chosen)
+        overlong = [i for i, ids in enumerate(encoded) if len(ids) > limit]
+        dropped = set(overlong) if options.filter_overlong_prompts else set()
+        if options.truncation == "error" and not options.filter_overlong_prompts:
+            raise_problems([_too_long(rows[chosen[i]], len(encoded[i]), limit) for i in overlong])
+        used = [i for i in range(len(chosen)) if i not in dropped]
+        self.report = PromptReport(
+            num_rows=len(rows),
+            num_chosen=len(chosen),
+            num_dropped=len(dropped),
+            num_cut=len(overlong) - len(dropped),
+            longest=max(len(ids) for ids in encoded),
+            max_prompt_length=limit,
+            truncation=options.truncation,
+            recognised=tuple(rows.recognised()),
+            control_tokens=_count(rows, chosen, tokenizer, options)
+            if tokenizer and not options.control_tokens_as_text
+            else {},
+        )
+        if not used:
+            raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
+        self._rows = rows
+        self._row_indices = [chosen[i] for i in used]
+        self._token_ids = [_cut(encoded[i], limit, options.truncation) for i in used]
+        self.report = replace(self.report, num_distinct=len(self._keys()))
+
+    def _keys(self) -> set[bytes]:
+        return {ids.tobytes() for ids in self._token_ids}
+
+    def held_out_from(self, train: PromptDataset) -> PromptDataset:
+        """Return this dataset as the validation data of a run that trains on `train`.
+
+        Generated prompts that repeat or are also in `train` are dropped. Prompts of files are only counted in the
+        report,
+        so that a score is that of the file.
+
+        Raises:
+            ValueError: no prompt remains.
+        """
+        trained, used = train._keys(), list[int]()
+        seen = set[bytes]()
+        for position, (index, ids) in enumerate(zip(self._row_indices, self._token_ids, strict=True)):
+            key = ids.tobytes()
+            if not self._rows.is_generated(index) or (key not in trained and key not in seen):
+                used.append(position)
+            seen.add(key)
+        if not used:
+            raise ValueError(
+                "data.val_files: training has every one of these questions. Generate the two with part=train and "
+                "part=test, which share none."
+            )
+        held_out = copy(self)
+        held_out._row_indices = [self._row_indices[position] for position in used]
+        held_out._token_ids = [self._token_ids[position] for position in used]
+        held_out.report = replace(
+            self.report,
+            num_distinct=len(held_out._keys()),
+            num_repeated=len(self) - len(used),
+            num_trained=sum(ids.tobytes() in trained for ids in held_out._token_ids),
+        )
+        return held_out
+
+    def __len__(self) -> int:
+        return len(self._row_indices)
+
+    def __getitem__(self, position: int) -> Prompt:
+        row = self._rows[self._row_indices[position]]
+        return Prompt(
+            token_ids=self._token_ids[position],
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            messages=row.messages,
+            extra_info=row.extra_info,
+            index=self._row_indices[position],
+            agent_name=row.agent_name,
+        )
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[position] for position in range(len(self)))
+
+    def check_rows(self, check: Callable[[Row], None]) -> None:
+        """Call `check` with the row of each prompt.
+
+        Raises:
+            ValueError: `check` raised one; lists up to ten rows with their locations.
+        """
+        problems = []
+        for index in self._row_indices:
+            row = self._rows[index]
+            try:
+                check(row)
+            except ValueError as error:
+                problems.append(f"{row.place}: {error}")
+        raise_problems(problems)
+
+    def first_beyond(self, vocabulary: int) -> str | None:
+        """Describe the first prompt with a token id outside of a model's vocabulary of `vocabulary` tokens."""
+        for number, ids in zip(self._row_indices, self._token_ids, strict=True):
+            if len(ids) and ids.max() >= vocabulary:
+                return f"{self._rows[number].place} has the token {ids.max()}"
+        return None
+
+    def fingerprint(self) -> str:
+        """Return a hash of the data that training uses: token ids, source, ground truth and extra_info.
+
+        Paths do not matter, so moved files are the same data; options and the template matter only by their effect.
+        """
+        digest = hashlib.sha256()
+        for prompt in self:
+            ids = tuple(prompt.token_ids.tolist())
+            seen = (prompt.index, ids, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+            digest.update(repr(seen if prompt.agent_name is None else (*seen, prompt.agent_name)).encode())
+        return digest.hexdigest()
+
+
+def choose_rows(num_rows: int, options: PromptOptions) -> list[int]:
+    """Return the indices of the rows that `max_samples` selects, in ascending order."""
+    if not 0 < options.max_samples < num_rows:
+        return list(range(num_rows))
+    if not options.shuffle:
+        return list(range(options.max_samples))
+    return sorted(permutation(num_rows, options.seed, 0, "max_samples")[: options.max_samples].tolist())
+
+
+def _encode(
+    rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> list[TokenIds]:
+    encoded: list[TokenIds] = []
+    with Waiting("preparing prompts", len(numbers), Screen(stderr=True), late=True) as waiting:
+        for start in range(0, len(numbers), CHUNK):
+            chunk = [rows[number] for number in numbers[start : start + CHUNK]]
+            encoded += _encode_chunk(chunk, tokenizer, options)
+            waiting.show(len(encoded))
+    return encoded
+
+
+def _count(
+    rows: Rows, numbers: Sequence[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> Mapping[str, int]:
+    control = ControlTokens(tokenizer, options.chat_template)
+    templated = (row for row in (rows[number] for number in numbers) if row.token_ids is None)
+    return Counter(token for row in templated for token in control.inside(row.messages))
+
+
+def _encode_chunk(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> list[TokenIds]:
+    if options.control_tokens_as_text:
+        control = ControlTokens(tokenizer, options.chat_template)
+        return [_encode_as_text(row, control, tokenizer, options) for row in rows]
+    texts = [
+        render(row, tokenizer, options.chat_template, options.template_kwargs(row))
+        for row in rows
+        if row.token_ids is None
+    ]
+    templated = iter(tokenize(texts, tokenizer))
+    return [next(templated) if row.token_ids is None else row.token_ids for row in rows]
+
+
+def _encode_as_text(
+    row: Row, control: ControlTokens, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> TokenIds:
+    if row.token_ids is not None:
+        return row.token_ids
+    messages, mark = control.broken(row.messages)
+    text = render(
+        replace(row, messages=tuple(messages)), tokenizer, options.chat_template, options.template_kwargs(row)
+    )
+    return control.tokenize_broken(text, mark)
+
+
+def _cut(ids: TokenIds, limit: int, truncation: str) -> TokenIds:
+    return TRUNCATIONS[truncation](ids, limit) if len(ids) > limit else ids
+
+
+def _too_long(row: Row, length: int, limit: int) -> str:
+    return (
+        f"{row.place}: the prompt has {length} tokens, more than data.max_prompt_length={limit}. Raise it, drop such "
+        "rows with data.filter_overlong_prompts=True, or cut them with data.truncation=left|right|middle."
+    )

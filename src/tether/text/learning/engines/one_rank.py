@@ -1,0 +1,50 @@
+"""An engine for a model on one device of a run with several, without sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from tether.loop.engines.protocol import Outputs
+from tether.text.learning.engines.copies import with_all_names
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.engines.ranks import or_smaller_next_time
+from tether.text.learning.engines.shares import Writing
+from tether.text.learning.micro_batches import MicroBatching, RowSize
+
+Result = TypeVar("Result")
+
+
+class OneRankEngine(LocalEngine[Outputs]):
+    """A `LocalEngine` with the interface of the engines on ranks; FSDP would copy all weights for every pass."""
+
+    @cached_property
+    def _writing(self) -> Writing:
+        return Writing()
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `export` on the CPU; tied ones follow each other."""
+        for names, value in with_all_names(self.model):
+            tensor = value.cpu()
+            yield from ((name, tensor) for name in names)
+
+    def begin_saving(self, share: Path, name: str) -> None:
+        """Copy the model and its training state and start writing them, as `FsdpEngine.begin_saving` does."""
+        self._writing.begin(self.saving(share / name, share / "state.pt", copy=True))
+
+    def writing(self) -> tuple[bool, BaseException | None]:
+        """Return whether writing is done, and the error if it failed."""
+        return self._writing.answer()
+
+    def load_state(self, file: Path) -> int:  # type: ignore[override]
+        super().load_state(file)
+        return self.version
+
+    def _within_memory(
+        self, attempt: Callable[[MicroBatching], Result], micro: MicroBatching, rows: Sequence[RowSize]
+    ) -> Result:
+        return or_smaller_next_time(attempt, micro, rows)

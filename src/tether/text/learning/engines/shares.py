@@ -1,0 +1,64 @@
+"""The assignment of a checkpoint's weights to the ranks that write them, and the thread that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from tether.checkpoints import moments_path
+from tether.text.learning.engines.division import balanced
+from tether.text.models.save import join_shards
+
+
+def writers(model: PreTrainedModel, ranks: int) -> list[int]:
+    """Return the rank that writes each of `model.parameters()`, balanced by size.
+
+    A layer stays on one rank, since saving may merge several of its weights into one tensor.
+    """
+    layers = set(model._no_split_modules or ())
+    inside = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in layers]
+    units: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        unit = next((layer for layer in inside if name.startswith(layer)), name.split(".base_layer.")[0])
+        units.setdefault(unit, []).append(number)
+        sizes[unit] = sizes.get(unit, 0) + parameter.numel()
+    assignment = [0] * sum(map(len, units.values()))
+    members = list(units.values())
+    for rank, mine in enumerate(balanced(list(sizes.values()), ranks)):
+        for number in chain.from_iterable(members[unit] for unit in mine):
+            assignment[number] = rank
+    return assignment
+
+
+def join_shares(shares: Sequence[Path], folder: Path, state: Path) -> None:
+    """Combine what each rank wrote in `FsdpEngine.begin_saving` into a model's folder and its training state."""
+    join_shards([share / folder.name for share in shares], folder)
+    for number, share in enumerate(shares, 1):
+        if (moments := share / "moments.safetensors").exists():
+            moments.rename(moments_path(state, number, len(shares)))
+    (shares[0] / "state.pt").rename(state)
+    if (adapter := shares[0] / "adapter").exists():
+        adapter.rename(folder.with_name("adapter"))
+
+
+class Writing:
+    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can go on after them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._job: Future[None] | None = None
+
+    def begin(self, job: Callable[[], None]) -> None:
+        """Start a job."""
+        self._job = self._thread.submit(job)
+
+    def answer(self) -> tuple[bool, BaseException | None]:
+        """Return whether the job is done, and its error if it failed."""
+        if self._job is None or not self._job.done():
+            return self._job is None, None
+        return True, self._job.exception()

@@ -1,0 +1,89 @@
+"""Validation of the current policy: samples and scores responses to every held-out prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tether.batch import Prompt
+from tether.loop.protocol import EvaluationResult
+from tether.metrics.loggers import Sample
+from tether.metrics.validation import ValidationRow, validation_metrics
+from tether.text.data.chat import decode
+from tether.text.data.prompts import PromptDataset
+from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.rewards import RewardError, Score
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+
+VALIDATION_SEED = 0x5EED
+"""Makes the noise of sampled validation different from that of training."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates a policy on held-out prompts."""
+
+    dataset: PromptDataset
+    sampling: SamplingParams
+    batch_size: int | None = None
+    """The number of prompts that are sampled together; None samples all at once."""
+
+    def run(
+        self, collector: Collector, key: NoiseKey, on_progress: Callable[[int, int], None] | None = None
+    ) -> EvaluationResult:
+        """Sample and score responses to all prompts.
+
+        Args:
+            collector: samples and scores.
+            key: noise key of the training step, from which that of validation is derived.
+            on_progress: called with (finished responses, all responses).
+        """
+        total = len(self.dataset) * self.sampling.n
+        samples: list[Sample] = []
+        rows: list[ValidationRow] = []
+        for prompts in self._batches():
+            first = len(samples)
+            batch_key = replace(key, seed=key.seed ^ VALIDATION_SEED, first_sample=first)
+
+            def show(done: int, _: int, first: int = first) -> None:
+                if on_progress:
+                    on_progress(first + done, total)
+
+            experience = collector.collect(prompts, self.sampling, batch_key, show)
+            samples += list(samples_of(experience, collector))
+            rows += list(_validation_rows(experience))
+        return EvaluationResult(validation_metrics(rows), samples)
+
+    def _batches(self) -> Iterator[Sequence[Prompt]]:
+        size = self.batch_size or len(self.dataset)
+        for start in range(0, len(self.dataset), size):
+            yield [self.dataset[row] for row in range(start, min(start + size, len(self.dataset)))]
+
+
+def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sample]:
+    """Yield a sample for the logs for each response."""
+    for row, (text, outcome) in enumerate(zip(experience.texts, experience.outcomes, strict=True)):
+        prompt = experience.prompt_of(row)
+        yield Sample(
+            index=prompt.index,
+            data_source=prompt.data_source,
+            prompt=decode(collector.tokenizer, prompt.token_ids),
+            response=text,
+            reward=outcome.value if isinstance(outcome, Score) else None,
+            ground_truth=prompt.ground_truth,
+            note=outcome.message if isinstance(outcome, RewardError) else "",
+            truncated=bool(experience.rollout.truncated[row]),
+            extra=outcome.extra if isinstance(outcome, Score) else {},
+        )
+
+
+def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
+    for row, outcome in enumerate(experience.outcomes):
+        prompt = experience.prompt_of(row)
+        score = outcome if isinstance(outcome, Score) else None
+        extra = dict(score.extra) if score else {}
+        prediction = extra.pop("pred", None)
+        values = {"reward": score.value if score else None, **extra}
+        answer = prompt.ground_truth  # of any type, and an array has no single truth value
+        truth = None if answer is None or (isinstance(answer, str) and not answer) else repr(answer)
+        yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)

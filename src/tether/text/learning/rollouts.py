@@ -1,0 +1,201 @@
+"""Rollouts of language models: sampling, scoring and evaluation of responses, and the metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.algorithms import Mean, explained_variance, masked_sum
+from tether.batch import Prompt, TrainBatch, WeightUpdate
+from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
+from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
+from tether.metrics.perf import memory_metrics, throughput_metrics
+from tether.metrics.timing import Timer, timing_per_token_ms
+from tether.text.data.prompts import PromptDataset
+from tether.text.data.sampler import PromptSampler
+from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.dynamic_sampling import DynamicSampling
+from tether.text.learning.evaluation import Evaluation
+from tether.text.learning.forward import PolicyOutputs
+from tether.text.learning.greedy_baseline import GreedyBaseline
+from tether.text.learning.packing import sequence_lengths
+from tether.text.learning.reward_components import RewardComponents
+from tether.text.learning.rollout_files import RolloutFiles
+from tether.text.rewards import RewardReport
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.types import StateDict
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return the explained variance of the critic; no metric without a critic, or without a token to learn from."""
+    if batch.values is None or batch.returns is None or not batch.response_mask.any():
+        return {}
+    return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
+
+
+def partial_metrics(batch: TrainBatch) -> dict[str, float]:
+    """Return the share of rows in which weights changed; no metric if none changed while the batch was sampled."""
+    if batch.token_versions is None or batch.policy_version is None:
+        return {}
+    newest = batch.token_versions.masked_fill(~batch.response_mask, -1).amax(dim=-1)
+    return {"training/partial_rows": float((newest > batch.policy_version).float().mean())}
+
+
+def step_metrics(
+    batch: TrainBatch, policy: PolicyOutputs | None, report: RewardReport, time: Timer, max_prompt_length: int
+) -> dict[str, float]:
+    """Return the metrics of a finished step, without the losses.
+
+    Args:
+        batch: the batch with advantages.
+        policy: log-probs and entropy at the start of the update; None if they were not computed.
+        report: report of the rewards.
+        time: seconds of the phases; "step" is the total.
+        max_prompt_length: the length limit of prompts.
+    """
+    tokens = int(sequence_lengths(batch).sum())
+    entropy = {}
+    if policy is not None and policy.entropy is not None:
+        entropy["actor/entropy"] = float(Mean.of(policy.entropy, batch.response_mask))
+    return {
+        **data_metrics(batch, max_prompt_length=max_prompt_length),
+        **estimator_metrics(batch),
+        **partial_metrics(batch),
+        **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
+        **report.metrics,
+        **entropy,
+        **throughput_metrics(tokens, time.seconds["step"]),
+        **memory_metrics(),
+        **time.metrics(),
+        **timing_per_token_ms(time.seconds, num_response_tokens=int(batch.response_length.sum()), num_tokens=tokens),
+    }
+
+
+TextExperience = Experience[TrainBatch, ScoredResponses]
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Provides prompts in the order of the data, as a `tether.loop.protocol.Source`."""
+
+    dataset: PromptDataset
+    sampler: PromptSampler
+
+    def next(self, step: int) -> list[Prompt]:
+        return [self.dataset[row] for row in self.sampler.next_batch()]
+
+    def metrics(self) -> dict[str, float]:
+        return {"training/epoch": float(self.sampler.epoch)}
+
+    def state_dict(self) -> StateDict:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.sampler.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRollouts:
+    """Samples and scores responses, as a `tether.loop.protocol.Rollouts`; optional components may be None."""
+
+    collector: Collector
+    sampling: SamplingParams
+    dynamic_sampling: DynamicSampling | None
+    greedy_baseline: GreedyBaseline | None
+    reward_components: RewardComponents | None
+    rollout_files: RolloutFiles | None
+    evaluation: Evaluation | None
+    max_prompt_length: int
+    """The length limit of prompts, for metrics."""
+    seed: int
+    transfers: Callable[[], dict[str, float]] = dict
+    """Returns bytes and seconds of transfers to other processes since the last call."""
+    weight_transfers: Callable[[], dict[str, float]] = dict
+    """Returns bytes of weights sent to servers, and failed transfers, since the last call, including those between
+    steps and during sampling."""
+    check_parity: Callable[[], None] | None = None
+    """Compares sampler and trainer before the first step, if that is not possible while a step samples."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the policy."""
+        return self.collector.tokenizer
+
+    @property
+    def can_evaluate(self) -> bool:
+        return self.evaluation is not None
+
+    def begin(self, step: int) -> None:
+        """Compare sampler and trainer, if `check_parity` is set.
+
+        Raises:
+            ValueError: sampler and trainer disagree.
+        """
+        if self.check_parity:
+            self.check_parity()
+
+    def collect(self, prompts: Sequence[Prompt], step: int, time: Timer, progress: Progress) -> TextExperience:
+        """Sample and score responses; row p * n + r of the batch is response r to prompt p.
+
+        Raises:
+            RewardFailure: more reward calls failed than are allowed.
+            NothingToLearn: dynamic sampling got no informative group.
+        """
+        key = NoiseKey(self.seed, step)
+        self.transfers()  # excludes transfers before the step
+        with time("gen"):
+            scored = (self.dynamic_sampling or self.collector).collect(prompts, self.sampling, key, progress)
+        time.move(scored.reward_seconds, "gen", "reward")
+        batch = TrainBatch.assemble(scored.rollout, scored.scores)
+        metrics: dict[str, float] = {}
+        if self.greedy_baseline:
+            with time("gen_max"):
+                metrics |= self.greedy_baseline.add_to(batch, scored.prompts, self.collector, key)
+        if self.reward_components:
+            metrics |= self.reward_components.add_to(batch, scored.outcomes)
+        return Experience(batch, scored, metrics)
+
+    def record(self, step: int, experience: TextExperience, time: Timer) -> None:
+        """Write the samples to a file, if `rollout_files` is set.
+
+        Raises:
+            LogFailed: the file cannot be written.
+        """
+        if self.rollout_files:
+            with time("dump_rollout_generations"):
+                self.rollout_files.write(step, experience.details, experience.batch)
+
+    def metrics(self, experience: TextExperience, outputs: PolicyOutputs | None, time: Timer) -> dict[str, float]:
+        metrics = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
+        return metrics | self.transfers() | self.weight_transfers()
+
+    def metrics_to_log(self) -> dict[str, float]:
+        return {}  # there are only the metrics of steps
+
+    def logged(self) -> None:
+        pass
+
+    def load_weights(self, weights: WeightUpdate) -> None:
+        self.collector.engine.load_weights(weights)
+
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
+        assert self.evaluation
+        return self.evaluation.run(self.collector, NoiseKey(self.seed, step), progress)
+
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        return CheckpointExtras()
+
+    def checkpoint_saved(self, step: int) -> None:
+        pass
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        pass
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        pass

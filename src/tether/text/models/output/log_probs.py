@@ -1,0 +1,225 @@
+"""Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] tensor of logits.
+
+Logits are computed a chunk of the vocabulary at a time, forward and again backward
+(`tether.kernels.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
+the target::
+
+    log_prob = z_y - logsumexp(z)              d log_prob / dz_v = 1[v = y] - p_v
+    entropy  = logsumexp(z) - sum_v p_v z_v    d entropy  / dz_v = -p_v (log p_v + entropy)
+
+Where sampling kept only some tokens (`KeptSets`), the others have p = 0 in all of this.
+
+Where the vocabulary is split over ranks (`VocabularyShard`), each computes the logits of its shard and the sums are
+reduced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from tether.kernels import (
+    KeptTokenSets,
+    LogitTransform,
+    VocabularyChunks,
+    default_chunk_size,
+    kernels_for,
+    matmul_dtype,
+)
+from tether.text.models.output.truncation_record import KeptSets
+from tether.types import AutogradContext
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """The map from hidden states to logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    weight: Tensor  # [V, E]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0  # Cohere's logit_scale, one over Granite's logits_scaling
+    softcap: float | None = None  # Gemma 2's final_logit_softcapping
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The head has one shard of the vocabulary, and the other ranks of a group have the others."""
+
+    first: int
+    """The token of the shard's first row."""
+    group: Any
+    """A group of torch.distributed; None is the default group."""
+
+    def reduce(self, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return `tether.kernels.vocabulary_chunks.log_sums` of the whole vocabulary from those of the shards."""
+        target_z, top, mass, moment, square = sums
+        highest = top.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+        shift = top - highest
+        decay = shift.exp()
+        scaled = torch.stack([target_z, mass * decay, (moment + shift * mass) * decay, square * decay.square()])
+        dist.all_reduce(scaled, group=self.group)
+        return scaled[0], highest, *scaled[1:]
+
+    def restrict(self, candidates: KeptSets) -> _ShardOfKept:
+        """Return the candidates that are in this shard."""
+        return _ShardOfKept(candidates, self.first)
+
+
+@dataclass(frozen=True)
+class _ShardOfKept:
+    candidates: KeptSets
+    first: int
+
+    def cut(self, span: slice) -> Tensor:
+        return self.candidates.cut(slice(span.start + self.first, span.stop + self.first))
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs and statistics of each token, in at least float32."""
+
+    log_probs: Tensor  # [N]
+    entropy: Tensor | None = None  # [N], of the same distribution, in nats
+    sum_pi_squared: Tensor | None = None  # [N], sum over the vocabulary of p squared; carries no gradient
+
+
+def lm_head_of(model: PreTrainedModel) -> LmHead:
+    """Return the output head of a causal LM; its weight is the parameter itself, so gradients reach it.
+
+    Raises:
+        ValueError: the head is not a plain linear layer (it has LoRA, is quantized, or there is none).
+    """
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise ValueError(
+            f"{type(model).__name__}: its output head is {type(layer).__name__}, but log-probs need a plain "
+            "linear one. Leave lm_head out of LoRA's target_modules and load the model without quantization."
+        )
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LmHead(layer.weight, layer.bias, scale, softcap)
+
+
+def logits_of(hidden: Tensor, head: LmHead) -> Tensor:
+    """Return all logits [..., V], for the few positions where they are needed."""
+    logits = nn.functional.linear(hidden, head.weight, head.bias) * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    head: LmHead,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    candidates: KeptSets | None = None,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+    chunk_size: int | None = None,
+    shard: VocabularyShard | None = None,
+) -> LogProbs:
+    """Return each target's log-prob under ``softmax(logits / temperature)``, differentiable in `hidden` and `head`.
+
+    The matmuls run in the dtype of `hidden`, or of autocast where it is on; all else in at least float32. The result
+    does not depend on `chunk_size` except for the order of floating-point sums.
+
+    Args:
+        hidden: [N, E] output of the backbone at the position before each target.
+        head: the output head, from `lm_head_of`.
+        targets: [N] token ids.
+        temperature: divides the logits of everything that is returned; greater than 0.
+        candidates: the tokens that each of the N could be sampled from; all results are of the distribution over these
+            alone. None means all tokens.
+        with_entropy: also return the entropy, with gradient.
+        with_sum_pi_squared: also return sum_v p_v^2, without gradient.
+        chunk_size: vocabulary entries per chunk; by default as many as fit a chunk in the CPU's cache.
+        shard: where the head's rows are in the vocabulary, if it has only some; `targets` and `candidates` are of the
+            whole. The gradient of `hidden` then is the shard's, and has to be summed over the ranks.
+    """
+    assert temperature > 0, "greedy has no log-probs"
+    dtype = matmul_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # it would cast the sums inside
+        log_probs, entropy, sum_pi_squared = _TokenLogProbs.apply(
+            hidden.to(dtype),
+            head.weight,
+            head.bias,
+            targets if shard is None else targets - shard.first,  # a target outside the rows is in another shard
+            LogitTransform(head.scale, head.softcap, temperature),
+            candidates if shard is None or candidates is None else shard.restrict(candidates),
+            chunk_size or default_chunk_size(hidden),
+            with_entropy,
+            with_sum_pi_squared,
+            shard,
+        )
+    return LogProbs(log_probs, entropy, sum_pi_squared)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Computes `token_log_probs`; it saves [N] statistics and recomputes the logits in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: LogitTransform,
+        candidates: KeptTokenSets | None,
+        chunk_size: int,
+        with_entropy: bool,
+        with_sum_pi_squared: bool,
+        shard: VocabularyShard | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        chunks = VocabularyChunks(hidden, weight, bias, transform, chunk_size)
+        kernels = kernels_for(hidden)
+        sums = kernels.log_sums(chunks, targets, candidates, with_entropy, with_sum_pi_squared)
+        target_z, top, mass, moment, square = sums if shard is None else shard.reduce(sums)
+        log_normalizer = top + mass.log()
+        entropy = mass.log() - moment / mass
+        sum_pi_squared = (square / mass.square())[:, 0] if with_sum_pi_squared else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
+        ctx.transform, ctx.candidates, ctx.chunk_size = transform, candidates, chunk_size
+        if sum_pi_squared is not None:
+            ctx.mark_non_differentiable(sum_pi_squared)
+        return (target_z - log_normalizer)[:, 0], entropy[:, 0] if with_entropy else None, sum_pi_squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: AutogradContext, from_log_probs: Tensor | None, from_entropy: Tensor | None, _: None
+    ) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        chunks = VocabularyChunks(hidden, weight, bias, ctx.transform, ctx.chunk_size)
+        grad_hidden = torch.zeros_like(hidden, dtype=chunks.dtype) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        slope = ctx.transform.scale / ctx.transform.temperature
+        to_log_prob, to_entropy = (
+            None if grad is None else grad[:, None] * slope for grad in (from_log_probs, from_entropy)
+        )
+        if to_log_prob is None:
+            to_log_prob = torch.zeros_like(log_normalizer)
+        statistics = (log_normalizer, entropy, to_log_prob, to_entropy)
+        for span, weight_rows, grad in kernels_for(hidden).grad_logits(chunks, targets, ctx.candidates, *statistics):
+            if grad_bias is not None:
+                grad_bias[span] = grad.sum(0)
+            grad_logits = chunks.for_matmul(grad)
+            if grad_hidden is not None:
+                grad_hidden += grad_logits @ weight_rows
+            if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                torch.mm(grad_logits.T, hidden, out=grad_weight[span])
+            elif grad_weight is not None:
+                grad_weight[span] = grad_logits.T @ hidden
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None

@@ -1,0 +1,81 @@
+"""Scoring of all responses of a step in one call of a user's function, as verl's batch manager does."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
+from tether.text.rewards.custom import LISTS, CustomReward
+from tether.text.rewards.outcome import (
+    MAX_ANSWER,
+    RewardError,
+    RewardFailure,
+    RewardOutcome,
+    RewardRequest,
+    load_answer,
+)
+from tether.text.rewards.sandbox.options import ProgramOptions
+
+Answers = list[tuple[RewardOutcome, float]]
+
+
+class BatchedRewards:
+    """Calls a function once for all responses, in a separate process; implements `Rewards`.
+
+    Args:
+        custom: the user's function. It takes lists and returns a list with one item per response.
+        timeout: maximum seconds of the call; then its process is killed and every response has an error.
+        startup_timeout: maximum seconds to load the function.
+
+    Raises:
+        ValueError: the function cannot be loaded.
+    """
+
+    def __init__(self, custom: CustomReward, *, timeout: float, startup_timeout: float = 60.0) -> None:
+        work = Work[Answers](
+            serve="tether.text.rewards.service.worker:serve",
+            begin=lambda _: (replace(custom, arguments=LISTS), ProgramOptions(), timeout),
+            name="reward function",
+            load=lambda answer: [load_answer(one.encode()) for one in json.loads(answer)],
+            failed=lambda reason, seconds: [(RewardError(reason), seconds)],
+            limit=8 * MAX_ANSWER,
+            longest_beat=timeout,
+        )
+        self._pool = WorkerPool(work, num_workers=1, timeout=timeout, startup_timeout=startup_timeout)
+        self._requests: dict[int, RewardRequest] = {}
+        self.durations: list[float] = []
+
+    def submit(self, index: int, request: RewardRequest) -> None:
+        assert index not in self._requests, f"request {index} was submitted twice"
+        self._requests[index] = replace(request, dialogue=None)
+
+    def collect(self) -> list[RewardOutcome]:
+        requests, self._requests = [self._requests[index] for index in sorted(self._requests)], {}
+        if not requests:
+            return []
+        self._pool.put(0, pickle.dumps(requests))
+        try:
+            (answers,) = self._pool.take_all()
+        except WorkersFailed as error:
+            raise RewardFailure(str(error)) from error
+        if len(answers) != len(requests):  # the process ended
+            answers = answers[:1] * len(requests)
+        self.durations = [seconds for _, seconds in answers]
+        return [outcome for outcome, _ in answers]
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        return self.collect()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> BatchedRewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,57 @@
+"""Scoring by a model in this process: a learned reward model, or a judge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
+
+ScoreAll = Callable[[Sequence[RewardRequest]], Sequence[float | RewardOutcome]]
+"""Requests -> their scores or outcomes, in order."""
+
+
+class ModelRewards:
+    """Scores all requests with one call of a model; implements `Rewards`.
+
+    Args:
+        model: scores all requests.
+    """
+
+    def __init__(self, model: ScoreAll) -> None:
+        self._model = model
+        self._requests: dict[int, RewardRequest] = {}
+        self.durations: list[float] = []
+
+    def submit(self, index: int, request: RewardRequest) -> None:
+        self._requests[index] = request
+
+    def collect(self) -> list[RewardOutcome]:
+        requests = [self._requests[index] for index in sorted(self._requests)]
+        self._requests.clear()
+        start = time.monotonic()
+        outcomes = [_outcome(score) for score in self._model(requests)]
+        self.durations = [(time.monotonic() - start) / max(len(requests), 1)] * len(requests)
+        return outcomes
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        return self.collect()
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> ModelRewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _outcome(score: float | RewardOutcome) -> RewardOutcome:
+    if not isinstance(score, int | float):
+        return score
+    if not is_float32(score):
+        return RewardError(f"the reward model returned {score}; a score must be finite and fit into float32")
+    return Score(score)

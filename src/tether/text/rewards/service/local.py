@@ -1,0 +1,67 @@
+"""Scoring by a function object in this process.
+
+A timeout stops Python code, but no call into C. A function that hangs there, exits or exhausts the memory ends the run;
+a function from a file runs in separate processes instead (`tether.text.rewards.service.pool`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tether.runtime.deadline import deadline
+from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, load_answer
+from tether.text.rewards.router import RewardFunction
+from tether.text.rewards.service.worker import call
+
+_USE_A_FILE = "signals do not work with trainer.async_mode: put the function into a file (custom_reward_function.path)"
+
+
+class LocalRewards:
+    """Calls a function in this process; implements `Rewards`. `submit` calls the function immediately.
+
+    Args:
+        function: function with the same arguments as in a `RewardPool`.
+        timeout: maximum seconds of a call.
+    """
+
+    def __init__(self, function: RewardFunction, timeout: float) -> None:
+        self._function, self._timeout = function, timeout
+        self._done: dict[int, tuple[RewardOutcome, float]] = {}
+        self.durations: list[float] = []
+
+    def submit(self, index: int, request: RewardRequest) -> None:
+        random_state, start = random.getstate(), time.monotonic()
+        random.seed(request.solution_str)  # as in the pool
+        try:
+            with deadline(self._timeout):
+                outcome = call(self._function, request)
+        finally:
+            random.setstate(random_state)
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(outcome, RewardError) and "signal" in outcome.message and not is_main:
+            outcome = replace(outcome, message=f"{_USE_A_FILE}; {outcome.message}")
+        self._done[index] = load_answer(dump_answer(outcome, time.monotonic() - start))
+
+    def collect(self) -> list[RewardOutcome]:
+        done = [self._done[index] for index in sorted(self._done)]
+        self._done.clear()
+        self.durations = [seconds for _, seconds in done]
+        return [outcome for outcome, _ in done]
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
+        for index, request in enumerate(requests):
+            self.submit(index, request)
+        return self.collect()
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> LocalRewards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

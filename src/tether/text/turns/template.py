@@ -1,0 +1,178 @@
+"""The tokens between two turns of the policy, exactly as the chat template writes them.
+
+Sampled ids stay unchanged: only the text of others is tokenized, and control tokens in it are plain text. A context
+thus consists of segments::
+
+    prompt ids | sampled ids, up to the end of the turn | ids of the replies, and the opening of the next turn | ...
+
+which equals the template's output for the full conversation, if the template writes each message the same regardless of
+later ones. `TurnTemplate.check` verifies this before a run begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tether.text.data.chat import decode, tokenize, write_conversation
+from tether.text.data.control_tokens import ControlTokens
+from tether.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+_KEY = "actor_rollout_ref.rollout.multi_turn"
+_THOUGHT = "<think>\nIt is two more.\n</think>\n\n"
+
+
+class TurnTemplate:
+    """A chat template, applied turn by turn.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        stop_token_ids: tokens that end sampling.
+        chat_template: a Jinja template that replaces the tokenizer's.
+        template_kwargs: further variables of the template, such as tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: frozenset[int],
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> None:
+        self._tokenizer, self._stop_token_ids = tokenizer, stop_token_ids
+        self._control = ControlTokens(tokenizer, chat_template)
+        self._chat_template = chat_template
+        self._arguments = {"chat_template": chat_template, **(template_kwargs or {})}
+
+    def replies(self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]]) -> list[int]:
+        """Return the ids from the end of the policy's last turn to the start of its next one.
+
+        Args:
+            prompt: messages before the first response.
+            turns: the replies to each turn of the policy; the ids are those of the last replies.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._after(prompt, turns)[1:]
+
+    def turn_end(self, role: str) -> int:
+        """Return the token with which the template ends a turn that `role` replies to.
+
+        Raises:
+            ValueError: it does not end sampling.
+        """
+        first, *_ = self._after([_user("?")], [[{"role": role, "content": "7"}]])
+        if first not in self._stop_token_ids:
+            stops = (
+                ", ".join(repr(decode(self._tokenizer, [end])) for end in sorted(self._stop_token_ids)) or "no token"
+            )
+            raise ValueError(
+                f"{_KEY}: the chat template ends a turn with {decode(self._tokenizer, [first])!r}, but the model ends "
+                f"sampling with {stops}, so no turn would end as in the template. Correct eos_token_id in the "
+                "model's generation_config.json, or the template (data.chat_template)"
+            )
+        return first
+
+    def check(self, roles: Iterable[str], mode: str) -> None:
+        """Check that the concatenated segments equal the template's output for the full conversation.
+
+        Args:
+            roles: roles that reply to the policy.
+            mode: `strict`; `ignore_strippable` ignores white space; `disable` compares nothing.
+
+        Raises:
+            ValueError: they differ, or the template refuses a role.
+        """
+        for role in roles:
+            self.turn_end(role)
+            if mode == "disable":
+                continue
+            for turn in self._probes():
+                if problem := self._difference(role, turn, loosely=mode == "ignore_strippable"):
+                    raise ValueError(
+                        f"{_KEY}.tokenization_sanity_check_mode={mode}: with this chat template, concatenated turns "
+                        f"differ from its output for the full conversation: {problem}. Use another template "
+                        "(data.chat_template), or train on the tokens that the policy really read and wrote with "
+                        f"{_KEY}.tokenization_sanity_check_mode=disable"
+                    )
+
+    def _probes(self) -> Iterator[str]:
+        yield "Let me see."
+        if "</think>" in (self._chat_template or str(self._tokenizer.chat_template)):
+            yield _THOUGHT + "Let me see."
+
+    def _difference(self, role: str, turn: str, *, loosely: bool) -> str:
+        """Return the first deviation in two turns of the policy that `role` replies to; empty if there is none."""
+        prompt: list[Message] = [_user("What is 5 + 7?")]
+        conversation, turns = [*prompt], list[list[Message]]()
+        context = self._ids(prompt)
+        for reply in ("7", "12, as I said."):
+            turns.append([{"role": role, "content": reply}])
+            conversation += [{"role": "assistant", "content": turn}, *turns[-1]]
+            full, tail = self._ids(conversation), self.replies(prompt, turns)
+            if problem := self._misfit(full, context, turn, tail, loosely=loosely):
+                return f"{problem} (replies by the role {role})"
+            context = full
+        return ""
+
+    def _misfit(self, full: list[int], context: list[int], turn: str, tail: list[int], *, loosely: bool) -> str:
+        end = len(full) - len(tail)
+        if loosely:
+            concatenated = self._text(context) + turn + self._text([*full[end - 1 : end], *tail])
+            same = "".join(self._text(full).split()) == "".join(concatenated.split())
+            return "" if same else "they differ in more than white space"
+        if full[: len(context)] != context:
+            index = next(i for i, (a, b) in enumerate(zip(full, [*context, -1], strict=False)) if a != b)
+            was, now = (self._text(ids[index : index + 8]) for ids in (context, full))
+            return f"it writes {was!r} as {now!r} when more messages follow"
+        if full[end:] != tail:
+            return f"it ends with {self._text(full[end:])!r}, not {self._text(tail)!r}"
+        wrote, expected = self._text(full[len(context) : end - 1]), turn
+        if wrote.strip() != expected.strip() or full[end - 1] not in self._stop_token_ids:
+            return f"it writes {turn!r} as {self._text(full[len(context) : end])!r}"
+        return ""
+
+    def _after(self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]]) -> list[int]:
+        """Return the ids that the template writes after the text of the policy's last turn."""
+        *before, replies = turns
+        broken_by = ""
+        if self._control.inside(replies):
+            replies, broken_by = self._control.broken(replies)
+        turns, mark = [*before, replies], "TURN"
+        template = self._chat_template or str(self._tokenizer.chat_template)
+        texts = [template, *(str(message.get("content")) for messages in (prompt, *turns) for message in messages)]
+        while any(mark in text for text in texts):
+            mark += "N"
+        conversation = list(prompt) or [_user("?")]
+        for replies_to_turn in turns:
+            conversation += [{"role": "assistant", "content": mark}, *replies_to_turn]
+        _, separator, after = self._write(conversation).rpartition(mark)
+        if not separator:
+            raise ValueError(f"{_KEY}: the chat template omits the assistant's messages (data.chat_template)")
+        by_text = (
+            self._control.tokenize_broken(after, broken_by) if broken_by else tokenize([after], self._tokenizer)[0]
+        )
+        ids: list[int] = by_text.tolist()
+        return ids
+
+    def _write(self, conversation: Sequence[Message]) -> str:
+        try:
+            return write_conversation(conversation, self._tokenizer, add_generation_prompt=True, **self._arguments)
+        except ValueError as error:
+            raise ValueError(f"{_KEY}: {error}. Use another template (data.chat_template)") from error
+
+    def _ids(self, conversation: Sequence[Message]) -> list[int]:
+        ids: list[int] = tokenize([self._write(conversation)], self._tokenizer)[0].tolist()
+        return ids
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return decode(self._tokenizer, ids)
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
