@@ -31,13 +31,15 @@ from tests.rollout.bench import vllm_python
 from tests.tiny import save_tiny
 from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tether.config import load_config
-from tether.distributed import Replicas, ShardedEngine, ShardedSampler, StoredWeights, groups
+from tether.distributed import StoredWeights, groups
+from tether.distributed.handles import Replicas
 from tether.distributed.ray_group import RayGroup
 from tether.loop.loop import Trainer
 from tether.runtime.ranks import Pool
 from tether.text.build import build_run
 from tether.text.servers import InferenceServer, ServedPolicy
 from tether.text.servers.vllm_api import Vllm, launch_of
+from tether.text.sharded import ShardedEngine, ShardedSampler
 
 BEGIN, END = "<!-- overhead:begin -->", "<!-- overhead:end -->"
 SERVED_BEGIN, SERVED_END = "<!-- served:begin -->", "<!-- served:end -->"

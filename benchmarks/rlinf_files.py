@@ -18,10 +18,10 @@ from typing import Literal, get_args
 
 from benchmarks.speed.table import grid
 from tether.config import ConfigError
+from tether.config.loading.rlinf_marks import is_rlinf
 from tether.config.loading.yaml_file import read_yaml
 from tether.config.problems import Problem
 from tether.integrations.rlinf.importer import TASK_KEY, import_file
-from tether.integrations.rlinf.marks import is_rlinf
 
 Outcome = Literal["whole", "refused by name", "another kind of run", "contradictory or incomplete", "unknown keys"]
 PPO = "gae"

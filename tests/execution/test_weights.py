@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tether.batch import WeightUpdate
-from tether.distributed import ShardedSampler, StoredWeights, Transfers
+from tether.distributed import StoredWeights, Transfers
+from tether.distributed.handles import EngineHandle
 from tether.distributed.weights import weight_chunks
-from tether.text.sharded import EngineHandle
+from tether.text.sharded import ShardedSampler
 
 WEIGHTS = [("one", torch.ones(2)), ("two", torch.full((2,), 2.0)), ("three", torch.full((2,), 3.0))]
 

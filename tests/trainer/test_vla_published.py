@@ -54,7 +54,7 @@ def test_resuming_is_exact_and_adapters_alone_are_trained(kind, folder, tmp_path
     whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, kind, folder, *START), total=2)
     policy = whole.trainer.rollouts.policy
     assert (policy.spec.low, policy.spec.high) == ((-0.5, -1.0), (0.5, 1.0))
-    fresh = vla_policies.new_vla_policy(
+    fresh = vla_policies.new_policy(
         load_config(None, overrides(tmp_path / "fresh", kind, folder, *START)).config, reach(), 1
     )
     before = fresh.state_dict()
@@ -98,7 +98,7 @@ def test_it_imitates_is_tested_acts_and_is_trained_on(folder, tmp_path):
     call("collect", *KEYS, "--from", tmp_path / "cloned", "-o", tmp_path / "played", "-n", 1)
     call("model", "export", tmp_path / "cloned", "--out", tmp_path / "exported")
     again = [f"{MODEL}.path={tmp_path / 'exported'}", "policy.unnorm_key=tether"]
-    exported = vla_policies.new_vla_policy(load_config(None, [*keys, *again]).config, reach(), 0)
+    exported = vla_policies.new_policy(load_config(None, [*keys, *again]).config, reach(), 0)
     assert (exported.spec.low, exported.spec.high) == (cloned.spec.low, cloned.spec.high)
     assert all(
         torch.equal(value, cloned.model.state_dict()[name]) for name, value in exported.model.state_dict().items()

@@ -8,7 +8,7 @@
 """
 
 from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
-from tether.config.devices import device_count, models_of, placed, pools
+from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
 from tether.config.explanations import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
 from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
@@ -56,7 +56,6 @@ __all__ = [
     "format_tree",
     "full_kl_in_loss",
     "full_kl_in_reward",
-    "importers",
     "key_written_as",
     "live_keys",
     "load_config",
@@ -75,6 +74,7 @@ __all__ = [
     "staleness_problem",
     "stored_weights",
     "support",
+    "uses_megatron",
     "values_of",
     "with_values",
 ]

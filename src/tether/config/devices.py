@@ -39,6 +39,11 @@ def pools(cfg: RunConfig) -> tuple[Pool, ...]:
     return tuple(pools_of_run)
 
 
+def uses_megatron(config: RunConfig) -> bool:
+    """Whether Megatron trains the models of a run."""
+    return device_count(config) > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
+
+
 def device_count(cfg: RunConfig) -> int:
     """Return the number of devices of a run."""
     return sum(pool.size for pool in pools(cfg))

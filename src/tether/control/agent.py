@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
-    """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of ``env.eval``.
+    """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of
+    ``env.eval``.
 
     Args:
         config: configuration of the run.

@@ -27,9 +27,7 @@ from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
 from tether.control.learning.rewards import EnvRewards, RewardScaler
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY
-from tether.control.policies import ControlPolicy, Policy, PolicySpec, load_policy
-from tether.integrations.robots.flow import FlowSpec
-from tether.integrations.robots.vla import VlaSpec
+from tether.control.policies import ControlPolicy, Policy, load_policy
 from tether.loop.checkpoint import Persistence, check_identity
 from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
@@ -251,7 +249,7 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def _check_fit(env: VectorEnv, spec: PolicySpec | VlaSpec | FlowSpec) -> None:
+def _check_fit(env: VectorEnv, spec: Any) -> None:
     """Refuse to evaluate a policy in environments that do not fit it."""
     choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
     if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):

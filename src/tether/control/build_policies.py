@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.spaces.coded import ActionCode, CodedEnv
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
+from tether.control.pictures import find_pictures, fitting_cnn, refuse_texts
 from tether.control.policies import ControlPolicy, NetworkPolicy, Policy, PolicySpec, load_policy, make_policy
-from tether.integrations.robots import flow_policies, vla_policies
-from tether.integrations.robots.flow import FlowSpec
-from tether.integrations.robots.pictures import find_pictures, fitting_cnn, refuse_texts
+from tether.integrations import integration
 from tether.observations import row_width
 
-if TYPE_CHECKING:
-    from tether.integrations.robots.coded import ActionCode
-
 START = "actor_rollout_ref.model.path"
-SET_BY_CHECKPOINT = (
-    "value_width",
-    "low",
-    "high",
-    "lora_rank",
-    "lora_alpha",
-    "target_modules",
-    *flow_policies.SET_BY_RUN,
-)
-"""Fields of a policy's shape that may differ from the policy that a run starts from."""
-
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
 """Policies whose actions are those of the environment."""
 
@@ -63,10 +48,15 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
 
 def _brings_its_own_weights(config: RunConfig) -> bool:
     """Whether the run starts from a published policy, whose weights a new policy loads."""
-    kind = config.policy.model_type
-    if kind in FLOW_TYPES:
-        return flow_policies.pretrained_folder(config) is not None
-    return kind in VLA_TYPES and vla_policies.published_folder(config) is not None
+    robots = _robot_policies(config.policy.model_type)
+    return robots is not None and robots.weights_folder(config) is not None
+
+
+def _robot_policies(model_type: str) -> ModuleType | None:
+    """Return the module that makes policies of this type, or None for tether's own networks."""
+    if model_type in VLA_TYPES:
+        return integration("robots", "vla_policies")
+    return integration("robots", "flow_policies") if model_type in FLOW_TYPES else None
 
 
 def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, object] | None = None) -> Policy:
@@ -80,10 +70,9 @@ def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, obj
     Raises:
         ValueError: this kind of policy does not support the environment's observations or actions.
     """
-    if config.policy.model_type in VLA_TYPES:
-        return vla_policies.new_vla_policy(config, env, _value_width(config), known_fields)
-    if config.policy.model_type in FLOW_TYPES:
-        return flow_policies.new_flow_policy(config, env, _value_width(config), known_fields)
+    if robots := _robot_policies(config.policy.model_type):
+        robot_policy: Policy = robots.new_policy(config, env, _value_width(config), known_fields)
+        return robot_policy
     policy, actions = config.policy, env.actions
     refuse_texts(env, policy.model_type)
     if policy.use_sde and isinstance(actions, DiscreteActions):
@@ -186,8 +175,7 @@ def published_of(policy: Policy, checkpoint: Path) -> Callable[[Path], None]:
         raise ValueError(
             f"{checkpoint}: the folder {source} is gone, from which the files beside the weights are taken"
         )
-    pretrained = importlib.import_module("tether.integrations.robots.vla.pretrained")
-    return partial(pretrained.write_published, policy, source)
+    return partial(integration("robots", "vla.pretrained").write_published, policy, source)
 
 
 def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
@@ -195,30 +183,17 @@ def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     code = code_of(policy)
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
-    coded: VectorEnv = importlib.import_module("tether.integrations.robots.coded").CodedEnv(env, code)
-    return coded
+    return CodedEnv(env, code)
 
 
 def code_of(policy: Policy) -> ActionCode | None:
     """Return the policy's action encoding: tokens, or a flow's chain of actions; None if actions are not encoded."""
-    if isinstance(policy, _WITHOUT_TRANSFORMERS):
-        return None
-    spec, code = policy.spec, None
-    if isinstance(spec, FlowSpec):
-        chains = importlib.import_module("tether.integrations.robots.chain_actions")
-        code = chains.ChainActions(*spec.action_scale, spec.action_width)
-    else:
-        code = importlib.import_module("tether.integrations.robots.action_bins").ActionBins(spec.low, spec.high)
-    action_code: ActionCode = code
-    return action_code
+    return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.action_code()
 
 
 def _known_of(policy: Policy) -> dict[str, object] | None:
     """Return the fields for `new_policy` that the policy that a run starts from determines."""
-    if isinstance(policy, _WITHOUT_TRANSFORMERS):
-        return None
-    spec = policy.spec
-    return flow_policies.fields_of(spec) if isinstance(spec, FlowSpec) else vla_policies.fields_of(spec)
+    return None if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.inherited_fields()
 
 
 def _if_other(size: int, actors: int) -> int | None:
@@ -231,9 +206,10 @@ def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
     Raises:
         ValueError: the policies have different shapes; the message names the field.
     """
+    set_by_run = ("value_width",) if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.set_by_run
     for field, wanted in vars(policy.spec).items():
         actual = getattr(start.spec, field, None)
-        if field not in SET_BY_CHECKPOINT and actual != wanted:
+        if field not in set_by_run and actual != wanted:
             raise ValueError(
                 f"{START}={path}: its policy has {field}={actual}, this run {wanted}. Give the policy.* keys, and the "
                 "environment, that it was made with."

@@ -18,10 +18,10 @@ from tether.control.envs import ContinuousActions, DiscreteActions, EnvState
 from tether.control.learning.forward import RolloutOutputs
 from tether.control.learning.samples import Samples, dealt
 from tether.control.policies import Act
+from tether.distributed.handles import EngineHandle
 from tether.distributed.worker import Group
 from tether.loop.engines.protocol import Forward, LossSpec, Updated, UpdatePlan
 from tether.observations import ObsLayout
-from tether.text.sharded import EngineHandle
 from tether.types import StateDict
 
 

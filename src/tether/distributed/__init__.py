@@ -6,16 +6,5 @@
 from tether.distributed.transfers import Transfers
 from tether.distributed.weights import StoredWeights
 from tether.distributed.worker import Group
-from tether.text.sharded import Replicas, ShardedEngine, ShardedSampler
 
-__all__ = [
-    "Group",
-    "Replicas",
-    "ShardedEngine",
-    "ShardedSampler",
-    "StoredWeights",
-    "Transfers",
-    "cluster",
-    "control",
-    "ray_group",
-]
+__all__ = ["Group", "StoredWeights", "Transfers"]

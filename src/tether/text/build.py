@@ -15,10 +15,19 @@ from transformers.utils.logging import disable_progress_bar
 from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
-from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, staleness_problem, stored_weights
+from tether.config import (
+    DRAW,
+    NO_DRAW,
+    LoadedConfig,
+    RunConfig,
+    changes_since,
+    staleness_problem,
+    stored_weights,
+    uses_megatron,
+)
 from tether.config.schema import AlgorithmConfig
 from tether.distributed.groups import RankGroups, build_groups
-from tether.integrations.megatron.build import check_megatron, megatron_line
+from tether.integrations import integration
 from tether.loop.ahead import SamplingAhead, SourceAhead
 from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
 from tether.loop.engines.protocol import AnyLearner
@@ -199,7 +208,9 @@ def _about(
     if inputs.validation is not None:
         yield f"validation prompts: {inputs.validation.report}"
     if groups:
-        yield from (ranks_line(config), *megatron_line(config, groups))
+        yield ranks_line(config)
+        if uses_megatron(config):
+            yield from integration("megatron", "build").megatron_line(config, groups)
     if models := [learner.engine.model for learner in learners if isinstance(learner.engine, LocalEngine)]:
         yield from checkpoint_line(config, models)
 
@@ -253,7 +264,8 @@ def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, 
     begin("reading the data")
     inputs = build_inputs(config, tools)
     begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
-    check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)
+    if uses_megatron(config):
+        integration("megatron", "build").check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)
     check_router_replay(config, inputs.model_path)
     return inputs
 

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tether.config import ConfigError, load_config
-from tether.integrations.rlinf.marks import is_rlinf
+from tether.config.loading.rlinf_marks import is_rlinf
 
 TEXT = """
 runner: {task_type: reasoning}

@@ -7,11 +7,10 @@ import pytest
 from tests.installed import needs_megatron
 from tests.trainer.forked_group import ForkedGroup
 from tests.trainer.tiny_run import write_inputs
-from tether.config import ConfigError, load_config
+from tether.config import ConfigError, load_config, uses_megatron
 from tether.config.keys import keys
 from tether.control.build import build_control_run
 from tether.distributed import groups
-from tether.integrations.megatron.build import uses_megatron
 from tether.integrations.rlinf.embodied import EMBODIED, FIXED, FIXED_MLP
 from tether.integrations.rlinf.rows import Mapped
 from tether.integrations.rlinf.text import TEXT

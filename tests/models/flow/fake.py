@@ -1,4 +1,6 @@
-"""A backbone without lerobot: a small network with the methods of `tether.integrations.robots.flow.backbone.Backbone`."""
+"""A backbone without lerobot: a small network with the methods of
+`tether.integrations.robots.flow.backbone.Backbone`.
+"""
 
 import torch
 from tensordict import TensorDict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,16 @@ from tether.config.loading.compose import compose
 from tether.config.loading.foreign_words import KEYS
 from tether.config.loading.interpolation import interpolates
 from tether.config.loading.overrides import Override, parse_overrides
+from tether.config.loading.rlinf_marks import ENV_KEY, NOT_SUPPORTED, is_rlinf
 from tether.config.loading.typos import unknown_key
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import ConfigError, Problem
 from tether.config.schema.engine import STRATEGY
 from tether.config.support.verl_keys import composed_files, is_unread_section, renamed, unread
-from tether.integrations.rlinf.marks import ENV_KEY, NOT_SUPPORTED, is_rlinf
+from tether.integrations import integration
 
 if TYPE_CHECKING:
-    from tether.integrations.rlinf.importer import Imported
+    from tether.config.loading.imported import Imported
 
 COMMAND_LINE = "command line"
 MODEL_ENGINE = "model_engine"
@@ -72,7 +72,7 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     shipped = verl_files.get(path.stem) if path is not None else None
     tree = shipped if shipped is not None else {} if path is None else read_yaml(path, verl_files)
     if path is not None and is_rlinf(tree):  # imported here, since its tables are slow to load
-        imported = importlib.import_module("tether.integrations.rlinf.importer").import_file(path, parsed)
+        imported: Imported = integration("rlinf", "importer").import_file(path, parsed)
         settings, parsed = _translated(imported, path.name), list(imported.other_overrides)
         problems += [*imported.refusals(), *imported.problems]
         notes += _import_notes(imported, path)

@@ -7,4 +7,4 @@ from tether.control.collecting.collector import EnvCollector
 from tether.control.collecting.episodes import episode_metrics
 from tether.control.collecting.evaluation import evaluate
 
-__all__ = ["EnvCollector", "agent", "demonstration_recorder", "episode_metrics", "evaluate", "rank_envs", "video"]
+__all__ = ["EnvCollector", "episode_metrics", "evaluate"]

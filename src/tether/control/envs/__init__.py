@@ -15,17 +15,4 @@ from tether.control.envs.protocol import (
     VectorEnv,
 )
 
-__all__ = [
-    "ContinuousActions",
-    "DiscreteActions",
-    "EnvState",
-    "EnvStep",
-    "Flags",
-    "Floats",
-    "Renders",
-    "VectorEnv",
-    "gymnasium_types",
-    "make",
-    "spaces",
-    "vectorization",
-]
+__all__ = ["ContinuousActions", "DiscreteActions", "EnvState", "EnvStep", "Flags", "Floats", "Renders", "VectorEnv"]

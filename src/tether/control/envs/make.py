@@ -30,6 +30,7 @@ from tether.control.envs.vectorization.loop import SyncVectorEnv
 from tether.control.envs.vectorization.part import PartOfEnvs
 from tether.control.envs.vectorization.subprocesses import WorkerVectorEnv
 from tether.control.envs.vectorization.timed import TimedEnv
+from tether.integrations import integration
 from tether.runtime.install import pip_install
 from tether.runtime.late_calls import LateCalls
 from tether.runtime.objects import held, is_object
@@ -43,12 +44,10 @@ EXTRAS = {
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 
-ADAPTERS = {
-    "libero": "tether.integrations.robots.libero",
-    "maniskill": "tether.integrations.robots.maniskill",
-    "metaworld": "tether.integrations.robots.metaworld",
-}
-"""env_type -> adapter module whose `make_env` makes single environments from the simulator's own ids."""
+ADAPTERS = ("libero", "maniskill", "metaworld")
+"""The env_types with an adapter in the integration ``robots``, whose `make_env` makes single environments from the
+simulator's own ids.
+"""
 
 SCRIPTED = ("metaworld",)
 """The env_types whose adapter has a scripted policy, `scripted`."""
@@ -456,7 +455,7 @@ def scripted(options: EnvOptions) -> Scripted:
 
 
 def _adapter(options: EnvOptions) -> ModuleType:
-    return importlib.import_module(ADAPTERS[options.env_type])
+    return integration("robots", options.env_type)
 
 
 def _seen(env: Env, options: EnvOptions) -> Env:

@@ -1,4 +1,5 @@
-"""The engine of control policies whose gradients are computed in closed form, as a `tether.loop.engines.protocol.Engine`.
+"""The engine of control policies whose gradients are computed in closed form, as a
+`tether.loop.engines.protocol.Engine`.
 
 For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
 (`tether.control.policies`, `tether.control.learning.closed_form_gradients`) and the optimizer works on one flat buffer

@@ -1,8 +1,8 @@
 """Heads: distributions of actions from a policy's outputs, either choices or Gaussian with one of two kinds of noise.
 
-Both are sampled (`tether.control.policies.actors`) with noise that is drawn beforehand, so samples depend on (seed, step)
-alone. Log-probabilities and entropies are per column of an action; `tether.control.learning.losses` sums them to the
-requested level. `backward` is the chain rule by hand, as in `tether.control.policies.mlp`.
+Both are sampled (`tether.control.policies.actors`) with noise that is drawn beforehand, so samples depend on (seed,
+step) alone. Log-probabilities and entropies are per column of an action; `tether.control.learning.losses` sums them to
+the requested level. `backward` is the chain rule by hand, as in `tether.control.policies.mlp`.
 """
 
 from __future__ import annotations

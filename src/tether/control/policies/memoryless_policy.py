@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from tether.control.envs.spaces.coded import ActionCode
 from tether.control.policies.actors import as_tensors
 from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.control.policies.observations import ObservationBatch
@@ -34,7 +35,11 @@ class MemorylessPolicy(nn.Module):
     state_width = 0
     """There is no recurrent state."""
     normalizer = None
+    spec: Any
+    """Shape of the policy, a dataclass."""
     head: Any
+    set_by_run: ClassVar[tuple[str, ...]] = ()
+    """Fields of the shape that may differ from the policy that a run starts from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,6 +55,10 @@ class MemorylessPolicy(nn.Module):
         """Return the inputs of the networks for observations [..., *shape]."""
 
     @abstractmethod
+    def update_statistics(self, obs: ObservationBatch) -> None:
+        """Update the statistics of observations, of policies that have any."""
+
+    @abstractmethod
     def forward(self, obs: Observations, actions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return outputs [B, outputs] and values [B, V] for observations [B, ...] and recorded actions [B, A]."""
 
@@ -60,6 +69,22 @@ class MemorylessPolicy(nn.Module):
     @abstractmethod
     def act(self, obs: Observations, noise: Tensor | None) -> Tensor:
         """Choose actions [N, A] with the head's `noise` [N, ...]; None chooses the most likely ones."""
+
+    @abstractmethod
+    def action_code(self) -> ActionCode:
+        """Return how the policy encodes the actions of its environments."""
+
+    @abstractmethod
+    def inherited_fields(self) -> dict[str, object]:
+        """Return the fields of the shape that a run copies from the policy that it starts from."""
+
+    @abstractmethod
+    def plain_state(self) -> dict[str, Tensor]:
+        """Return the weights of the equivalent policy without adapters."""
+
+    @abstractmethod
+    def load_plain(self, weights: dict[str, Tensor]) -> None:
+        """Load weights of `plain_state`; weights that are missing stay unchanged."""
 
     @property
     def _rows(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable
@@ -21,12 +20,12 @@ from tether.control.policies.network_policy import NetworkPolicy
 from tether.control.policies.observations import ObservationBatch
 from tether.control.policies.own_policy import OwnPolicy
 from tether.control.policies.spec import ForwardPass, Memory, PolicySpec, RolloutEvaluation
+from tether.integrations import integration
 from tether.observations import ObsPart
 from tether.runtime.disk import read_json, reading
 
 if TYPE_CHECKING:
-    from tether.integrations.robots.flow.policy import FlowPolicy
-    from tether.integrations.robots.vla.policy import VlaPolicy
+    from tether.control.policies.memoryless_policy import MemorylessPolicy
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
 OTHER_VERSION = "Another version of tether wrote this file; train the policy again with this one"
@@ -181,7 +180,7 @@ class ControlPolicy(nn.Module):
         return RolloutEvaluation(outputs, values, self._in_micro_batches(self.values, final_obs))
 
 
-Policy: TypeAlias = "ControlPolicy | NetworkPolicy | VlaPolicy | FlowPolicy"
+Policy: TypeAlias = "ControlPolicy | NetworkPolicy | MemorylessPolicy"
 
 
 def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
@@ -236,11 +235,11 @@ def _empty_policy(file: Path) -> Policy:
         if "model_type" not in fields:
             return make_policy(PolicySpec(**fields), seed=0)
         if "horizon" in fields:
-            flow = importlib.import_module("tether.integrations.robots.flow.policy")
+            flow = integration("robots", "flow.policy")
             fields.pop("choices", None)
             flowing: Policy = flow.FlowPolicy(flow.FlowSpec(**fields), seed=0)
             return flowing
-        vla = importlib.import_module("tether.integrations.robots.vla.policy")  # importing transformers takes seconds
+        vla = integration("robots", "vla.policy")  # importing transformers takes seconds
         policy: Policy = vla.VlaPolicy(vla.VlaSpec.of_fields(fields), seed=0)
     return policy
 

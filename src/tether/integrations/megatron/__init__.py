@@ -7,15 +7,4 @@ Only `layout` and `version` can be imported without Megatron (``pip install "tet
 
 from tether.integrations.megatron.layout import MegatronLayout, check
 
-__all__ = [
-    "MegatronLayout",
-    "check",
-    "cpu",
-    "dist_checkpoint",
-    "families",
-    "groups",
-    "head",
-    "layout",
-    "model",
-    "version",
-]
+__all__ = ["MegatronLayout", "check"]

@@ -2,7 +2,8 @@
 
 Megatron packs sequences only with the kernels of Transformer Engine. Here its layers run as for one long sequence, and
 `PackedTokens` accompanies the tokens to separate the sequences: with each token's own position for the rotation, and a
-layout that decides which query sees which key, the same as for models of transformers (`tether.text.models.layers.Packed`).
+layout that decides which query sees which key, the same as for models of transformers
+(`tether.text.models.layers.Packed`).
 
 Legend: N = tokens on this rank, H = query heads, K = key/value heads, D and E = head size of keys and of values.
 """
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
 from tether.integrations.megatron.without_te import HAS_TRANSFORMER_ENGINE
 from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
 from tether.text.models.expert_choice import ExpertChoice

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tether.config import RunConfig, device_count, models_of, placed
+from tether.config import RunConfig, models_of, placed
 from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
 from tether.distributed.groups import RankGroups
 from tether.integrations.megatron import MegatronLayout, check
@@ -36,11 +36,6 @@ Role = ActorConfig | CriticConfig | RefConfig
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
 """Entries that tether's attention and the layout replace."""
-
-
-def uses_megatron(config: RunConfig) -> bool:
-    """Whether Megatron trains the models of a run."""
-    return device_count(config) > 1 and config.actor_rollout_ref.actor.strategy == "megatron"
 
 
 def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
@@ -94,9 +89,7 @@ def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
 
 
 def megatron_line(config: RunConfig, groups: RankGroups) -> list[str]:
-    """Return a line for the user about Megatron, from the actor's first rank; empty without Megatron."""
-    if not uses_megatron(config):
-        return []
+    """Return a line for the user about Megatron, from the actor's first rank."""
     group = groups.of["actor"]
     return [group.call("actor", "described", [(), *[None] * (group.size - 1)])[0]]
 
@@ -114,8 +107,6 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
         ValueError: Megatron is not installed, a model has no mapping or cannot be split by the layout, or the weights
             do not fit the model.
     """
-    if not uses_megatron(config):
-        return
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ValueError(
             "actor_rollout_ref.actor.strategy=megatron: needs the package megatron-core, which is not installed. "

@@ -16,12 +16,11 @@ from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
+import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-import megatron.core.tensor_parallel.random as megatron_random
-import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "empty_like", "ones_like")

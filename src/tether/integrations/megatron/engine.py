@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
 from tether.algorithms import Metric
 from tether.batch import TrainBatch, WeightUpdate, on_device
 from tether.checkpoints import load_state, save_moments, save_state
@@ -35,15 +35,17 @@ from tether.integrations.megatron.head import StatesHead
 from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.model import MegatronModel, Role, build, describe
 from tether.integrations.megatron.shards import Shard, Shards, main_grad
+from tether.loop.engines.collectives import from_all
 from tether.loop.engines.optimizer import OptimizerOptions, move_state
 from tether.loop.engines.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engines.writing import Writing
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.text.learning.engines.autograd import scattered, tensors_of
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.text.learning.engines.division import MiniBatch
-from tether.text.learning.engines.ranks import RanksEngine, from_all
-from tether.text.learning.engines.shares import Writing, writers
+from tether.text.learning.engines.ranks import RanksEngine
+from tether.text.learning.engines.shares import writers
 from tether.text.learning.forward import PolicyForward, ValueForward
 from tether.text.learning.micro_batches import MicroBatching
 from tether.text.learning.packing import Experts, TokenRows, padding_row, token_rows

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+
 from tether.integrations.megatron.attention import AttentionOptions, head_size, rotary_of
 from tether.integrations.megatron.layout import MegatronLayout, experts_of, shared_expert_width
 from tether.spelling import did_you_mean

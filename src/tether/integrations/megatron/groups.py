@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-
 from megatron.core import parallel_state as groups
 from megatron.core import tensor_parallel
+
 from tether.integrations.megatron import cpu
 from tether.integrations.megatron.layout import MegatronLayout
 

@@ -17,8 +17,8 @@ class KeyValueDown(nn.Module):
 
     Megatron's own layer splits the outputs and gathers them again. Each rank's heads read the rotary key, and the
     gradient of other ranks' columns is lost in the backward pass. Here each rank projects its share of the tokens
-    (`tether.integrations.megatron.layout.check` requires sequence parallelism with tensor parallelism), as Megatron does with
-    Transformer Engine.
+    (`tether.integrations.megatron.layout.check` requires sequence parallelism with tensor parallelism), as Megatron
+    does with Transformer Engine.
     """
 
     def __init__(self, like: nn.Module, config: Any) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-
 from megatron.core import parallel_state as groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from torch import Tensor, nn
+
 from tether.integrations.megatron import cpu, without_te
 from tether.integrations.megatron.attention import (
     Norm,

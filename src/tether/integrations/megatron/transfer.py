@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as groups
 from torch import Tensor
 
-from megatron.core import parallel_state as groups
 from tether.integrations.megatron.dist_checkpoint import DistCheckpoint
 from tether.integrations.megatron.families import has_value_bias
 from tether.integrations.megatron.files import LoadedTensors, WeightFiles, WeightSource

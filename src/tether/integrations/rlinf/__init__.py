@@ -11,5 +11,3 @@
 `marks` says which files are RLinf's, and
 `placement` is the grammar of `cluster.component_placement`.
 """
-
-__all__ = ["command", "importer", "marks"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tether.config.loading.load import load_config
 from tether.config.loading.overrides import parse_overrides
+from tether.config.loading.rlinf_marks import is_rlinf
 from tether.config.loading.yaml_file import read_yaml
 from tether.config.problems import ConfigError, Problem
 from tether.integrations.rlinf.importer import Imported, import_file
-from tether.integrations.rlinf.marks import is_rlinf
 from tether.integrations.rlinf.report import report, to_native_yaml
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.keys import keys, show
 from tether.config.loading.compose import compose
+from tether.config.loading.imported import Imported, Outcome
 from tether.config.loading.overrides import Override
+from tether.config.loading.rlinf_marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
@@ -20,7 +22,6 @@ from tether.config.problems import ConfigError, Problem
 from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.support.patterns import look_up
 from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
-from tether.integrations.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.integrations.rlinf.older_names import with_current_names
 from tether.integrations.rlinf.other_simulator import (
     names_own_simulator,
@@ -44,7 +45,6 @@ from tether.integrations.rlinf.values import section_at, values_of
 from tether.types import JsonObject
 
 Task = Literal["embodied", "reasoning"]
-Status = Literal["mapped", "defaulted", "no effect", "not supported"]
 TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
 TASK_KEY = "runner.task_type"
 OLDER_TASK = "math"
@@ -66,50 +66,6 @@ REMARKS = {
 """Key and value that are accepted -> what differs from RLinf."""
 IRRELEVANT_GROUPS = ("hybrid_engines", "training_backend", "weight_syncer")
 """Groups whose presets may be missing: they set up sharding and weight transfer, which one process does not need."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome for one key."""
-
-    key: str
-    value: object
-    status: Status
-    native: Mapping[str, object] = field(default_factory=dict)
-    """Native keys that it sets."""
-    why: str = ""
-    fix: str = "leave it out"
-    """The fix where the value is not supported."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    """An RLinf file in native keys."""
-
-    native: Mapping[str, object]
-    """Native key -> value."""
-    origins: Mapping[str, str]
-    """Native key -> the key of RLinf that it follows from."""
-    lines: tuple[Outcome, ...]
-    """A line for each key of the file, then one for each key with a default of RLinf."""
-    problems: tuple[Problem, ...]
-    """Problems of the file: unknown keys, contradictions, unreadable values."""
-    other_overrides: tuple[Override, ...] = ()
-    """Overrides that are not in RLinf's keys."""
-    left_open: Mapping[str, str] = field(default_factory=dict)
-    """Native key that is unset because a value is not supported -> the key of RLinf with that value."""
-    left_out: tuple[str, ...] = ()
-    """Keys of the file for another simulator, task or policy than that of the overrides."""
-
-    def remarks(self) -> list[str]:
-        """Return a note on each accepted value that RLinf treats differently."""
-        lines = [line for line in self.lines if line.why and (line.key, str(line.value)) in REMARKS]
-        return [f"{line.key}={show(line.value)}: {line.why}" for line in lines if line.status == "mapped"]
-
-    def refusals(self) -> list[Problem]:
-        """Return a problem for each key that is not supported."""
-        refused = [line for line in self.lines if line.status == "not supported"]
-        return [Problem(line.key, f"{show(line.value)} is refused: {line.why}", line.fix) for line in refused]
 
 
 def _without_effect(preset: str) -> dict[object, object] | None:
@@ -227,7 +183,8 @@ def _line(key: str, value: object, table: Table, values: Values) -> Outcome | No
         fix = f"leave it out, or set {fine}" if fine else "leave it out"
         return Outcome(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
-        return Outcome(key, value, "mapped", _converted(row, value, values), REMARKS.get((key, str(value)), ""))
+        remark = REMARKS.get((key, str(value)), "")
+        return Outcome(key, value, "mapped", _converted(row, value, values), remark, is_remark=bool(remark))
     except NotRead as error:
         return Outcome(key, value, "no effect", why=str(error))
     except Unsupported as error:

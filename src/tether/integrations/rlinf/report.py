@@ -7,10 +7,10 @@ from typing import get_args
 import yaml
 
 from tether.config.keys import keys, show
+from tether.config.loading.imported import Imported, Outcome, Status
+from tether.config.loading.rlinf_marks import NOT_SUPPORTED
 from tether.config.loading.yaml_file import MISSING
 from tether.config.render import annotated
-from tether.integrations.rlinf.importer import Imported, Outcome, Status
-from tether.integrations.rlinf.marks import NOT_SUPPORTED
 
 
 def to_native_yaml(imported: Imported) -> str:

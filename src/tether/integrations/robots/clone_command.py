@@ -64,7 +64,8 @@ def clone(
         bounds: quantiles of the recorded actions that action tokens cover.
 
     Raises:
-        ValueError: the dataset or the environment is not usable, as for `tether.integrations.robots.cloning.build_cloning`.
+        ValueError: the dataset or the environment is not usable, as for
+        `tether.integrations.robots.cloning.build_cloning`.
     """
     loaded = fit_defaults(loaded)
     trainer = loaded.config.trainer

@@ -11,8 +11,8 @@ import numpy as np
 
 from tether.config import RunConfig
 from tether.control.envs import ContinuousActions, VectorEnv
+from tether.control.pictures import find_pictures
 from tether.integrations.robots.flow import FlowSpec, Scale
-from tether.integrations.robots.pictures import find_pictures
 from tether.observations import Array, Observation, ObsLayout, row_width
 
 if TYPE_CHECKING:
@@ -23,19 +23,9 @@ PROMPT_LENGTH = 200
 """Default length of prompts made by a tokenizer."""
 QUANTILES = (0.01, 0.99)
 """Quantiles of recorded numbers that pi0.5 scales to -1 and 1."""
-SET_BY_RUN = (
-    "value_width", "num_steps", "noise_method", "noise_level", "noise_logvar_range", "joint_logprob", "step_logprobs",
-    "detach_critic_input", "train_expert_only", "choices",
-)  # fmt: skip
-"""Fields of the shape that may differ from the policy that a run starts from."""
-FROM_START = (
-    "action_scale", "state_scale", "horizon", "latent_dim", "state_dim", "prompt_length", "tokenizer", "image_size",
-    "sizes", "empty_cameras",
-)  # fmt: skip
-"""Fields of the shape that a run copies from the policy that it starts from."""
 
 
-def pretrained_folder(config: RunConfig) -> Path | None:
+def weights_folder(config: RunConfig) -> Path | None:
     """Return the folder of a policy in lerobot's format that the run starts from, or None."""
     path = config.actor_rollout_ref.model.path
     is_pretrained = path and importlib.import_module("tether.integrations.robots.flow.pretrained").is_pretrained(
@@ -44,12 +34,7 @@ def pretrained_folder(config: RunConfig) -> Path | None:
     return Path(path) if is_pretrained else None
 
 
-def fields_of(spec: FlowSpec) -> dict[str, object]:
-    """Return the fields that a run copies from a policy."""
-    return {name: getattr(spec, name) for name in FROM_START}
-
-
-def new_flow_policy(
+def new_policy(
     config: RunConfig, env: VectorEnv, value_width: int, known_fields: Mapping[str, object] | None = None
 ) -> FlowPolicy:
     """Return a policy for the environment, with weights initialized by the seed or of lerobot's folder.
@@ -58,7 +43,8 @@ def new_flow_policy(
         config: the configuration.
         env: the environment.
         value_width: number of values per observation, V.
-        known_fields: fields of the shape: scales of recorded episodes, or `fields_of` a checkpoint.
+        known_fields: fields of the shape: scales of recorded episodes, or `FlowPolicy.inherited_fields` of a
+        checkpoint.
 
     Raises:
         ValueError: the actions are discrete, the pictures are not RGB, or the folder's policy does not fit.
@@ -70,7 +56,7 @@ def new_flow_policy(
             "Use mlp_policy or cnn_policy."
         )
     _check_pictures(env, policy.model_type)
-    folder = pretrained_folder(config)
+    folder = weights_folder(config)
     fields = _new_fields(config, env) if folder is None else _pretrained_fields(config, env, folder)
     fields |= {
         name: value for name, value in (known_fields or {}).items() if folder is None or fields.get(name) is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
 from tether.control.envs import ContinuousActions, VectorEnv
-from tether.integrations.robots.pictures import find_pictures
+from tether.control.pictures import find_pictures
 from tether.integrations.robots.vla import VlaSpec
 from tether.types import JsonObject
 
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 START = "actor_rollout_ref.model.path"
 PROMPT_LENGTH = 50
 """Default length of prompts, as in RLinf."""
-FROM_START = ("low", "high")
-OF_NETWORK = ("network", "hidden_dim", "num_layers", "num_heads")
-"""Fields of the shape that a run copies from the policy that it starts from; the second tuple is for a published
-network.
-"""
 
 
-def published_folder(config: RunConfig) -> Path | None:
+def weights_folder(config: RunConfig) -> Path | None:
     """Return the folder of a model in transformers' format that the run starts from, or None."""
     path = config.actor_rollout_ref.model.path
     is_published = path and importlib.import_module("tether.integrations.robots.vla.pretrained").is_published(
@@ -35,13 +30,7 @@ def published_folder(config: RunConfig) -> Path | None:
     return Path(path) if is_published else None
 
 
-def fields_of(spec: VlaSpec) -> dict[str, object]:
-    """Return the fields that a run copies from a policy."""
-    names = FROM_START if spec.network is None else FROM_START + OF_NETWORK
-    return {name: getattr(spec, name) for name in names}
-
-
-def new_vla_policy(
+def new_policy(
     config: RunConfig, env: VectorEnv, value_width: int, known_fields: Mapping[str, object] | None = None
 ) -> VlaPolicy:
     """Return a policy for the environment, with weights initialized by the seed or of a published folder.
@@ -50,7 +39,8 @@ def new_vla_policy(
         config: the configuration.
         env: the environment.
         value_width: number of values per observation, V.
-        known_fields: fields of the shape: ``low`` and ``high`` of recorded episodes, or `fields_of` a checkpoint.
+        known_fields: fields of the shape: ``low`` and ``high`` of recorded episodes, or `VlaPolicy.inherited_fields` of
+        a checkpoint.
 
     Raises:
         ValueError: the actions are discrete or unbounded, or the published policy does not fit.
@@ -61,7 +51,7 @@ def new_vla_policy(
             f"policy.model_type={policy.model_type}: its action tokens stand for numbers, and the actions of "
             f"{env.id} are choices. Use mlp_policy or cnn_policy."
         )
-    folder, fields = published_folder(config), dict(known_fields or {})
+    folder, fields = weights_folder(config), dict(known_fields or {})
     if folder is not None:
         fields = _published_fields(config, env, folder, fields)
     else:

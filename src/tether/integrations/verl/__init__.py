@@ -2,5 +2,3 @@
 
 The keys need no importer: they are tether's.
 """
-
-__all__ = ["command"]

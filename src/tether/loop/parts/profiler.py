@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch.profiler import record_function
 
 from tether.runtime.profiling import ProcessTrace
 
-if TYPE_CHECKING:  # it imports transformers, which runs in simulators never need
-    from tether.distributed import Group
+
+class Ranks(Protocol):
+    """The processes of a run on several devices, as `tether.distributed.Group` is."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        """Call a method of a component on all ranks at once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +32,7 @@ class StepProfiler:
 
     steps: Collection[int]
     folder: Path
-    ranks: Group | None = None
+    ranks: Ranks | None = None
     """The ranks, each with a `ProcessTrace` named ``trace``; None if there is only this process."""
 
     @contextmanager

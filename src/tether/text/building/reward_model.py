@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import ScoringServerConfig
-from tether.distributed import Replicas, ShardedEngine
 from tether.distributed.groups import RankGroups
+from tether.distributed.handles import Replicas
 from tether.loop.engines.protocol import Engine
 from tether.runtime.cache import cache_dir
 from tether.runtime.http import check_listening, secret_from
@@ -30,6 +30,7 @@ from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.load import is_gguf, load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.rewards.service import Endpoint, ModelRewards, RemoteRewards, Rewards, ServedRewardModel
+from tether.text.sharded import ShardedEngine
 
 SCORER = "reward_model"
 """Name of the rank component that runs it."""

@@ -14,11 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
-from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor
+from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor, uses_megatron
 from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
-from tether.distributed import Group, Replicas, ShardedEngine, ShardedSampler
+from tether.distributed import Group
 from tether.distributed.groups import RankGroups
-from tether.integrations.megatron.build import megatron_parts, uses_megatron
+from tether.distributed.handles import Replicas
+from tether.integrations import integration
 from tether.loop.engines.protocol import Learner
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.profiling import ProcessTrace
@@ -52,6 +53,7 @@ from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights
 from tether.text.sampling import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
+from tether.text.sharded import ShardedEngine, ShardedSampler
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
         return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
 
     if uses_megatron(config):
-        models = megatron_parts(config, sources, names)
+        models = integration("megatron", "build").megatron_parts(config, sources, names)
     else:
         models = _engines(config, sources, make, names, sharded=not alone)
     if "sampler" in models:

@@ -14,8 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
-from tether.integrations.sglang import SGLang
-from tether.integrations.sglang import launch_of as launch_sglang
+from tether.integrations import integration
 from tether.loop.engines.protocol import AnyLearner
 from tether.loop.parts.mismatch import mismatch_tolerance
 from tether.runtime.hugging_face import asking_hugging_face
@@ -183,7 +182,8 @@ def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
         return Vllm(wanted, _adapters(config), tells, rollout.weight_transfer)
     each = experts_per_token(policy)
     experts = (model.num_hidden_layers, each) if each else None
-    return SGLang(wanted, rollout.weight_transfer, experts, tells)
+    sglang: ServerApi = integration("sglang", "api").SGLang(wanted, rollout.weight_transfer, experts, tells)
+    return sglang
 
 
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
@@ -244,7 +244,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     """
     rollout, described = config.actor_rollout_ref.rollout, logs / "model"
     name, tensor_parallel, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
-    python, launch_of = server_python(name), launch_vllm if name == "vllm" else launch_sglang
+    python, launch_of = server_python(name), launch_vllm if name == "vllm" else integration("sglang", "api").launch_of
     policy.config.save_pretrained(described)
     add_older_names(described)
     if policy.generation_config is not None:

@@ -4,20 +4,3 @@ Read in this order: `rows` (the layout), `sources` (where rows come from), `prom
 `published` converts datasets of hubs to files. `location` finds the source of rows without loading torch, so import the
 module that you need.
 """
-
-__all__ = [
-    "chat",
-    "checks",
-    "columns",
-    "control_tokens",
-    "custom",
-    "demonstrations",
-    "lerobot",
-    "location",
-    "pairs",
-    "prompts",
-    "published",
-    "rows",
-    "sampler",
-    "sources",
-]

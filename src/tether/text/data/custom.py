@@ -20,8 +20,8 @@ class CustomDataset(Protocol):
     """The interface of the user's class, which needs no base class.
 
     It is instantiated once for the training files and once for the validation files, and every item is read once, in
-    order. An item is a row in the layout of `tether.text.data.rows`, which is templated and tokenized like any other, or a
-    `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
+    order. An item is a row in the layout of `tether.text.data.rows`, which is templated and tokenized like any other,
+    or a `tether.batch.Prompt`, whose `token_ids` are used unchanged and whose `index` is replaced.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ It is verl's: one prompt per row, with the inputs of the reward::
     reward_model  {"style": "rule", "ground_truth": "2"}          any other style needs no ground truth
     extra_info    {"split": "train", "index": 0}                  optional, passed to the reward unchanged
 
-Other columns are ignored, unless the user names them or the source has a published layout (`tether.text.data.columns`). Row
-indices start at 0 in each file.
+Other columns are ignored, unless the user names them or the source has a published layout (`tether.text.data.columns`).
+Row indices start at 0 in each file.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from tether.integrations import integration
 from tether.text.data.columns import LAYOUT_KEYS, Columns
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import MEDIA_KEYS, Rows, RowSource
@@ -67,9 +68,7 @@ def _read(spec: str, columns: Columns, first: int | None) -> RowSource:
     if location.kind == "task":
         return importlib.import_module("tether.text.data.procedural").read_task(spec, location.name, location.options)
     if location.kind == "environment":
-        return importlib.import_module("tether.integrations.agents.environment_rows").read_environment(
-            spec, location.name, location.options
-        )
+        return integration("agents", "environment_rows").read_environment(spec, location.name, location.options)
     columns = columns.with_options(location.options)
     if location.kind == "file":
         source = READERS[Path(location.name).suffix](Path(location.name), columns, first)

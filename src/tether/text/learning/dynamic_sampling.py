@@ -37,7 +37,7 @@ class NothingToLearn(Exception):
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """The responses to one prompt of an experience."""
 
     experience: ScoredResponses
@@ -95,11 +95,11 @@ class DynamicSampling:
         self._check(len(groups), key.step)
         return _joined(sampled, groups, self.num_groups)
 
-    def _informative(self, experience: ScoredResponses) -> list[Group]:
+    def _informative(self, experience: ScoredResponses) -> list[PromptGroup]:
         scores, rollout = self._scores(experience), experience.rollout
         counted = rollout.response_mask & ~scores.isnan()[:, None]
         rows = informative_rows(scores.nan_to_num(), counted, rollout.uid)
-        return [Group(experience, prompt) for prompt in rollout.uid[rows].unique().tolist()]
+        return [PromptGroup(experience, prompt) for prompt in rollout.uid[rows].unique().tolist()]
 
     def _scores(self, experience: ScoredResponses) -> Tensor:
         """Return the number of each row [B] that must differ, NaN if the reward abstained or failed."""
@@ -136,7 +136,7 @@ class DynamicSampling:
         )
 
 
-def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_groups: int) -> ScoredResponses:
+def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], num_groups: int) -> ScoredResponses:
     """Join the first groups to one experience, with a report on all samples but the scores of these rows only."""
     selected = groups[:num_groups]
     rollouts = [group.experience.rollout[group.rows] for group in selected]
@@ -168,7 +168,7 @@ def _mean_metrics(sampled: Sequence[ScoredResponses]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in totals.items()}
 
 
-def _metrics(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_groups: int) -> dict[str, float]:
+def _metrics(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], num_groups: int) -> dict[str, float]:
     num_prompts = sum(len(experience.prompts) for experience in sampled)
     used = min(len(groups), num_groups)
     scores = torch.cat([experience.scores for experience in sampled])

@@ -2,5 +2,3 @@
 
 A module makes single Gymnasium environments, or a batched simulator that implements `VectorEnv`.
 """
-
-__all__ = ["envpool", "libero", "maniskill", "metaworld", "minigrid"]

@@ -5,5 +5,3 @@ of
 allowed actions. `action_bins` and `chain_actions` decode the output of a vision-language-action or flow-matching policy
 to continuous actions, and `coded` makes environments accept that output.
 """
-
-__all__ = ["action_bins", "action_masks", "actions", "chain_actions", "coded", "observations"]

@@ -2,14 +2,3 @@
 
 All implement `VectorEnv`. `loop` is the reference: `subprocesses` and `gymnasium_vector` must give the same results.
 """
-
-__all__ = [
-    "action_repeat",
-    "answers",
-    "batched_simulation",
-    "episode_starts",
-    "gymnasium_vector",
-    "loop",
-    "subprocesses",
-    "timed",
-]

@@ -6,4 +6,4 @@ and acting).
 
 from tether.integrations.robots.flow.spec import FlowSpec, Scale
 
-__all__ = ["FlowSpec", "Scale", "policy"]
+__all__ = ["FlowSpec", "Scale"]

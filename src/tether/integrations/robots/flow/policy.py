@@ -1,7 +1,7 @@
 """A flow-matching policy with the interface of `tether.control.policies.network_policy` for training and acting.
 
-Its actions are recorded with the chain that produced them (`tether.integrations.robots.flow.chain`), and its outputs are the
-log-probabilities and entropies of these chains.
+Its actions are recorded with the chain that produced them (`tether.integrations.robots.flow.chain`), and its outputs
+are the log-probabilities and entropies of these chains.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tether.control.policies.heads import HALF_LOG_2PI, Evaluated
 from tether.control.policies.memoryless_policy import MemorylessPolicy
 from tether.control.policies.observations import NUMBERS, PICTURE, FlatRow, ObservationBatch, Pictures
 from tether.control.policies.spec import Observations, device_of
+from tether.integrations.robots.chain_actions import ChainActions
 from tether.integrations.robots.flow import backbone as backbones
 from tether.integrations.robots.flow.backbone import TOKEN_MASK, TOKENS, Prefix
 from tether.integrations.robots.flow.chain import Record, log_density, step, times
@@ -29,6 +30,13 @@ from tether.observations import decode_text
 TIME_ALPHA, TIME_SCALE, TIME_OFFSET = 1.5, 0.999, 0.001
 """Times of imitation are `TIME_SCALE` x Beta(`TIME_ALPHA`, 1) + `TIME_OFFSET`, as in openpi."""
 NOISE_SIZES = (128, 64)
+
+
+FROM_START = (
+    "action_scale", "state_scale", "horizon", "latent_dim", "state_dim", "prompt_length", "tokenizer", "image_size",
+    "sizes", "empty_cameras",
+)  # fmt: skip
+"""Fields of the shape that a run copies from the policy that it starts from."""
 
 
 class ChainHead(nn.Module):
@@ -97,6 +105,10 @@ class FlowPolicy(MemorylessPolicy):
     """
 
     max_rows = 64
+    set_by_run = (
+        "value_width", "num_steps", "noise_method", "noise_level", "noise_logvar_range", "joint_logprob",
+        "step_logprobs", "detach_critic_input", "train_expert_only", "choices",
+    )  # fmt: skip
 
     def __init__(self, spec: FlowSpec, seed: int) -> None:
         super().__init__()
@@ -204,6 +216,13 @@ class FlowPolicy(MemorylessPolicy):
         if spec.joint_logprob:
             return Record(actions, None, torch.stack(states, dim=1), None).columns(spec)
         return Record(actions, chosen, before[:, None], after[:, used[0], used[1]]).columns(spec)
+
+    def action_code(self) -> ChainActions:
+        offset, scale = self.spec.action_scale
+        return ChainActions(offset, scale, self.spec.action_width)
+
+    def inherited_fields(self) -> dict[str, object]:
+        return {name: getattr(self.spec, name) for name in FROM_START}
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Load weights of `plain_state`; a noise head that is not among them stays unchanged."""

@@ -46,7 +46,9 @@ class FlowSpec:
     image_size: int = 224
     """Height and width to which images are scaled."""
     sizes: Mapping[str, int] | None = None
-    """Sizes of the networks (`tether.integrations.robots.flow.backbone.Sizes`); None: lerobot's own, with 3.3 billion parameters."""
+    """Sizes of the networks (`tether.integrations.robots.flow.backbone.Sizes`); None: lerobot's own, with 3.3 billion
+    parameters.
+    """
     empty_cameras: int = 0
     """Number of images that the network expects and the environment does not have."""
     value_width: int = 1
@@ -93,7 +95,9 @@ class FlowSpec:
 
     @property
     def recorded(self) -> int:
-        """Number of entries of the chain that are recorded with a decision, as in `tether.integrations.robots.flow.chain.Record`."""
+        """Number of entries of the chain that are recorded with a decision, as in
+        `tether.integrations.robots.flow.chain.Record`.
+        """
         if self.joint_logprob:
             return self.num_steps * self.latents
         return 1 + self.latents + self.num_action_chunks * self.action_dim

@@ -7,4 +7,4 @@ acting).
 
 from tether.integrations.robots.vla.spec import VlaSpec
 
-__all__ = ["VlaSpec", "policy"]
+__all__ = ["VlaSpec"]

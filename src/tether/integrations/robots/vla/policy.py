@@ -1,7 +1,7 @@
 """A vision-language-action policy with the interface of `tether.control.policies.network_policy`.
 
-Its actions are indices of bins, K * D per decision (`tether.integrations.robots.action_bins` converts environments to them),
-its outputs the scores of all bins of all of them.
+Its actions are indices of bins, K * D per decision (`tether.integrations.robots.action_bins` converts environments to
+them), its outputs the scores of all bins of all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from tether.control.policies.heads import CategoricalHead
 from tether.control.policies.memoryless_policy import MemorylessPolicy
 from tether.control.policies.observations import ObservationBatch
 from tether.control.policies.spec import Observations, device_of
+from tether.integrations.robots.action_bins import ActionBins
 from tether.integrations.robots.vla.model import ValueHead, VlaModel
 from tether.integrations.robots.vla.published import PublishedModel
 from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec
 from tether.runtime.install import pip_install
+
+FROM_START = ("low", "high")
+OF_NETWORK = ("network", "hidden_dim", "num_layers", "num_heads")
+"""Fields of the shape that a run copies from the policy that it starts from; the second tuple is for a published
+network.
+"""
 
 
 class VlaPolicy(MemorylessPolicy):
@@ -35,6 +42,7 @@ class VlaPolicy(MemorylessPolicy):
     """
 
     max_rows = 256
+    set_by_run = ("value_width", "low", "high", "lora_rank", "lora_alpha", "target_modules")
 
     def __init__(self, spec: VlaSpec, seed: int) -> None:
         super().__init__()
@@ -78,6 +86,13 @@ class VlaPolicy(MemorylessPolicy):
     def act(self, obs: Observations, noise: Tensor | None) -> Tensor:
         shaped = None if noise is None else noise.unflatten(1, (self.spec.action_tokens, -1))
         return self.model.choose(self.model.prompt(obs), shaped)
+
+    def action_code(self) -> ActionBins:
+        return ActionBins(self.spec.low, self.spec.high)
+
+    def inherited_fields(self) -> dict[str, object]:
+        names = FROM_START if self.spec.network is None else FROM_START + OF_NETWORK
+        return {name: getattr(self.spec, name) for name in names}
 
     def load_plain(self, weights: dict[str, Tensor]) -> None:
         """Load weights in the format of `plain_state`; LoRA adapters and weights that are not given stay unchanged."""

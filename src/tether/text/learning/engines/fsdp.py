@@ -27,14 +27,16 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
+from tether.loop.engines.collectives import from_all
 from tether.loop.engines.optimizer import OptimizerOptions, move_state
 from tether.loop.engines.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engines.writing import Writing
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.autograd import tensors_of
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
 from tether.text.learning.engines.division import MiniBatch
-from tether.text.learning.engines.ranks import RanksEngine, from_all
-from tether.text.learning.engines.shares import Writing, writers
+from tether.text.learning.engines.ranks import RanksEngine
+from tether.text.learning.engines.shares import writers
 from tether.text.learning.micro_batches import MicroBatching
 from tether.text.models.layers import SequenceRanks
 from tether.text.models.lazy_weights import allocate_weights, read_rows, sources_of

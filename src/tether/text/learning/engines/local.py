@@ -27,7 +27,8 @@ from tether.types import StateDict
 
 
 class LocalEngine(AutogradEngine[Outputs]):
-    """Runs and updates one model (policy, critic or reference) in this process, as a `tether.loop.engines.protocol.Engine`.
+    """Runs and updates one model (policy, critic or reference) in this process, as a
+    `tether.loop.engines.protocol.Engine`.
 
     Args:
         model: policy, critic or reference, on its device; in float32 if it is trained.

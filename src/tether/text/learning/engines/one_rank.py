@@ -10,10 +10,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from tether.loop.engines.protocol import Outputs
+from tether.loop.engines.writing import Writing
 from tether.text.learning.engines.copies import with_all_names
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.ranks import or_smaller_next_time
-from tether.text.learning.engines.shares import Writing
 from tether.text.learning.micro_batches import MicroBatching, RowSize
 
 Result = TypeVar("Result")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -11,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
+from tether.loop.engines.collectives import from_all
 from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
 from tether.loop.engines.protocol import LossSpec, Outputs
 from tether.text.learning.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
@@ -109,40 +107,6 @@ def or_smaller_next_time(
         if smaller is None:
             raise
         raise MicroBatchTooLarge(str(error), smaller.setting) from None
-
-
-def from_all(value: Found) -> list[Found]:
-    """Gather the value of each rank, in order."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, pickled(value))
-    return [pickle.loads(data) for data in gathered]
-
-
-def pickled(value: object) -> bytes:
-    """Pickle a value for `pickle.loads`, storing only the elements of CPU tensors.
-
-    By default a tensor is pickled as a file of `torch.save`, with all of its storage, which takes ten times the time
-    and the bytes for the metrics of a micro-batch.
-    """
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
-            return NotImplemented
-        if value.layout is not torch.strided or value.is_quantized:
-            return NotImplemented
-        numbers = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor, (numbers, value.dtype, tuple(value.shape))
-
-
-def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not numbers:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
 
 
 def _merge(shares: Sequence[tuple[Tensor, Any]]) -> Any:

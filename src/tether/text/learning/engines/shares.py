@@ -1,9 +1,8 @@
-"""The assignment of a checkpoint's weights to the ranks that write them, and the thread that writes them."""
+"""The assignment of a checkpoint's weights to the ranks that write them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -44,21 +43,3 @@ def join_shares(shares: Sequence[Path], folder: Path, state: Path) -> None:
     (shares[0] / "state.pt").rename(state)
     if (adapter := shares[0] / "adapter").exists():
         adapter.rename(folder.with_name("adapter"))
-
-
-class Writing:
-    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can go on after them."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._job: Future[None] | None = None
-
-    def begin(self, job: Callable[[], None]) -> None:
-        """Start a job."""
-        self._job = self._thread.submit(job)
-
-    def answer(self) -> tuple[bool, BaseException | None]:
-        """Return whether the job is done, and its error if it failed."""
-        if self._job is None or not self._job.done():
-            return self._job is None, None
-        return True, self._job.exception()

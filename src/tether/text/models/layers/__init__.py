@@ -10,6 +10,14 @@ from tether.text.models.layers.rotary_attention import rotated, spec_of
 from tether.text.models.layers.ulysses import SequenceRanks, Shared, copies_of_keys
 
 __all__ = [
-    "Packed", "Padded", "RMSNorm", "SequenceRanks", "Shared", "context_length", "copies_of_keys", "rotated",
-    "spec_of", "use_tether_attention",
-]  # fmt: skip
+    "Packed",
+    "Padded",
+    "RMSNorm",
+    "SequenceRanks",
+    "Shared",
+    "context_length",
+    "copies_of_keys",
+    "rotated",
+    "spec_of",
+    "use_tether_attention",
+]

@@ -2,8 +2,8 @@
 
 transformers lets a model call an attention function by name and passes it all keyword arguments of the model's forward.
 tether registers one function, ``tether``, and passes it a *layout*: an object that decides which query sees which key.
-Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the same module, so both use the
-very same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
+Packed training (`Packed`) and cached decoding (`tether.text.sampling`) are two layouts over the same module, so both
+use the very same weights, and no [rows, width] padding or [tokens, tokens] mask is built.
 
 Legend: N = tokens of all sequences, concatenated, H = query heads, K = key/value heads (H = K * G), D = head size.
 """

@@ -8,6 +8,12 @@ from tether.text.models.output.log_probs import LmHead, LogProbs, VocabularyShar
 from tether.text.models.output.truncation_record import KeptRecorder, KeptSets
 
 __all__ = [
-    "KeptRecorder", "KeptSets", "LmHead", "LogProbs", "VocabularyShard", "full_kl_of_hidden", "lm_head_of",
+    "KeptRecorder",
+    "KeptSets",
+    "LmHead",
+    "LogProbs",
+    "VocabularyShard",
+    "full_kl_of_hidden",
+    "lm_head_of",
     "token_log_probs",
-]  # fmt: skip
+]

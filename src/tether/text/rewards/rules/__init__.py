@@ -5,4 +5,4 @@ Each has the arguments of verl's reward functions and returns a score.
 
 from tether.text.rewards.rules.extract import last_boxed
 
-__all__ = ["extract", "gsm8k", "last_boxed", "math", "reasoning_gym", "search"]
+__all__ = ["last_boxed"]

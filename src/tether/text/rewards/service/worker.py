@@ -40,8 +40,8 @@ def serve(channel: Channel) -> None:
 
     The first message is the pickled (`CustomReward` or None, `ProgramOptions`, timeout of a call in seconds); the
     answer is null once the function is loaded, or an error. Each later message is a pickled list of pickled
-    `RewardRequest`s, and each request has one answer (`tether.text.rewards.outcome.load_answer`), which is sent as soon as
-    it is available. An item that is itself a list of requests is scored by a single call, and has a list of answers.
+    `RewardRequest`s, and each request has one answer (`tether.text.rewards.outcome.load_answer`), which is sent as soon
+    as it is available. An item that is itself a list of requests is scored by a single call, and has a list of answers.
     """
     first = channel.receive()
     if first is None:

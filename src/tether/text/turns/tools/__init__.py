@@ -30,9 +30,7 @@ __all__ = [
     "ToolSpec",
     "class_problem",
     "environment_named",
-    "mcp_servers",
     "read_environments",
     "read_tools",
     "shortened",
-    "verifiers_environment",
 ]

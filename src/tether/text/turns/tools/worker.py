@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
+from tether.integrations import integration
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.install import pip_install
@@ -335,7 +336,7 @@ def _connect(spec: McpSpec, server_tools: object) -> list[tuple[str, JsonObject,
         ValueError: the package is not installed, or `connect` failed.
     """
     try:
-        servers = importlib.import_module("tether.integrations.agents.mcp_servers")
+        servers = integration("agents", "mcp_servers")
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
         raise ValueError(f"{what}. Run: {pip_install('mcp')}") from error

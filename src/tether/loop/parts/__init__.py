@@ -1,0 +1,1 @@
+"""Steps of the training loop that a configuration switches on."""
