@@ -28,7 +28,7 @@ from tests.training.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
 from tether.integrations.megatron import MegatronLayout
 from tether.integrations.megatron.engine import MegatronEngine
 from tether.integrations.megatron.layout import experts_of, shared_expert_width
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import UpdatePlan
 from tether.text.learning.engines.ranks import from_all
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from tests.training.batches import make_batch, make_critic, make_policy
 from tests.training.fsdp_ranks import make_fsdp, on_ranks, share, whole_weights
 from tests.training.test_fsdp import LOSS
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import UpdatePlan
 from tether.text.learning.engines.division import mini_batches
 from tether.text.learning.forward import PolicyForward
 from tether.text.learning.micro_batches import MicroBatching

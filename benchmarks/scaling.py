@@ -19,8 +19,7 @@ from benchmarks.speed.setting import Setting
 from benchmarks.speed.table import Section
 from benchmarks.speed.timing import peak_memory, seconds
 from tether.batch import TrainBatch
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, PolicyOutputs
 from tether.text.learning.losses import PolicyLoss

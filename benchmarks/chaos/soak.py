@@ -18,7 +18,7 @@ from tests.execution.processes import marked
 from tests.trainer.loops import contents, results
 from tether.commands.train import train
 from tether.config import load_config
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics
 
 STEPS = "steps.txt"

@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.speed.setting import Setting
 from tether.batch import TrainBatch
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, PolicyOutputs
 from tether.text.learning.losses import PolicyLoss

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.algorithms import ADVANTAGE_ESTIMATORS, discounted_sums, episodic_gae
-from tether.algorithms.advantages.episodes import linear_recurrence
+from tether.algorithms.advantages.gae import linear_recurrence
 
 
 def rows(*numbers):

@@ -12,7 +12,7 @@ from tether.control.learning.flat import FlatEngine
 from tether.control.learning.forward import decision_outputs
 from tether.control.learning.losses import ControlLoss, Outputs
 from tether.control.learning.samples import Samples
-from tether.loop.engines.protocol import LossSizes
+from tether.loop.engine import LossSizes
 
 
 class FlatAutogradEngine(FlatEngine):

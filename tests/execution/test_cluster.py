@@ -22,7 +22,7 @@ from tether.commands.train import train
 from tether.config import load_config
 from tether.distributed.cluster import check_versions
 from tether.distributed.worker import this_process
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 from tether.runtime.ranks import Deadlines, Pool, RankFailed
 
 pytestmark = NEEDS_RAY

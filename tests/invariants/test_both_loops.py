@@ -18,7 +18,7 @@ from tests.trainer.loops import Control, Loop, Text, assert_same_run, forget, re
 from tests.trainer.tiny_run import write_inputs
 from tether.loop import checkpoint as checkpoint_module
 from tether.loop import loop as loop_module
-from tether.loop.parts.critic_warmup import CriticWarmup
+from tether.loop.parts import CriticWarmup
 
 TOTAL = 6
 UNTIL = "trainer.critic_warmup_until_explained_variance"

@@ -25,8 +25,8 @@ from tests.training.batches import (
 )
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS
 from tether.batch import TrainBatch, filled
-from tether.loop.engines.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
-from tether.loop.parts.mismatch import sampler_metrics
+from tether.loop.alarms import sampler_metrics
+from tether.loop.engine import LossSizes, LossSpec, LossTerm, UpdatePlan
 from tether.metrics.timing import Timer
 from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
 from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection

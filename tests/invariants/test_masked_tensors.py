@@ -25,7 +25,7 @@ from tether.algorithms import (
     kl_penalty,
     value_loss,
 )
-from tether.loop.engines.protocol import LossSizes
+from tether.loop.engine import LossSizes
 from tether.text.learning.losses import Aggregation
 
 Step = Callable[[Case], dict[str, Tensor]]

@@ -13,7 +13,7 @@ from tests.pairwise import in_turn, pairwise_parameters
 from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import LossFunction, LossSizes, LossSpec, LossTerm
+from tether.loop.engine import LossFunction, LossSizes, LossSpec, LossTerm
 from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
 from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 from tether.text.learning.micro_batches import MicroBatching

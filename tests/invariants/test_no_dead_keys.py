@@ -40,7 +40,7 @@ from tether.config.loading.type_errors import expected
 from tether.config.support.live_keys import is_off
 from tether.config.support.verl_keys import is_unread_section, unread_keys
 from tether.distributed import groups
-from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engine import OptimizerOptions
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.terminal import Screen
 from tether.text.building import inputs, learners, reward_model, rewards

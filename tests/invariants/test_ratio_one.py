@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from tests.pairwise import pairwise_parameters
 from tests.training.batches import make_policy
 from tether.batch import TrainBatch, filled
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import Learner, LossSpec, UpdatePlan
-from tether.loop.parts.mismatch import ALARM, MismatchAlarm, mismatch_tolerance
+from tether.loop.alarms import ALARM, MismatchAlarm, mismatch_tolerance
+from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan
 from tether.metrics.data import mismatch_metrics
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel

@@ -16,7 +16,7 @@ from tests.training.batches import (
 )
 from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan
 from tether.metrics.data import data_metrics, group_metrics
 from tether.text.learning.forward import PolicyForward, ValueForward
 from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.kernels.dispatch import kernels_for
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pairwise import pairwise_parameters
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.kernels.cuda.backend import Cuda
 from tether.kernels.dispatch import REFERENCE, backend
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests.kernels.test_elementwise import drawn
 from tests.pairwise import pairwise_parameters
-from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.causal_attention import masked_attention, visible_keys
+from tether.kernels.causal_attention import AttentionSpec, masked_attention, visible_keys
 from tether.kernels.dispatch import REFERENCE, kernels_for
 
 BF16 = torch.bfloat16

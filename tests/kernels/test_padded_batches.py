@@ -2,8 +2,7 @@
 
 import torch
 
-from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.padded_batches import PaddedBatches, padded_batches, select_rows
+from tether.kernels.causal_attention import AttentionSpec, PaddedBatches, padded_batches, select_rows
 from tether.text.models.layers.attention import Packed
 
 CPU = torch.device("cpu")

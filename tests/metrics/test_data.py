@@ -18,7 +18,7 @@ from tether.metrics.data import (
     repeated_sequences,
 )
 from tether.metrics.keys import METRICS
-from tether.metrics.perf import memory_metrics, throughput_metrics
+from tether.metrics.timing import memory_metrics, throughput_metrics
 
 
 def rollout(lengths: list[int], width: int = 3) -> RolloutBatch:

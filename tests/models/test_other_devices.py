@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tests.tiny import VOCAB_SIZE, tiny_model
-from tether.kernels import dispatch, padded_batches
+from tether.kernels import causal_attention, dispatch
 from tether.text.models.layers.attention import Packed, use_tether_attention
 from tether.text.models.output.log_probs import lm_head_of, token_log_probs
 from tether.text.models.packing_check import hidden_states
@@ -75,7 +75,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with FakeTensorMode(), WithoutCuda(), torch.no_grad():
         yield
     dispatch.backend.cache_clear()
-    padded_batches.padded_batches.cache_clear()  # they would be found by the next test, in another mode
+    causal_attention.padded_batches.cache_clear()  # they would be found by the next test, in another mode
 
 
 def model_on_cuda(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

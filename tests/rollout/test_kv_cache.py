@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.text.models.layers.attention import Packed
 from tether.text.sampling.kv_cache import Decode, KVCache, Prefill
 

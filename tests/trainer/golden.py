@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.trainer.loops import Loop
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 
 STEPS = 4
 SCHEDULE = [

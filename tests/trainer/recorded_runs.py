@@ -16,7 +16,7 @@ import torch
 from tests.envs import toys
 from tests.trainer.loops import ACTOR, Control
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
-from tether.loop.parts.alarms import CRITIC_STEPS, ZERO_ADVANTAGE_STEPS
+from tether.loop.alarms import CRITIC_STEPS, ZERO_ADVANTAGE_STEPS
 
 FILE = Path(__file__).with_suffix(".json")
 READ = re.compile(

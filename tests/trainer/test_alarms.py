@@ -16,7 +16,7 @@ from tests.trainer.recorded_runs import RUNS, kill, metrics_of, recorded
 from tests.trainer.steps import built
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides
 from tether.commands.cli import app
-from tether.loop.parts.alarms import (
+from tether.loop.alarms import (
     CALLS,
     COLLAPSED_STEPS,
     CRITIC_STEPS,
@@ -30,8 +30,8 @@ from tether.loop.parts.alarms import (
     UNSCORED_STEPS,
     ZERO_ADVANTAGE_STEPS,
     Alarms,
+    EvaluationHistory,
 )
-from tether.loop.parts.evaluation_history import EvaluationHistory
 from tether.runtime.objects import holding
 
 EXPLAINED = "critic/vf_explained_var"

@@ -13,7 +13,7 @@ from tests.trainer.tiny_run import LIGHT, same, weights
 from tether.checkpoints import CheckpointStore
 from tether.checkpoints.store import DiskFull
 from tether.config import load_config
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 from tether.text.build import Run, build_run
 
 LATER = "trainer.async_save=True"

@@ -7,8 +7,7 @@ import pytest
 import tether
 from tests.trainer.golden import STEPS, Event, Golden, Notebook
 from tests.trainer.loops import Control, assert_same_run
-from tether.loop.callbacks import Callbacks
-from tether.loop.saver import OnSaved, Saver
+from tether.loop.parts import Callbacks, OnSaved, Saver
 from tether.metrics.loggers.jsonl import read_metrics
 
 

@@ -15,7 +15,7 @@ from tests.trainer.tiny_run import GAE, LIGHT, base_overrides, measured, rows, t
 from tether.algorithms import parse_rejection
 from tether.batch import Prompt
 from tether.commands.cli import main
-from tether.loop.parts.rollout_correction import RolloutCorrection
+from tether.loop.parts import RolloutCorrection
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.objects import holding
 from tether.text.learning.collector import ScoredResponses

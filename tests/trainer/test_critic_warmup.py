@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.steps import stepped
 from tests.trainer.tiny_run import GAE, LIGHT
-from tether.loop.parts.critic_warmup import CriticWarmup
+from tether.loop.parts import CriticWarmup
 from tether.runtime.objects import holding
 
 

@@ -19,7 +19,7 @@ from tests.trainer.tiny_run import GAE, GRPO, measured, same, train
 from tether.checkpoints.store import step_of, verify
 from tether.config import load_config
 from tether.control.build import build_control_run
-from tether.loop.engines.incident import replay
+from tether.loop.incident import replay
 from tether.metrics.loggers import Loggers
 from tether.metrics.loggers.jsonl import read_samples
 from tether.metrics.loggers.protocol import LogFailed, Sample

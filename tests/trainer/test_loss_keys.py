@@ -12,7 +12,7 @@ from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from tether.batch import TrainBatch
 from tether.config import ConfigError, RunConfig, asks_reference, load_config, models_of
 from tether.config.keys import keys
-from tether.loop.engines.protocol import Learner
+from tether.loop.engine import Learner
 from tether.metrics.keys import describe
 from tether.text.build import Run, build_run
 from tether.text.building.inputs import build_inputs

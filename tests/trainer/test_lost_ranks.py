@@ -18,7 +18,7 @@ from tether.checkpoints.store import DiskFull
 from tether.commands.status import show_status
 from tether.commands.train import train
 from tether.config import load_config
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 from tether.runtime.ranks import RankLost
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.trainer.steps import built, first_step
 from tests.trainer.tiny_run import GAE, GRPO, LIGHT, measured
-from tether.loop.parts.mismatch import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
+from tether.loop.alarms import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
 
 CUT = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=40"]
 OTHER_FORMATS = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]

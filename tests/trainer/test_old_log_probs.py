@@ -9,8 +9,8 @@ import torch
 from tests.trainer.steps import Stepped, built, first_step
 from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, without_clocks
 from tether.config import load_config
+from tether.loop.alarms import ALARM
 from tether.loop.loop import OldLogProbs
-from tether.loop.parts.mismatch import ALARM
 from tether.runtime.objects import holding
 from tether.text.building.off_policy import old_log_probs_from
 

@@ -1,6 +1,6 @@
 """A warning about a reward that returns `acc` for some rows only."""
 
-from tether.loop.parts.alarms import Alarms
+from tether.loop.alarms import Alarms
 
 
 def test_acc_that_some_rows_lack_is_reported_once_and_is_no_collapse() -> None:

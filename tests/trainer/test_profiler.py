@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.tiny_run import GRPO, LIGHT, train
 from tether.config import ConfigError, load_config
-from tether.loop.parts.profiler import StepProfiler
+from tether.loop.parts import StepProfiler
 from tether.text.build import build_run
 
 SMALL = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "data.max_response_length=3"]

@@ -17,8 +17,8 @@ from tether.checkpoints.rollbacks import NOTE
 from tether.commands.result import TrainingResult
 from tether.commands.train import train
 from tether.config import load_config
-from tether.loop.parts.alarms import SAME_REPLY_STEPS, Alarms
-from tether.loop.parts.rollback import Rollbacks
+from tether.loop.alarms import SAME_REPLY_STEPS, Alarms
+from tether.loop.parts import Rollbacks
 
 VARIETY = "def compute_score(solution_str, **row):\n    return len(set(solution_str)) / max(len(solution_str), 1)\n"
 

@@ -17,8 +17,8 @@ from tether.algorithms.rollout_correction import REJECTION_MODES
 from tether.batch import RolloutBatch, TrainBatch, filled
 from tether.config import load_config
 from tether.config.schema.algorithm import RejectionMode
-from tether.loop.engines.protocol import LossSpec
-from tether.loop.parts.rollout_correction import RolloutCorrection
+from tether.loop.engine import LossSpec
+from tether.loop.parts import RolloutCorrection
 from tether.metrics.keys import describe
 from tether.text.building.advantages import build_advantage_estimator
 from tether.text.learning.forward import PolicyForward

@@ -8,7 +8,7 @@ from tests.device import on_device
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
-from tether.loop.engines.optimizer import OptimizerOptions
+from tether.loop.engine import OptimizerOptions
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, ValueForward
 from tether.text.learning.micro_batches import MicroBatching

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from tether.batch import TrainBatch
 from tether.distributed import StoredWeights
 from tether.distributed.weights import weight_chunks
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.loop.engine import LossSpec, OptimizerOptions, Updated, UpdatePlan
 from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.text.learning.engines.fsdp import FsdpEngine, Sharding
 from tether.text.learning.micro_batches import MicroBatching

@@ -39,8 +39,8 @@ from tether.checkpoints import save_state
 from tether.integrations.megatron import MegatronLayout
 from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
 from tether.integrations.megatron.shards import main_grad
-from tether.loop.engines.incident import replay
-from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.loop.engine import LossSpec, Updated, UpdatePlan
+from tether.loop.incident import replay
 from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, ValueForward

@@ -12,7 +12,7 @@ from tests.training.batches import gradients, make_batch, make_critic, make_engi
 from tests.training.fsdp_ranks import make_fsdp, share, whole_gradients
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, distance
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan
 from tether.text.learning.engines.division import mini_batches
 from tether.text.learning.forward import PolicyForward
 from tether.text.learning.losses import PolicyLoss

@@ -12,8 +12,7 @@ from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
 from tether.control.learning.losses import ControlLoss
 from tether.control.learning.samples import Samples
 from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import OptimizerOptions, UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)
 SPECS = {

@@ -13,8 +13,7 @@ from tether.control.learning.samples import Samples
 from tether.control.policies.mlp_policy import make_policy
 from tether.control.policies.observations import NUMBERS, PICTURE
 from tether.control.policies.spec import Memory, PolicySpec, with_numbers
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import OptimizerOptions, UpdatePlan
 from tether.observations import ObsPart
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tether.loop.engines.protocol import LossSizes, UpdatePlan
+from tether.loop.engine import LossSizes, UpdatePlan
 from tether.text.learning.engines.division import balance_metrics, balanced, divide, in_order, mini_batches
 
 

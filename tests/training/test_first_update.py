@@ -3,7 +3,7 @@
 import pytest
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan
 from tether.text.learning.forward import PolicyForward
 from tether.text.learning.losses import PolicyLoss
 

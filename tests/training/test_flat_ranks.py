@@ -18,8 +18,8 @@ from tether.control.learning.flat import FlatEngine
 from tether.control.learning.flat_ranks import FlatRankEngine
 from tether.control.learning.losses import ControlLoss
 from tether.control.learning.samples import dealt
-from tether.loop.engines.incident import replay
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan
+from tether.loop.incident import replay
 
 BAD_ROW = 3
 PLANS = {

@@ -32,9 +32,8 @@ from tests.training.batches import gradients as local_gradients
 from tests.training.fsdp_ranks import OPTIONS, learn, make_fsdp, share, stored_weights, whole_gradients, whole_weights
 from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
-from tether.loop.engines.incident import replay
-from tether.loop.engines.optimizer import move_state
-from tether.loop.engines.protocol import LossSpec, Updated, UpdatePlan
+from tether.loop.engine import LossSpec, Updated, UpdatePlan, move_state
+from tether.loop.incident import replay
 from tether.text.learning.engines.division import mini_batches
 from tether.text.learning.engines.fsdp import FsdpEngine
 from tether.text.learning.engines.local import LocalEngine

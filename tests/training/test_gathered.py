@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.training.batches import make_rollout
-from tether.loop.engines.collectives import pickled
+from tether.loop.ranks import pickled
 
 LARGE = torch.arange(100_000)
 TENSORS = {

@@ -20,9 +20,8 @@ from tether.batch import TrainBatch, filled
 from tether.control.learning.losses import ControlLoss
 from tether.control.policies.mlp_policy import make_policy as control_policy
 from tether.control.policies.spec import PolicySpec
-from tether.loop.engines.incident import replay
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
+from tether.loop.incident import replay
 from tether.text.learning.forward import PolicyForward, ValueForward
 from tether.text.learning.losses import CriticLoss, PolicyLoss
 from tether.text.learning.micro_batches import MicroBatching

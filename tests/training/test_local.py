@@ -18,8 +18,7 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch, filled
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import LossSizes, LossSpec, LossTerm, UpdatePlan
+from tether.loop.engine import LossSizes, LossSpec, LossTerm, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, PolicyOutputs
 from tether.text.learning.losses import PolicyLoss, TokenSelection

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.training.test_packing import example
 from tether.batch import TrainBatch, filled
-from tether.loop.engines.protocol import LossSizes
+from tether.loop.engine import LossSizes
 from tether.text.learning.forward import PolicyOutputs, ValueOutputs
 from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import LossSpec
+from tether.loop.engine import LossSpec
 from tether.text.learning.engines import master_weights
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.forward import PolicyForward, ValueForward

@@ -16,9 +16,7 @@ from tests.training.batches import (
     weights,
 )
 from tether.batch import TrainBatch
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, MicroBatchTooLarge, OptimizerOptions, OutOfMemory, UpdatePlan
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.engines.shares import join_shares
 from tether.text.learning.forward import PolicyForward

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
-from tether.loop.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.loop.engine import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from tether.control.policies.mlp import Mlp
 from tether.control.policies.mlp_policy import ControlPolicy
 from tether.control.policies.network_policy import Torso
 from tether.control.policies.spec import PolicySpec, RolloutEvaluation
-from tether.loop.engines.out_of_memory import is_out_of_memory
-from tether.loop.engines.protocol import LossSpec, UpdatePlan
+from tether.loop.engine import LossSpec, UpdatePlan, is_out_of_memory
 from tether.text.learning.forward import PolicyForward
 from tether.text.learning.losses import PolicyLoss
 from tether.text.learning.micro_batches import MicroBatching, RowSize

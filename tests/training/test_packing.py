@@ -5,7 +5,7 @@ import torch
 
 from tests.training.batches import make_batch, make_critic, make_policy, make_rollout
 from tether.batch import KeptTokens, RolloutBatch, TrainBatch, filled, on_device
-from tether.loop.engines.protocol import LossSizes
+from tether.loop.engine import LossSizes
 from tether.text.learning.forward import PolicyForward, PolicyOutputs, ValueOutputs
 from tether.text.learning.losses import CriticLoss, PolicyLoss
 from tether.text.learning.packing import TokenRows, row_sizes, sequence_lengths, token_rows

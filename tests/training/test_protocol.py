@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import UpdatePlan
 
 
 def numbers(plan: UpdatePlan, rows: int, step: int = 0, epoch: int = 0) -> list[list[int]]:

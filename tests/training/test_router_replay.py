@@ -14,7 +14,7 @@ from tests.training.batches import gradients, make_batch, make_critic, make_engi
 from tests.training.replayed import REPLAYING, any_experts, in_shards, make_mixture
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, ONE_ROW, TOKENS, distance
 from tether.batch import TrainBatch
-from tether.loop.engines.protocol import LossSpec
+from tether.loop.engine import LossSpec
 from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel
 from tether.text.learning.losses import PolicyLoss
 from tether.text.learning.micro_batches import MicroBatching

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tether.loop.engines.protocol import LossSizes
+from tether.loop.engine import LossSizes
 from tether.text.learning.losses import Aggregation
 
 

@@ -8,18 +8,29 @@ They work in any training loop: no function takes a config, a model or a process
 import inspect
 
 from tether.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from tether.algorithms.advantages.episodes import discounted_sums, episodic_gae
-from tether.algorithms.advantages.gae import length_adaptive_lambda
+from tether.algorithms.advantages.gae import discounted_sums, episodic_gae, length_adaptive_lambda
 from tether.algorithms.advantages.groups import informative_rows
 from tether.algorithms.advantages.result import Advantages
 from tether.algorithms.aggregation import (
     AGGREGATIONS,
+    MAX_LOG_RATIO,
+    Max,
+    Mean,
+    Metric,
+    Min,
+    TokenLoss,
     aggregate_loss,
     masked_mean_ratio,
+    merge_metrics,
 )
-from tether.algorithms.checks import checked
-from tether.algorithms.kl import KL_ESTIMATORS, apply_kl_penalty, kl_penalty
-from tether.algorithms.kl_control import AdaptiveKLController, FixedKLController, KLController
+from tether.algorithms.kl import (
+    KL_ESTIMATORS,
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    apply_kl_penalty,
+    kl_penalty,
+)
 from tether.algorithms.logits import entropy_from_logits, full_kl, sum_pi_squared
 from tether.algorithms.masking import count_valid, masked_mean, masked_sum, masked_var, masked_whiten, select
 from tether.algorithms.pf_ppo import pf_ppo_indices
@@ -29,7 +40,7 @@ from tether.algorithms.policy_losses import (
     TOKEN_SELECTIONS,
     interpolate_proximal,
 )
-from tether.algorithms.registry import needs
+from tether.algorithms.registry import checked, needs
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (
     importance_metrics,
@@ -40,7 +51,6 @@ from tether.algorithms.rollout_correction import (
     rejection_metrics,
     veto_mask,
 )
-from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min, TokenLoss, merge_metrics
 from tether.algorithms.value import explained_variance, value_loss
 
 __all__ = [

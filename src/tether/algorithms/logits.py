@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tether.algorithms.checks import PositiveInt
+from tether.algorithms.registry import PositiveInt
 
 
 def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tether.algorithms.checks import Positive
+from tether.algorithms.registry import Positive
 from tether.algorithms.reward_shaping import check_finite
 from tether.algorithms.shapes import Rows
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from tether.algorithms.checks import NonNegative, PositiveInt, checked
 from tether.algorithms.masking import masked_whiten, select
+from tether.algorithms.registry import NonNegative, PositiveInt, checked
 from tether.algorithms.shapes import Rows
 
 

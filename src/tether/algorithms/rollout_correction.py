@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tether.algorithms.checks import Positive
+from tether.algorithms.aggregation import MAX_LOG_RATIO, Max, Mean, Metric, Min
 from tether.algorithms.masking import largest, masked_mean, masked_sum, masked_var, select
+from tether.algorithms.registry import Positive
 from tether.algorithms.shapes import Mask, Rows, Tokens
-from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min
 
 RejectionBounds = Mapping[str, tuple[float, float]]
 """(lower, upper) bound of each rejection mode of `rejection_mask`."""

@@ -2,10 +2,10 @@
 
 import torch
 
-from tether.algorithms.checks import Positive
+from tether.algorithms.aggregation import Mean, Metric, TokenLoss
 from tether.algorithms.masking import clip, masked_mean, masked_var, select
+from tether.algorithms.registry import Positive
 from tether.algorithms.shapes import Mask, Scalar, Tokens
-from tether.algorithms.token_loss import Mean, Metric, TokenLoss
 
 EQUAL_RETURNS = 1e-12
 """Returns whose variance is below this share of their mean square count as equal."""

@@ -551,7 +551,7 @@ def _for_the_user(error: Exception) -> str | None:
     memory. A ValueError of a library or of the user's code needs its traceback to be understood.
     """
     if "torch" in sys.modules:
-        from tether.loop.engines.out_of_memory import out_of_memory_message
+        from tether.loop.engine import out_of_memory_message
 
         if (message := out_of_memory_message(error)) is not None:
             return message

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tether.checkpoints import find_checkpoint, run_of
 from tether.config import LoadedConfig, load_config, values_of
-from tether.loop.engines.out_of_memory import named_out_of_memory
+from tether.loop.engine import named_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import holding, is_object
 from tether.text.data.chat import decode

@@ -9,7 +9,7 @@ from pathlib import Path
 from tether.commands.result import TrainingResult
 from tether.commands.train import train as train_loaded
 from tether.config import LoadedConfig, Override, load_config
-from tether.loop.callbacks import Callbacks
+from tether.loop.parts import Callbacks
 from tether.runtime.machine import give_memory_back
 from tether.runtime.objects import PREFIX, holding
 from tether.text.building.named_inputs import missing_inputs

@@ -9,8 +9,8 @@ from tether.checkpoints import CheckpointStore, roll_back
 from tether.commands.build import build
 from tether.commands.result import TrainingResult, read_result
 from tether.config import LoadedConfig, changes_since
-from tether.loop.callbacks import Callbacks
-from tether.loop.engines.out_of_memory import named_out_of_memory
+from tether.loop.engine import named_out_of_memory
+from tether.loop.parts import Callbacks
 from tether.loop.run import Run
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
 from tether.runtime.ranks import RankLost

@@ -28,10 +28,11 @@ from tether.control.learning.rewards import EnvRewards, RewardScaler
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY
 from tether.control.policies import ControlPolicy, Policy, load_policy
+from tether.loop.alarms import Alarms
 from tether.loop.checkpoint import Persistence, check_identity
-from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts.alarms import Alarms
+from tether.loop.parts import Saver
 from tether.loop.preflight import MemoryNeed, preflight
 from tether.loop.run import (
     Run,
@@ -48,7 +49,6 @@ from tether.loop.run import (
     ranks_line,
     selection_options,
 )
-from tether.loop.saver import Saver
 from tether.observations import describe
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.install import pip_install

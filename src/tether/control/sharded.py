@@ -20,7 +20,7 @@ from tether.control.learning.samples import Samples, dealt
 from tether.control.policies import Act
 from tether.distributed.handles import EngineHandle
 from tether.distributed.worker import Group
-from tether.loop.engines.protocol import Forward, LossSpec, Updated, UpdatePlan
+from tether.loop.engine import Forward, LossSpec, Updated, UpdatePlan
 from tether.observations import ObsLayout
 from tether.types import StateDict
 

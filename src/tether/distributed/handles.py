@@ -44,7 +44,7 @@ class Replicas:
 
 
 class EngineHandle(ABC):
-    """The methods of `tether.loop.engines.protocol.Engine` that do not depend on the kind of batch.
+    """The methods of `tether.loop.engine.Engine` that do not depend on the kind of batch.
 
     Args:
         group: the ranks.
@@ -70,7 +70,7 @@ class EngineHandle(ABC):
 
     @abstractmethod
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
-        """Start to save the model and all training state, as `tether.loop.engines.protocol.Engine.saving` does."""
+        """Start to save the model and all training state, as `tether.loop.engine.Engine.saving` does."""
 
     def _wait_until_written(self, arguments: Sequence[tuple[()] | None]) -> None:
         """Wait for the writing threads of the ranks whose arguments are not None.

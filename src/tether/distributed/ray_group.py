@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tether.distributed.cluster import POLL_SECONDS, check_versions, connect, is_local, reserve
 from tether.distributed.transfers import FROM, TO, Transfers, size_of
 from tether.distributed.worker import Group, Process, Worker, this_process
-from tether.loop.engines.out_of_memory import MicroBatchTooLarge
+from tether.loop.engine import MicroBatchTooLarge
 from tether.runtime.disk import read_json
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.ranks import STATUS, Deadlines, Pool, RankFailed, RankLost

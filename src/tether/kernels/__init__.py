@@ -4,13 +4,17 @@ CUDA.
 `kernels_for` chooses a backend for a tensor's device and dtype; the reference defines what each operation returns.
 """
 
-from tether.kernels.attention_spec import AttentionLayout, AttentionSpec
-from tether.kernels.causal_attention import masked_attention, visible_keys
+from tether.kernels.causal_attention import AttentionLayout, AttentionSpec, masked_attention, select_rows, visible_keys
 from tether.kernels.dispatch import backend, kernels_for
-from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
-from tether.kernels.padded_batches import select_rows
-from tether.kernels.reference import RecordedKernels, Reference
-from tether.kernels.sampling import inverse_sample, rows_in_scratch
+from tether.kernels.reference import (
+    FEW_ROWS,
+    Epilogue,
+    PackedLinears,
+    RecordedKernels,
+    Reference,
+    inverse_sample,
+    rows_in_scratch,
+)
 from tether.kernels.vocabulary_chunks import (
     KeptTokenSets,
     LogitTransform,

@@ -6,11 +6,17 @@ Results are differentiable where a gradient is needed.
 
 Legend: N = tokens or rows, H = query heads, K = key/value heads, D and E = head size of keys and of values, V =
 vocabulary.
+
+Sampling inverts the cumulative sums of a distribution over the vocabulary. Nothing of the vocabulary's size is sorted
+or accumulated: each row is summed in blocks, and the block that contains the drawn number is located first, the token
+in it second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,13 +24,91 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.causal_attention import causal_attention, masked_attention, visible_keys, weights_backward
-from tether.kernels.linear_layers import Epilogue, PackedLinears, apply_epilogue
-from tether.kernels.padded_batches import padded_batches
-from tether.kernels.sampling import inverse_sample, rows_in_scratch
+from tether.kernels.causal_attention import (
+    AttentionSpec,
+    causal_attention,
+    masked_attention,
+    padded_batches,
+    visible_keys,
+    weights_backward,
+)
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, grad_logits, log_sums
 from tether.types import AutogradContext
+
+FEW_ROWS = 2
+"""Number of rows up to which a kernel may compute a linear layer without packed weights."""
+
+
+class Epilogue(Enum):
+    """Applied to the outputs of a linear layer before they are rounded; the last two need a second tensor."""
+
+    NONE = "none"
+    SILU = "silu"
+    TIMES = "times"
+    PLUS = "plus"
+
+
+@dataclass(frozen=True)
+class PackedLinears:
+    """Layers that read the same input, as one: weights in the backend's own order, and biases."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def apply_epilogue(product: Tensor, epilogue: Epilogue, other: Tensor | None) -> Tensor:
+    """Apply an epilogue to [N, O] with `other` [N, O]; in place, except SiLU."""
+    if other is None:
+        return F.silu(product) if epilogue is Epilogue.SILU else product
+    return product.mul_(other) if epilogue is Epilogue.TIMES else product.add_(other)
+
+
+BLOCK = 128
+"""Vocabulary entries per sum."""
+
+
+def rows_in_scratch(logits: Tensor) -> int:
+    """Return the number of rows of logits [R, V] whose fp32 weights are in memory at once.
+
+    They take 8 MiB on a CPU, about the size of a cache, and 1 GiB where each operation is a kernel launch.
+    """
+    return max(1, (1 << (21 if logits.device.type == "cpu" else 28)) // logits.shape[-1])
+
+
+def inverse_sample(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token [R] at which the cumulative weights [R, V] exceed `uniform` [R] of their total, and its
+    log-probability [R]."""
+    token, total = _invert(weights, uniform)
+    chosen = weights.gather(-1, token[:, None]).squeeze(-1)
+    return token, chosen.log() - total.log().to(chosen.dtype)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token [R] at which `uniform` of each row's total is exceeded, and the total [R] in the dtype of
+    `uniform`."""
+    missing = -weights.shape[-1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).view(len(weights), -1, BLOCK)
+    mass = blocks.sum(dim=-1).to(uniform.dtype).cumsum(dim=-1)
+    total = mass[:, -1]
+    block, before = first_above(mass, uniform * total)
+    inside = blocks[torch.arange(len(weights), device=weights.device), block].to(uniform.dtype).cumsum(dim=-1)
+    token, _ = first_above(inside, uniform * total - before)
+    return block * BLOCK + token, total
+
+
+def first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index of the first entry of each row that exceeds the target, and the entry before it (0 at the
+    start).
+
+    The target is clamped strictly below the row's last entry: rounding may lift it there, and an entry without
+    probability must never be drawn.
+    """
+    last = cumulative[:, -1]
+    target = torch.minimum(target, last * (1 - torch.finfo(last.dtype).eps)).clamp(min=0)
+    index = (cumulative <= target[:, None]).sum(dim=-1).clamp(max=cumulative.shape[-1] - 1)  # NaN rows stay in range
+    before = cumulative.gather(-1, (index - 1).clamp(min=0)[:, None]).squeeze(-1)
+    return index, torch.where(index > 0, before, 0.0)
+
 
 Result = TypeVar("Result")
 _CACHED = 1 << 17  # numbers processed at a time

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tether.checkpoints import CARD, PARTIAL, CheckpointStore, as_bytes, is_disk_full, load_state, sha256_of
-from tether.loop.engines.protocol import Engine
+from tether.loop.engine import Engine
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.runtime.ranks import RankLost

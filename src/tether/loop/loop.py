@@ -18,18 +18,20 @@ from typing import Any, Literal
 from torch.profiler import record_function
 
 from tether.checkpoints import write_own
-from tether.loop.callbacks import Callbacks
+from tether.loop.alarms import Alarms, MismatchAlarm
 from tether.loop.checkpoint import TRAINING, Persistence, check_saving, restore
-from tether.loop.engines.protocol import AnyLearner
-from tether.loop.parts.alarms import Alarms
-from tether.loop.parts.best_evaluation import BestEvaluation
-from tether.loop.parts.critic_warmup import CriticWarmup
-from tether.loop.parts.mismatch import MismatchAlarm
-from tether.loop.parts.profiler import StepProfiler
-from tether.loop.parts.rollback import STOPS, Rollbacks
-from tether.loop.parts.rollout_correction import RolloutCorrection
+from tether.loop.engine import AnyLearner
+from tether.loop.parts import (
+    STOPS,
+    BestEvaluation,
+    Callbacks,
+    CriticWarmup,
+    Rollbacks,
+    RolloutCorrection,
+    Saver,
+    StepProfiler,
+)
 from tether.loop.protocol import RewardTransform, Rollouts, Source
-from tether.loop.saver import Saver
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading

@@ -15,8 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from tether.loop.engines.out_of_memory import LOWER
-from tether.loop.engines.protocol import AnyLearner
+from tether.loop.engine import LOWER, AnyLearner
 from tether.runtime.machine import available_memory
 
 TRAINING_BYTES = 12

@@ -15,13 +15,9 @@ from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, ro
 from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.loop.checkpoint import Persistence
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import AnyLoss
+from tether.loop.engine import AnyLoss, OptimizerOptions
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts.best_evaluation import BestEvaluation
-from tether.loop.parts.critic_warmup import CriticWarmup
-from tether.loop.parts.profiler import StepProfiler
-from tether.loop.parts.rollback import Rollbacks
+from tether.loop.parts import BestEvaluation, CriticWarmup, Rollbacks, StepProfiler
 from tether.loop.preflight import Preflight
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 

@@ -29,11 +29,11 @@ from tether.config.schema import AlgorithmConfig
 from tether.distributed.groups import RankGroups, build_groups
 from tether.integrations import integration
 from tether.loop.ahead import SamplingAhead, SourceAhead
+from tether.loop.alarms import Alarms, MismatchAlarm, mismatch_tolerance
 from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
-from tether.loop.engines.protocol import AnyLearner
+from tether.loop.engine import AnyLearner
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts.alarms import Alarms
-from tether.loop.parts.mismatch import MismatchAlarm, mismatch_tolerance
+from tether.loop.parts import Saver
 from tether.loop.preflight import preflight
 from tether.loop.run import (
     Run,
@@ -47,7 +47,6 @@ from tether.loop.run import (
     find_start,
     ranks_line,
 )
-from tether.loop.saver import Saver
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads

@@ -15,7 +15,7 @@ from tether.batch import RolloutBatch, TokenIds, TrainBatch, WeightUpdate
 from tether.distributed.handles import EngineHandle, Replicas, WeightsOnRanks
 from tether.distributed.transfers import WEIGHTS
 from tether.distributed.worker import Group
-from tether.loop.engines.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engine import Forward, LossSpec, Outputs, Updated, UpdatePlan
 from tether.text.learning.engines.autograd import scattered
 from tether.text.learning.engines.division import Assign, balance_metrics, balanced, divide, mini_batches
 from tether.text.learning.engines.shares import join_shares
@@ -29,7 +29,7 @@ as in verl."""
 
 
 class ShardedEngine(EngineHandle, Generic[Outputs]):
-    """The `tether.loop.engines.protocol.Engine` on many ranks, with an `FsdpEngine` or a `MegatronEngine` on each.
+    """The `tether.loop.engine.Engine` on many ranks, with an `FsdpEngine` or a `MegatronEngine` on each.
 
     Args:
         group: the ranks.

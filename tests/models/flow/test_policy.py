@@ -14,8 +14,7 @@ from tether.integrations.robots.flow import backbone
 from tether.integrations.robots.flow.chain import Record, log_density, step
 from tether.integrations.robots.flow.policy import FlowPolicy
 from tether.integrations.robots.flow.prompts import FlowPrompts, task_and_state_prompt, task_prompt
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import OptimizerOptions, UpdatePlan
 from tether.observations import ObsPart, encode_text
 
 LAYOUT = (ObsPart("hand", "vector", (3,)), ObsPart("task", "text", (5,), "uint8"))

@@ -13,8 +13,7 @@ from tether.control.policies.observations import NUMBERS, PICTURE, TEXT
 from tether.integrations.robots.vla.model import VlaModel
 from tether.integrations.robots.vla.policy import VlaPolicy
 from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import OptimizerOptions, UpdatePlan
 from tether.observations import ObsPart
 
 HAND, IMAGE = ObsPart("hand", "vector", (4,)), ObsPart("image", "image", (8, 8, 3), "uint8")

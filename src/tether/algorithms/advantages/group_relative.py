@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tether.algorithms.advantages.groups import score_groups
 from tether.algorithms.advantages.result import Advantages, outcome
-from tether.algorithms.checks import Positive
 from tether.algorithms.masking import masked_whiten, spread, widen
+from tether.algorithms.registry import Positive
 from tether.algorithms.shapes import GroupIds, Mask, Tokens
 
 EPSILON = 1e-6

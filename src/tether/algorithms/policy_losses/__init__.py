@@ -8,13 +8,13 @@ from collections.abc import Callable
 from jaxtyping import Bool
 from torch import Tensor
 
+from tether.algorithms.aggregation import TokenLoss
 from tether.algorithms.policy_losses.bypass import bypass_mode
 from tether.algorithms.policy_losses.clipped import cispo, decoupled, interpolate_proximal, vanilla
 from tether.algorithms.policy_losses.selection import select_clip_cov, select_kl_cov
 from tether.algorithms.policy_losses.sequence import geo_mean, gspo
 from tether.algorithms.policy_losses.unclipped import clip_cov, gpg, kl_cov, sapo
 from tether.algorithms.registry import uniform
-from tether.algorithms.token_loss import TokenLoss
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
 __all__ = [

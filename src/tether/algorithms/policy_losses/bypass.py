@@ -1,8 +1,9 @@
 """The loss that uses the sampler as the old policy and corrects for it in each update."""
 
-from tether.algorithms.checks import AboveOne, NonNegative, Positive
+from tether.algorithms.aggregation import Mean, Metric, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 from tether.algorithms.masking import select
 from tether.algorithms.policy_losses.clipped import vanilla
+from tether.algorithms.registry import AboveOne, NonNegative, Positive
 from tether.algorithms.rollout_correction import (
     RejectionBounds,
     importance_statistics,
@@ -11,7 +12,6 @@ from tether.algorithms.rollout_correction import (
     veto_mask,
 )
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, Metric, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def bypass_mode(

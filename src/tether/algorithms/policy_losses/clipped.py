@@ -2,10 +2,10 @@
 
 import torch
 
-from tether.algorithms.checks import AboveOne, NonNegative, Positive
+from tether.algorithms.aggregation import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 from tether.algorithms.masking import clip, select, widen
+from tether.algorithms.registry import AboveOne, NonNegative, Positive
 from tether.algorithms.shapes import Mask, RowIds, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def vanilla(

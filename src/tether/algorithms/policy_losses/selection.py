@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tether.algorithms.checks import Fraction, NonNegative
+from tether.algorithms.aggregation import bounded_log_ratio
 from tether.algorithms.masking import masked_mean, select
+from tether.algorithms.registry import Fraction, NonNegative
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import bounded_log_ratio
 
 
 @torch.no_grad()

@@ -2,10 +2,10 @@
 
 import torch
 
-from tether.algorithms.checks import NonNegative
+from tether.algorithms.aggregation import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 from tether.algorithms.masking import clip, masked_mean, select, spread
+from tether.algorithms.registry import NonNegative
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def gspo(

@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from tether.algorithms.checks import NonNegative, Positive
+from tether.algorithms.aggregation import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 from tether.algorithms.masking import clip, select
+from tether.algorithms.registry import NonNegative, Positive
 from tether.algorithms.shapes import Mask, Tokens
-from tether.algorithms.token_loss import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
 
 
 def gpg(

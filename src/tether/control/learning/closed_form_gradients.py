@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss
-from tether.loop.engines.own_functions import policy_loss
+from tether.loop.own_functions import policy_loss
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 

@@ -1,5 +1,5 @@
 """The engine of control policies whose gradients are computed in closed form, as a
-`tether.loop.engines.protocol.Engine`.
+`tether.loop.engine.Engine`.
 
 For a small network on a CPU most of the time of an update is bookkeeping, so gradients are closed forms
 (`tether.control.policies`, `tether.control.learning.closed_form_gradients`) and the optimizer works on one flat buffer
@@ -28,10 +28,17 @@ from tether.control.learning.forward import RolloutOutputs
 from tether.control.learning.losses import ControlLoss, Outputs
 from tether.control.learning.samples import Samples
 from tether.control.policies import Policy, device_of, save_policy
-from tether.loop.engines.incident import Incidents
-from tether.loop.engines.optimizer import OptimizerOptions, learning_rate
-from tether.loop.engines.out_of_memory import within_memory
-from tether.loop.engines.protocol import CHECKED_BYTES, AnyLoss, Forward, Updated, UpdatePlan
+from tether.loop.engine import (
+    CHECKED_BYTES,
+    AnyLoss,
+    Forward,
+    OptimizerOptions,
+    Updated,
+    UpdatePlan,
+    learning_rate,
+    within_memory,
+)
+from tether.loop.incident import Incidents
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.types import StateDict
@@ -256,7 +263,7 @@ class FlatEngine:
 
 
 class SkippedControlMiniBatch:
-    """A mini-batch of a control policy, as a `tether.loop.engines.incident.SkippedUpdate`.
+    """A mini-batch of a control policy, as a `tether.loop.incident.SkippedUpdate`.
 
     Args:
         policy: the policy whose gradient was not finite.

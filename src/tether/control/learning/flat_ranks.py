@@ -22,10 +22,8 @@ from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss
 from tether.control.learning.samples import Samples
 from tether.control.policies import Observations
-from tether.loop.engines.collectives import from_all
-from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
-from tether.loop.engines.protocol import AnyLoss, Updated, UpdatePlan
-from tether.loop.engines.writing import Writing
+from tether.loop.engine import AnyLoss, MicroBatchTooLarge, OutOfMemory, Updated, UpdatePlan, named_out_of_memory
+from tether.loop.ranks import Writing, from_all
 
 MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 Result = TypeVar("Result")

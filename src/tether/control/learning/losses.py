@@ -18,8 +18,8 @@ from tether.control.learning.chunk_levels import Level, mask_at, per_column, sum
 from tether.control.learning.closed_form_gradients import Draws, LossGradient, policy_gradient, value_gradient
 from tether.control.learning.forward import DecisionOutputs
 from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY, Samples, loss_weights
-from tether.loop.engines.own_functions import policy_loss
-from tether.loop.engines.protocol import LossSizes, LossTerm
+from tether.loop.engine import LossSizes, LossTerm
+from tether.loop.own_functions import policy_loss
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ControlLoss:
     """Whether only the value loss is minimised and the policy stays unchanged."""
 
     def __call__(self, outputs: DecisionOutputs, samples: Samples, sizes: LossSizes) -> LossTerm:
-        """Return one micro-batch's share of the loss, differentiable, as a `tether.loop.engines.protocol.LossFunction`.
+        """Return one micro-batch's share of the loss, differentiable, as a `tether.loop.engine.LossFunction`.
 
         `FlatEngine` computes the same loss by its closed forms.
         """

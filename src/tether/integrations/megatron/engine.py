@@ -35,10 +35,8 @@ from tether.integrations.megatron.head import StatesHead
 from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.model import MegatronModel, Role, build, describe
 from tether.integrations.megatron.shards import Shard, Shards, main_grad
-from tether.loop.engines.collectives import from_all
-from tether.loop.engines.optimizer import OptimizerOptions, move_state
-from tether.loop.engines.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
-from tether.loop.engines.writing import Writing
+from tether.loop.engine import Forward, LossSizes, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
+from tether.loop.ranks import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.text.learning.engines.autograd import scattered, tensors_of

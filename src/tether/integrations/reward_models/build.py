@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from tether.integrations.reward_models.trainer import preference_accuracy, preference_batch, split_pairs
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import Learner, LossSpec, UpdatePlan
+from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.kernels.cpu import (
     causal_attention,
     decode_attention,
@@ -24,9 +24,7 @@ from tether.kernels.cpu import (
 )
 from tether.kernels.cpu.amx_instructions import has_amx
 from tether.kernels.cpu.avx512_instructions import has_avx512_bf16
-from tether.kernels.linear_layers import FEW_ROWS, Epilogue, PackedLinears
-from tether.kernels.reference import RecordedKernels, Reference
-from tether.kernels.sampling import BLOCK, first_above
+from tether.kernels.reference import BLOCK, FEW_ROWS, Epilogue, PackedLinears, RecordedKernels, Reference, first_above
 from tether.kernels.vocabulary_chunks import KeptTokenSets, VocabularyChunks, locate
 from tether.types import AutogradContext
 

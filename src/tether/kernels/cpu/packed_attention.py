@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.kernels.cpu.attention_blocks import (
     CONTINUATIONS_START,
     FIELDS,

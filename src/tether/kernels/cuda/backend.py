@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from tether.kernels.attention_spec import AttentionSpec
+from tether.kernels.causal_attention import AttentionSpec
 from tether.kernels.cuda import graph
 from tether.kernels.reference import RecordedKernels, Reference
 

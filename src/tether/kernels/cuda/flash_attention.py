@@ -14,8 +14,7 @@ import torch
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
-from tether.kernels.attention_spec import AttentionSpec
-from tether.kernels.padded_batches import with_prefixes
+from tether.kernels.causal_attention import AttentionSpec, with_prefixes
 
 _LARGEST_HEAD = 256
 

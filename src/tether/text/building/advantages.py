@@ -16,7 +16,7 @@ from tether.algorithms import (
 from tether.batch import TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import AlgorithmConfig
-from tether.loop.engines.own_functions import advantage_estimator, policy_loss
+from tether.loop.own_functions import advantage_estimator, policy_loss
 from tether.text.learning.greedy_baseline import GreedyBaseline
 from tether.text.learning.reward_components import RewardComponents
 from tether.text.learning.reward_shaping import LengthPenalty, RewardShaping

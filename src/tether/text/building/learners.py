@@ -33,7 +33,7 @@ from tether.config.schema import (
     RolloutCorrectionConfig,
     ScoringModelConfig,
 )
-from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.run import build_optimizer, loss_by_step, policy_loss_options, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install

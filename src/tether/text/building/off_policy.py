@@ -11,7 +11,7 @@ from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.config import RunConfig, replay_of
 from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
 from tether.loop.loop import OldLogProbs
-from tether.loop.parts.rollout_correction import RolloutCorrection
+from tether.loop.parts import RolloutCorrection
 from tether.text.building.advantages import asks_for
 from tether.text.data.prompts import PromptDataset
 from tether.text.data.sampler import PromptSampler

@@ -14,7 +14,7 @@ from tether.config import RunConfig
 from tether.config.schema import ScoringServerConfig
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
-from tether.loop.engines.protocol import Engine
+from tether.loop.engine import Engine
 from tether.runtime.cache import cache_dir
 from tether.runtime.http import check_listening, secret_from
 from tether.runtime.machine import resolve_device

@@ -20,7 +20,7 @@ from tether.distributed import Group
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
 from tether.integrations import integration
-from tether.loop.engines.protocol import Learner
+from tether.loop.engine import Learner
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.profiling import ProcessTrace
 from tether.text.building.learners import (

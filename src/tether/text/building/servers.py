@@ -15,8 +15,8 @@ from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
 from tether.config.schema import SERVERS, RolloutConfig
 from tether.integrations import integration
-from tether.loop.engines.protocol import AnyLearner
-from tether.loop.parts.mismatch import mismatch_tolerance
+from tether.loop.alarms import mismatch_tolerance
+from tether.loop.engine import AnyLearner
 from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object

@@ -18,8 +18,8 @@ from tether.algorithms import (
     value_loss,
 )
 from tether.batch import TrainBatch, filled
-from tether.loop.engines.own_functions import policy_loss
-from tether.loop.engines.protocol import LossSizes, LossTerm
+from tether.loop.engine import LossSizes, LossTerm
+from tether.loop.own_functions import policy_loss
 from tether.text.learning.forward import PolicyOutputs, ValueOutputs
 
 
@@ -70,7 +70,7 @@ class PolicyLoss:
     kl_kind: str = "low_var_kl"
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """Compute the loss as a `tether.loop.engines.protocol.LossFunction`; needs `advantages`.
+        """Compute the loss as a `tether.loop.engine.LossFunction`; needs `advantages`.
 
         Without `old_log_probs` the policy is taken as the old one, as in the first update after a rollout: every ratio
         is 1, and only its gradient matters.
@@ -122,7 +122,7 @@ class TokenSelection:
     """Keyword arguments of the selection."""
 
     def __call__(self, mini: TrainBatch, outputs: PolicyOutputs, generator: torch.Generator) -> None:
-        """Fill in `selected`, as a `tether.loop.engines.protocol.Prepare`."""
+        """Fill in `selected`, as a `tether.loop.engine.Prepare`."""
         mini.selected = TOKEN_SELECTIONS[self.name](
             outputs.log_probs,
             mini.old_log_probs,
@@ -143,7 +143,7 @@ class CriticLoss:
     aggregation: Aggregation = Aggregation()
 
     def __call__(self, outputs: ValueOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """Compute the loss as a `tether.loop.engines.protocol.LossFunction`; needs `values` and `returns`."""
+        """Compute the loss as a `tether.loop.engine.LossFunction`; needs `values` and `returns`."""
         mask = batch.response_mask
         token_loss = value_loss(
             outputs.values,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tether.batch import TrainBatch
 from tether.keyed_random import held_out_rows
-from tether.loop.engines.protocol import Learner, UpdatePlan
+from tether.loop.engine import Learner, UpdatePlan
 
 Prompt = TypeVar("Prompt", bound=Hashable)
 

@@ -12,8 +12,7 @@ from tether.algorithms import Mean, explained_variance, masked_sum
 from tether.batch import Prompt, TrainBatch, WeightUpdate
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
 from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
-from tether.metrics.perf import memory_metrics, throughput_metrics
-from tether.metrics.timing import Timer, timing_per_token_ms
+from tether.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_per_token_ms
 from tether.text.data.prompts import PromptDataset
 from tether.text.data.sampler import PromptSampler
 from tether.text.learning.collector import Collector, ScoredResponses

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.algorithms import Mean
 from tether.batch import RolloutBatch, TrainBatch, on_device
-from tether.loop.engines.protocol import Engine, LossSizes, LossTerm
+from tether.loop.engine import Engine, LossSizes, LossTerm
 from tether.text.data.chat import decode, tokenize, write_conversation
 from tether.text.data.control_tokens import ControlTokens
 from tether.text.learning.forward import ReferenceModel
@@ -90,7 +90,7 @@ class PreferenceLoss:
     """
 
     def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """Compute the loss as a `tether.loop.engines.protocol.LossFunction`."""
+        """Compute the loss as a `tether.loop.engine.LossFunction`."""
         margin = outputs.chosen - outputs.rejected
         loss = -logsigmoid(margin - batch.token_level_scores.sum(-1))
         all_rows = torch.ones_like(margin)

@@ -22,10 +22,21 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Mean, Metric, count_valid, merge_metrics
 from tether.batch import TrainBatch
-from tether.loop.engines.incident import Incidents
-from tether.loop.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
-from tether.loop.engines.out_of_memory import named_out_of_memory, within_memory
-from tether.loop.engines.protocol import Forward, LossSizes, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engine import (
+    Forward,
+    LossSizes,
+    LossSpec,
+    OptimizerOptions,
+    Outputs,
+    Updated,
+    UpdatePlan,
+    build_adamw,
+    learning_rate,
+    named_out_of_memory,
+    set_learning_rate,
+    within_memory,
+)
+from tether.loop.incident import Incidents
 from tether.runtime.machine import deterministic_kernels
 from tether.text.learning.engines.division import MiniBatch
 from tether.text.learning.forward import ReferenceModel
@@ -46,7 +57,7 @@ FIRST_UPDATE = ("ratio_mean", "ratio_max", "ratio_min", "pg_clipfrac", "pg_clipf
 
 
 class SkippedMiniBatch(Generic[Outputs]):
-    """A mini-batch of a language model, as a `tether.loop.engines.incident.SkippedUpdate`."""
+    """A mini-batch of a language model, as a `tether.loop.incident.SkippedUpdate`."""
 
     def __init__(
         self,
@@ -146,7 +157,7 @@ class AutogradEngine(Generic[Outputs]):
         minis: Sequence[MiniBatch],
         step: int,
     ) -> Updated[Outputs]:
-        """Make one optimizer step for each mini-batch; see `tether.loop.engines.protocol.Engine.update`.
+        """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`.
 
         Args:
             batch: the rows that are here.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms import count_valid
-from tether.loop.engines.protocol import LossSizes, UpdatePlan
+from tether.loop.engine import LossSizes, UpdatePlan
 
 Assign = Callable[[Sequence[float], int], list[list[int]]]
 """Maps the cost of each row and the number of ranks to the row indices of each rank."""

@@ -27,10 +27,8 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
-from tether.loop.engines.collectives import from_all
-from tether.loop.engines.optimizer import OptimizerOptions, move_state
-from tether.loop.engines.protocol import Forward, LossSpec, Outputs, Updated, UpdatePlan
-from tether.loop.engines.writing import Writing
+from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
+from tether.loop.ranks import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.autograd import tensors_of
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
-from tether.loop.engines.optimizer import OptimizerOptions
-from tether.loop.engines.protocol import CHECKED_BYTES, LossSpec, Outputs, Updated, UpdatePlan
+from tether.loop.engine import CHECKED_BYTES, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.autograd import AutogradEngine
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
@@ -28,7 +27,7 @@ from tether.types import StateDict
 
 class LocalEngine(AutogradEngine[Outputs]):
     """Runs and updates one model (policy, critic or reference) in this process, as a
-    `tether.loop.engines.protocol.Engine`.
+    `tether.loop.engine.Engine`.
 
     Args:
         model: policy, critic or reference, on its device; in float32 if it is trained.

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
-from tether.loop.engines.collectives import from_all
-from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory
-from tether.loop.engines.protocol import LossSpec, Outputs
+from tether.loop.engine import LossSpec, MicroBatchTooLarge, OutOfMemory, Outputs, named_out_of_memory
+from tether.loop.ranks import from_all
 from tether.text.learning.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.division import MiniBatch

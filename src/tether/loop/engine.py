@@ -5,21 +5,236 @@ specs, and it returns tensors, so that an engine in this process and one on many
 
 The denominators of a loss are counted over the whole mini-batch before it is split into micro-batches, so that the
 split cannot change the gradient.
+
+Below them is what all engines need: AdamW and its learning-rate schedule, and the repetition of an update or inference
+that does not fit into memory in smaller micro-batches, with the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.algorithms import Metric
 from tether.batch import WeightUpdate
 from tether.keyed_random import generator, permutation
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW (Loshchilov and Hutter 2019) with a schedule that advances once per training step."""
+
+    lr: float
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1
+    min_lr_ratio: float = 0.0
+    num_cycles: float = 0.5
+    min_lr: float = 0.0
+    """The rate at the end of the decay."""
+    warmup_init: float = 0.0
+    decay_steps: int | None = None
+    """Steps after which the rate is `min_lr`; the default is `total_steps`."""
+    wsd_steps: int | None = None
+    """Steps of the decay of ``WSD``; the default is a tenth of `decay_steps`."""
+    wsd_style: str = "exponential"
+
+
+def learning_rate(options: OptimizerOptions, step: int) -> float:
+    """Return the learning rate of training step `step`, counted from 0.
+
+    Warm-up is linear from `warmup_init` over `warmup_steps`; afterwards the rate is ``min_lr + (lr - min_lr) * share``
+    with a share (`_share`) that begins at 1; ``inverse-square-root`` is ``lr * sqrt(warmup_steps / step)``, at least
+    `min_lr`. The shapes are those of Megatron-core's ``OptimizerParamScheduler`` and, with `min_lr_ratio` and
+    `num_cycles`, of transformers' cosine schedule.
+    """
+    if step < options.warmup_steps:
+        return options.warmup_init + (options.lr - options.warmup_init) * step / options.warmup_steps
+    if options.schedule == "inverse-square-root":
+        return max(options.min_lr, options.lr * math.sqrt(max(1, options.warmup_steps) / max(1, step)))
+    return options.min_lr + (options.lr - options.min_lr) * _share(options, step)
+
+
+def _share(options: OptimizerOptions, step: int) -> float:
+    """Return the share of the schedule: 1 for ``constant``, ``max(min, 1 - progress)`` for ``linear``.
+
+    For ``cosine`` it is ``max(min, (1 + min) / 2 + (1 - min) / 2 * cos(2 pi num_cycles progress))``; for ``WSD``
+    (warm-up, stable, decay) it is 1 until the last `wsd_steps`.
+    """
+    if options.schedule == "constant":
+        return 1.0
+    end = options.decay_steps or options.total_steps
+    progress = min(1.0, (step - options.warmup_steps) / max(1, end - options.warmup_steps))
+    low = options.min_lr_ratio
+    if options.schedule == "linear":
+        return max(low, 1 - progress)
+    if options.schedule == "cosine":
+        wave = math.cos(2 * math.pi * options.num_cycles * progress)
+        return max(low, (1 + low) / 2 + (1 - low) / 2 * wave)
+    length = options.wsd_steps or max(1, end // 10)
+    decayed = min(1.0, max(0.0, (step - (end - length)) / length))
+    return WSD_SHAPES[options.wsd_style](decayed)
+
+
+WSD_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda decayed: 1 - decayed,
+    "cosine": lambda decayed: 0.5 + 0.5 * math.cos(math.pi * decayed),
+    "exponential": lambda decayed: 2 * 0.5**decayed - 1,
+    "minus_sqrt": lambda decayed: 1 - math.sqrt(decayed),
+}
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -> torch.optim.AdamW:
+    """Create AdamW over the trainable parameters, fused into one kernel per step."""
+    trainable = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(
+        trainable, lr=options.lr, weight_decay=options.weight_decay, betas=options.betas, eps=options.eps, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move an optimizer's state of each weight to a device, except its step count."""
+    for moments in optimizer.state.values():
+        moments.update({name: value.to(device) for name, value in moments.items() if name != "step"})
+
+
+logger = logging.getLogger(__name__)
+
+Limit = TypeVar("Limit")
+Result = TypeVar("Result")
+CPU_ALLOCATOR = "can't allocate memory"
+"""Part of the message of the RuntimeError that torch raises if an allocation on a CPU fails."""
+LOWER = (
+    "Take a smaller model or a larger machine; or lower, for text, actor_rollout_ref.rollout.max_num_seqs, "
+    "data.max_response_length or data.max_prompt_length, and in simulators env.train.total_num_envs, "
+    "env.train.max_steps_per_rollout_epoch or policy.hidden_dim."
+)
+
+
+class OutOfMemory(ValueError):
+    """An allocation failed; the message has the place and what to change."""
+
+
+class MicroBatchTooLarge(OutOfMemory):
+    """A micro-batch did not fit into the memory of one of several ranks.
+
+    The other ranks wait for it within a layer, so it cannot be repeated right away. It may fit with the setting
+    `instead`, a key and its value.
+    """
+
+    def __init__(self, message: str, instead: tuple[str, int] = ("", 0)) -> None:
+        super().__init__(message)
+        self.instead = instead
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the CPU."""
+    failed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return failed or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
+
+
+def out_of_memory_message(error: BaseException, where: str | None = None, advice: str = LOWER) -> str | None:
+    """Return the message to the user about a failed allocation, or None if `error` is another one.
+
+    Args:
+        error: the error, with its traceback.
+        where: the place that ran out of memory; by default the last line of tether in the traceback.
+        advice: what to change.
+    """
+    if not is_out_of_memory(error):
+        return None
+    if where is None:
+        package = Path(__file__).parents[1]
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = next(frame for frame in reversed(frames) if Path(frame.filename).is_relative_to(package))
+        where = f"{frame.filename}, line {frame.lineno}"
+    return f"out of memory in {where} ({_reason(error)}). {advice}"
+
+
+@contextmanager
+def named_out_of_memory(where: str | None = None, advice: str = LOWER) -> Iterator[None]:
+    """Name the place and the advice in an out-of-memory error; the arguments are those of `out_of_memory_message`.
+
+    Raises:
+        OutOfMemory: an allocation failed within the context.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        message = out_of_memory_message(error, where, advice)
+        if message is None:
+            raise
+        raise OutOfMemory(message) from None
+
+
+def within_memory(
+    attempt: Callable[[Limit], Result],
+    limit: Limit,
+    halved: Callable[[Limit], Limit | None],
+    setting: Callable[[Limit], str],
+    advice: str,
+) -> tuple[Result, Limit]:
+    """Run an attempt with smaller and smaller micro-batches until it fits.
+
+    Args:
+        attempt: the work; it must overwrite whatever a failed attempt leaves.
+        limit: the limit of a micro-batch.
+        halved: returns the next smaller limit, or None if a micro-batch is a single row already.
+        setting: returns a limit as a setting of the configuration, for the warning.
+        advice: what to change if a single row does not fit.
+
+    Returns:
+        The result, and the limit that it needed.
+
+    Raises:
+        ValueError: a single row does not fit.
+    """
+    first = limit
+    while True:
+        try:
+            result = attempt(limit)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = _reason(error)
+        else:
+            if limit != first:
+                logger.warning(
+                    "a micro-batch did not fit into memory; it was split, with the same result, and so will be the "
+                    "next ones. To make this permanent: %s",
+                    setting(limit),
+                )
+            return result, limit
+        # Only here, since the except block keeps the error and the tensors in its traceback alive.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        smaller = halved(limit)
+        if smaller is None:
+            raise ValueError(f"out of memory with a micro-batch of a single row ({reason}). {advice}")
+        limit = smaller
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 class RowBatch(Protocol):

@@ -19,7 +19,7 @@ REPLAY = '''"""Replays the update that was skipped because its gradient was not 
 
 from pathlib import Path
 
-from tether.loop.engines.incident import replay
+from tether.loop.incident import replay
 
 replay(Path(__file__).parent)
 '''

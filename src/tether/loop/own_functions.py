@@ -1,5 +1,6 @@
 """A user's advantage estimator or policy loss, ``FILE.py:NAME``, which can be given instead of the name of a built-in
-one."""
+one.
+"""
 
 from __future__ import annotations
 

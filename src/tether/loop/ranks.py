@@ -1,9 +1,13 @@
-"""Objects exchanged between the ranks of a run."""
+"""What a rank of a run does beside its updates: it exchanges objects with the others, and writes its share of a
+checkpoint in a thread.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -45,3 +49,21 @@ def _tensor(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     if not numbers:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
+
+
+class Writing:
+    """Runs one job at a time in a thread; errors of writing files are returned, since the rank can go on after them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._job: Future[None] | None = None
+
+    def begin(self, job: Callable[[], None]) -> None:
+        """Start a job."""
+        self._job = self._thread.submit(job)
+
+    def answer(self) -> tuple[bool, BaseException | None]:
+        """Return whether the job is done, and its error if it failed."""
+        if self._job is None or not self._job.done():
+            return self._job is None, None
+        return True, self._job.exception()

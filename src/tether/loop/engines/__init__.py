@@ -1,3 +1,0 @@
-"""What the engines of both kinds of policy share: their protocol, the optimizer, incidents, out-of-memory handling,
-exchange between ranks.
-"""

@@ -1,1 +1,0 @@
-"""Steps of the training loop that a configuration switches on."""
