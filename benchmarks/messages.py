@@ -25,10 +25,8 @@ from tests.training.fsdp_ranks import make_fsdp, on_ranks, share, whole_weights
 from tests.training.test_fsdp import LOSS
 from tether.batch import TrainBatch
 from tether.loop.engine import UpdatePlan
-from tether.text.learning.engines.division import mini_batches
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import token_rows
+from tether.text.learning.losses import PolicyForward
+from tether.text.learning.packing import MicroBatching, mini_batches, token_rows
 
 Messages = Mapping[tuple[str, str], tuple[int, int]]
 """Phase and kind -> how many, and their bytes."""

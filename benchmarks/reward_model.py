@@ -23,7 +23,7 @@ from benchmarks.speed.timing import seconds, take_turns
 from tests.tiny import save_tiny_reward_model, tiny_tokenizer
 from tether.runtime.machine import set_threads
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreForward, ScoreOutputs, score_batch
 from tether.text.models.critic import load_reward_model
 from tether.text.rewards import Dialogue, RewardError, RewardRequest

@@ -20,7 +20,7 @@ from benchmarks.resumable import write_between
 from tests.tiny import MOE, VOCAB_SIZE, tiny_model
 from tether.algorithms import off_policy_metrics
 from tether.batch import TrainBatch
-from tether.text.learning.forward import PolicyForward, PolicyOutputs
+from tether.text.learning.losses import PolicyForward, PolicyOutputs
 from tether.text.learning.packing import Experts
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams

@@ -21,10 +21,9 @@ from benchmarks.speed.timing import peak_memory, seconds
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, PolicyOutputs
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.layers.attention import use_tether_attention
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.layers import use_tether_attention
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

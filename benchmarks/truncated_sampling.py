@@ -17,7 +17,7 @@ from benchmarks.speed.timing import seconds
 from tether.batch import TrainBatch
 from tether.text.data.chat import render, tokenize
 from tether.text.data.rows import Row
-from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyForward
 from tether.text.models.load import load_causal_lm, load_tokenizer
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams

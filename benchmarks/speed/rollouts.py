@@ -10,10 +10,9 @@ from benchmarks.speed.setting import Setting
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, PolicyOutputs
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

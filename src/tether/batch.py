@@ -135,7 +135,7 @@ def on_last_token(per_row: Float[Tensor, " B"], response_mask: Bool[Tensor, "B T
 
 
 class KeptTokens(TensorClass["nocast"]):  # type: ignore[type-arg]
-    """The tokens that top-k and top-p kept at each position; `tether.text.models.output.truncation_record` writes and
+    """The tokens that top-k and top-p kept at each position; `tether.text.models.truncation_record` writes and
     reads it.
 
     The positions of a row follow each other in its `words`, each with the ids of its tokens in ascending order, or with

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptSampler
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:

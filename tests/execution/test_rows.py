@@ -8,7 +8,7 @@ import torch
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
 from tether.distributed.handles import Replicas
 from tether.distributed.transfers import Transfers
-from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyForward
 from tether.text.sharded import ShardedEngine
 
 

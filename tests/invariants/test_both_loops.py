@@ -137,7 +137,7 @@ def test_nothing_known_of_the_critic_ends_no_warm_up(
 
     monkeypatch.setattr(CriticWarmup, "is_over", record)
     if isinstance(loop, Text):
-        monkeypatch.setattr("tether.text.building.advantages.value_metrics", lambda batch: {})
+        monkeypatch.setattr("tether.text.learning.advantages.value_metrics", lambda batch: {})
     else:
         nothing = ["algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=1e9"]
         episodes = ["env.train.auto_reset=False", "env.train.group_size=2", "algorithm.rewards_upper_bound=2e9"]

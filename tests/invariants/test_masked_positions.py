@@ -28,11 +28,20 @@ from tether.batch import TrainBatch, filled
 from tether.loop.alarms import sampler_metrics
 from tether.loop.engine import LossSizes, LossSpec, LossTerm, UpdatePlan
 from tether.metrics.timing import Timer
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.rollouts import step_metrics, value_metrics
-from tether.text.rewards.summary import RewardReport
+from tether.text.learning.advantages import value_metrics
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+)
+from tether.text.learning.packing import MicroBatching
+from tether.text.learning.rollouts import step_metrics
+from tether.text.rewards.outcome import RewardReport
 
 POISONS = (math.nan, 1e9, math.inf)
 ACTOR_LOSS = PolicyLoss(entropy_coeff=0.03, kl_coef=0.2)

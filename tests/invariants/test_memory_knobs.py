@@ -14,10 +14,18 @@ from tests.training.batches import ROWS, gradients, make_batch, make_critic, mak
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
 from tether.loop.engine import LossFunction, LossSizes, LossSpec, LossTerm
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+)
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.layers import enable_gradient_checkpointing
 
 TOLERANCE = 1e-10
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus")

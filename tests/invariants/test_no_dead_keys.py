@@ -45,7 +45,7 @@ from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.terminal import Screen
 from tether.text.building import inputs, learners, reward_model, rewards
 from tether.text.learning.engines import fsdp
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching
 from tether.text.rewards.service.pool import RewardPool
 
 # --- one key in one situation -------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from tether.loop.alarms import ALARM, MismatchAlarm, mismatch_tolerance
 from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan
 from tether.metrics.data import mismatch_metrics
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs, ReferenceModel
+from tether.text.learning.packing import MicroBatching
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

@@ -15,9 +15,9 @@ from tests.trainer.resume import assert_resume_is_exact, assert_same_end
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train, write_inputs
 from tether.config import load_config
 from tether.text.build import build_run
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptSampler
+from tether.text.learning.advantages import KLReward
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.reward_shaping import KLReward
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 COEFFICIENT = "actor/reward_kl_penalty_coeff"

@@ -18,8 +18,7 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, UpdatePlan
 from tether.metrics.data import data_metrics, group_metrics
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss
+from tether.text.learning.losses import Aggregation, CriticLoss, PolicyForward, PolicyLoss, ValueForward
 
 NAN = float("nan")
 SCORES = torch.tensor([1.0, 0.0, NAN, 0.5, 0.5, 0.25, NAN, NAN, 1.0])

@@ -215,7 +215,7 @@ def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytes
 @pytest.mark.slow
 def test_numba_is_not_loaded_before_it_is_needed() -> None:
     code = (
-        "import sys, torch; from tether.text.models.layers.fused_modules import RMSNorm; "
+        "import sys, torch; from tether.text.models.layers import RMSNorm; "
         "RMSNorm(torch.nn.Parameter(torch.ones(4)), 1e-5, 0.0)(torch.ones(2, 4)); sys.exit('numba' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

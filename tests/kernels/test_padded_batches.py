@@ -3,7 +3,7 @@
 import torch
 
 from tether.kernels.causal_attention import AttentionSpec, PaddedBatches, padded_batches, select_rows
-from tether.text.models.layers.attention import Packed
+from tether.text.models.layers import Packed
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny import VOCAB_SIZE
-from tether.text.models.layers.attention import Packed
+from tether.text.models.layers import Packed
 
 LENGTHS = (7, 11, 3, 1)
 

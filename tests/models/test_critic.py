@@ -10,8 +10,9 @@ from transformers import (
 )
 
 from tests.tiny import TINY_CONFIGS, save_tiny, tiny_model
-from tether.text.models.critic import critic_from, load_critic, value_head_of, values_from_hidden
-from tether.text.models.packing_check import hidden_states, prepare_for_packing
+from tether.text.models.critic import critic_from, load_critic
+from tether.text.models.output import hidden_states, value_head_of, values_from_hidden
+from tether.text.models.packing_check import prepare_for_packing
 
 
 def values(critic, packed):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.models.test_log_probs import HEADS, LargestTensor, make_head
 from tether.algorithms import full_kl
-from tether.text.models.output.full_kl import full_kl_of_hidden
-from tether.text.models.output.log_probs import LmHead, logits_of
+from tether.text.models.full_kl import full_kl_of_hidden
+from tether.text.models.output import LmHead, logits_of
 
 
 def column(*probabilities: float) -> LmHead:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tether.kernels import dispatch
-from tether.text.models.layers.fused_modules import GatedMLP, replace_gated_mlps
+from tether.text.models.layers import GatedMLP, replace_gated_mlps
 
 has_kernels = dispatch.backend("cpu", torch.bfloat16) is not dispatch.REFERENCE
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPTBigCodeConfig, PreTrainedModel
 
 from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
-from tether.text.models import gradient_checkpointing
-from tether.text.models.gradient_checkpointing import LARGE, enable_gradient_checkpointing, in_own_pages
-from tether.text.models.layers.attention import Packed, use_tether_attention
-from tether.text.models.packing_check import disable_dropout, hidden_states
+from tether.text.models import layers
+from tether.text.models.layers import LARGE, Packed, enable_gradient_checkpointing, in_own_pages, use_tether_attention
+from tether.text.models.output import hidden_states
+from tether.text.models.packing_check import disable_dropout
 
 
 def gradients(model: PreTrainedModel, packed: tuple[Tensor, Tensor, Packed]) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def gradients(model: PreTrainedModel, packed: tuple[Tensor, Tensor, Packed]) -> 
 def test_no_gradient_changes(
     monkeypatch: pytest.MonkeyPatch, name: str, packed: tuple[Tensor, Tensor, Packed], large: int
 ) -> None:
-    monkeypatch.setattr(gradient_checkpointing, "LARGE", large)
+    monkeypatch.setattr(layers, "LARGE", large)
     model = tiny_model(name, dtype=torch.float64).train()
     use_tether_attention(model)
     plain = gradients(model, packed)
@@ -53,7 +53,7 @@ def test_each_layer_keeps_its_input_in_such_pages(
     monkeypatch: pytest.MonkeyPatch, packed: tuple[Tensor, Tensor, Packed]
 ) -> None:
     moved = []
-    monkeypatch.setattr(gradient_checkpointing, "in_own_pages", lambda x: moved.append(x) or x)
+    monkeypatch.setattr(layers, "in_own_pages", lambda x: moved.append(x) or x)
     model = tiny_model("llama").train()
     use_tether_attention(model)
     enable_gradient_checkpointing(model)

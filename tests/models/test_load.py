@@ -17,7 +17,7 @@ from tether.runtime.objects import holding
 from tether.text.models.critic import critic_from, load_critic
 from tether.text.models.lazy_weights import sources_of
 from tether.text.models.load import load_causal_lm, load_config, load_tokenizer
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.output import hidden_states
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tether.kernels import dispatch
-from tether.text.models.output.log_probs import LmHead, LogProbs, lm_head_of, logits_of, token_log_probs
-from tether.text.models.output.truncation_record import KeptRecorder, KeptSets
+from tether.text.models.output import LmHead, LogProbs, lm_head_of, logits_of, token_log_probs
+from tether.text.models.truncation_record import KeptRecorder, KeptSets
 
 HEADS = {
     "plain": {},

@@ -5,12 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import TINY_CONFIGS, tiny_model
-from tether.text.models.critic import critic_from, value_head_of
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
-from tether.text.models.layers.attention import use_tether_attention
+from tether.text.models.critic import critic_from
+from tether.text.models.layers import enable_gradient_checkpointing, use_tether_attention
 from tether.text.models.lora import LoraOptions, adapter_off, add_lora, load_lora, save_adapter, save_merged
-from tether.text.models.output.log_probs import lm_head_of, token_log_probs
-from tether.text.models.packing_check import hidden_states, prepare_for_packing
+from tether.text.models.output import hidden_states, lm_head_of, token_log_probs, value_head_of
+from tether.text.models.packing_check import prepare_for_packing
 
 
 def trained_lora(model, options=LoraOptions(rank=4)):

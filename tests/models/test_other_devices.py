@@ -16,13 +16,12 @@ from transformers.initialization import no_init_weights
 
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.kernels import causal_attention, dispatch
-from tether.text.models.layers.attention import Packed, use_tether_attention
-from tether.text.models.output.log_probs import lm_head_of, token_log_probs
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.layers import Packed, use_tether_attention
+from tether.text.models.output import hidden_states, lm_head_of, token_log_probs
 from tether.text.sampling.decoder import Decoder
+from tether.text.sampling.generation import sample_tokens
 from tether.text.sampling.kv_cache import Decode, KVCache, Prefill
 from tether.text.sampling.protocol import SamplingParams
-from tether.text.sampling.sampling import sample_tokens
 
 CUDA = torch.device("cuda:0")
 MODELS = ("llama", "qwen3", "gemma2")

@@ -22,14 +22,10 @@ from transformers import (
 )
 
 from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
-from tether.text.models.layers import context_length, spec_of
-from tether.text.models.layers.attention import Packed, use_tether_attention
+from tether.text.models.layers import Packed, context_length, spec_of, use_tether_attention
 from tether.text.models.load import load_causal_lm
-from tether.text.models.packing_check import (
-    disable_dropout,
-    hidden_states,
-    prepare_for_packing,
-)
+from tether.text.models.output import hidden_states
+from tether.text.models.packing_check import disable_dropout, prepare_for_packing
 from tether.text.sampling import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.tiny import tiny_model
 from tether.kernels import dispatch, reference
-from tether.text.models.layers.fused_modules import RMSNorm, replace_norms
+from tether.text.models.layers import RMSNorm, replace_norms
 
 WIDTH = 6
 

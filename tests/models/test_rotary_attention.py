@@ -6,9 +6,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.tiny import tiny_model
 from tether.kernels import dispatch
-from tether.text.models.layers.attention import Packed
-from tether.text.models.layers.rotary_attention import RotaryAttention, replace_attentions, rotated
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.layers import Packed, RotaryAttention, replace_attentions, rotated
+from tether.text.models.output import hidden_states
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether.batch import KeptTokens
-from tether.text.models.output.truncation_record import KeptRecorder, KeptSets
+from tether.text.models.truncation_record import KeptRecorder, KeptSets
 
 
 def sets(vocabulary: int, *tokens: set[int]) -> Tensor:

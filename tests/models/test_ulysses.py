@@ -10,8 +10,9 @@ from tests.ranks import on_ranks
 from tests.tiny import TINY_CONFIGS, tiny_model
 from tests.training.batches import make_rollout
 from tether.batch import TrainBatch
-from tether.text.learning.forward import PolicyForward
-from tether.text.models.layers import SequenceRanks, copies_of_keys, use_tether_attention
+from tether.text.learning.losses import PolicyForward
+from tether.text.models.layers import use_tether_attention
+from tether.text.models.ulysses import SequenceRanks, copies_of_keys
 
 TOLERANCE = {"deepseek_v3": 1e-5, "qwen2_moe": 1e-5}  # experts are chosen, and weighted, in float32
 

@@ -383,7 +383,7 @@ print("resumes from here")
 
 
 def test_workers_load_no_torch():
-    modules = "tether.text.rewards.service.worker, tether.text.rewards.service.pool, tether.text.rewards.summary"
+    modules = "tether.text.rewards.service.worker, tether.text.rewards.service.pool, tether.text.rewards.outcome"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

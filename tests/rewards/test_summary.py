@@ -4,8 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.text.rewards.outcome import Abstention, RewardError, RewardFailure, RewardRequest, Score
-from tether.text.rewards.summary import check_error_rate, extra_metrics, percentile, summarize
+from tether.text.rewards.outcome import (
+    Abstention,
+    RewardError,
+    RewardFailure,
+    RewardRequest,
+    Score,
+    check_error_rate,
+    extra_metrics,
+    percentile,
+    summarize,
+)
 
 REQUESTS = [RewardRequest("test", f"reply {i}", str(i)) for i in range(8)]
 OUTCOMES = [

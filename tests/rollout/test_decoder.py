@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from tests.tiny import VOCAB_SIZE, tiny_model
 from tether.kernels.dispatch import kernels_for
-from tether.text.models.layers.attention import Packed, use_tether_attention
-from tether.text.sampling.decoder import Decoder, decoder_for
+from tether.text.models.layers import Packed, use_tether_attention
+from tether.text.sampling.decoder import Decoder, Product, decoder_for
 from tether.text.sampling.engine import NativeEngine
-from tether.text.sampling.packed_linear import Product
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 LAYOUT = Packed((7, 12, 1))

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny import MOE, VOCAB_SIZE, tiny_model
 from tether.batch import RolloutBatch, TrainBatch, WeightUpdate
-from tether.text.learning.forward import PolicyForward
+from tether.text.learning.losses import PolicyForward
 from tether.text.models.layers import use_tether_attention
 from tether.text.sampling import NativeEngine
 from tether.text.sampling.concat import join_rollouts

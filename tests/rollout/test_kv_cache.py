@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tether.kernels.causal_attention import AttentionSpec
-from tether.text.models.layers.attention import Packed
+from tether.text.models.layers import Packed
 from tether.text.sampling.kv_cache import Decode, KVCache, Prefill
 
 CPU = torch.device("cpu")

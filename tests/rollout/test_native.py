@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from tests.rollout.test_sampling import expected_distribution
 from tests.tiny import EOS_ID, TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.batch import RolloutBatch, WeightUpdate
-from tether.text.models.layers.attention import Packed
+from tether.text.models.layers import Packed
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, RolloutProgress, SamplingParams
 

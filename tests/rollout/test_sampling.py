@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether.kernels import dispatch
-from tether.text.sampling import sampling
+from tether.text.sampling import generation
+from tether.text.sampling.generation import sample_tokens
 from tether.text.sampling.protocol import SamplingParams
-from tether.text.sampling.sampling import sample_tokens
 
 ALMOST_ONE = 1 - 2.0**-53
 
@@ -166,7 +166,7 @@ def test_low_precision_logits_are_summed_in_fp32(
 def test_large_batches_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, u = random_logits(7, 300), torch.linspace(0, 0.99, 7, dtype=torch.float64)
     whole = sample_tokens(logits, u, params(top_p=0.9), with_candidates=True)
-    monkeypatch.setattr(sampling, "rows_in_scratch", lambda _: 2)
+    monkeypatch.setattr(generation, "rows_in_scratch", lambda _: 2)
     parts = sample_tokens(logits, u, params(top_p=0.9), with_candidates=True)
     assert torch.equal(whole.candidates, parts.candidates)
     assert torch.equal(whole.token, parts.token)

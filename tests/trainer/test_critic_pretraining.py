@@ -21,8 +21,7 @@ from tether.runtime.objects import holding
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.critic_pretraining import split_by_prompt, value_batch
 from tether.text.learning.rollout_files import RolloutFiles, StoredResponse, read_rollouts
-from tether.text.rewards.outcome import Abstention, Score
-from tether.text.rewards.summary import RewardReport
+from tether.text.rewards.outcome import Abstention, RewardReport, Score
 
 STEPS = 3
 

@@ -13,11 +13,10 @@ from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, 
 from tether.batch import Prompt, RolloutBatch
 from tether.metrics.keys import describe
 from tether.runtime.objects import holding
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptSampler
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.dynamic_sampling import DynamicSampling, NothingToLearn
-from tether.text.rewards.outcome import Abstention, RewardOutcome, Score
-from tether.text.rewards.summary import RewardReport
+from tether.text.rewards.outcome import Abstention, RewardOutcome, RewardReport, Score
 from tether.text.sampling.concat import join_rollouts
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

@@ -25,8 +25,14 @@ from tether.text.building.learners import (
     load_reference,
     load_value_model,
 )
-from tether.text.learning.forward import PolicyForward, PolicyOutputs
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    TokenSelection,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 MODE = f"{ACTOR}.policy_loss.loss_mode"

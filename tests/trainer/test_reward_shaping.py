@@ -8,7 +8,7 @@ import torch
 
 from tether.algorithms import RunningRewardNormalizer, overlong_penalty
 from tether.batch import RolloutBatch, TrainBatch
-from tether.text.learning.reward_shaping import RewardShaping
+from tether.text.learning.advantages import RewardShaping
 
 LENGTHS = (2, 4, 3, 4)
 PENALTY = partial(overlong_penalty, max_length=4, buffer_length=2, penalty_factor=0.5)  # 3 tokens: 0.25, 4 tokens: 0.5

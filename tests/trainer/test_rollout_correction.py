@@ -20,10 +20,9 @@ from tether.config.schema.algorithm import RejectionMode
 from tether.loop.engine import LossSpec
 from tether.loop.parts import RolloutCorrection
 from tether.metrics.keys import describe
-from tether.text.building.advantages import build_advantage_estimator
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.advantages import build_advantage_estimator
+from tether.text.learning.losses import PolicyForward, PolicyLoss
+from tether.text.learning.packing import MicroBatching
 
 CORRECTION = "algorithm.rollout_correction"
 RHO = torch.tensor([[1.0, 0.5, 4.0], [1.1, 1.0, math.nan], [1.0, 1.0, 1.0]])

@@ -11,7 +11,7 @@ from tests.tiny import tiny_model
 from tests.trainer.steps import built
 from tether.text.learning.engines import local
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching
 from tether.text.models.save import write_model
 
 

@@ -10,10 +10,11 @@ from tether.algorithms import ADVANTAGE_ESTIMATORS, apply_kl_penalty, kl_penalty
 from tether.batch import RolloutBatch, TrainBatch, filled
 from tether.loop.engine import OptimizerOptions
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.critic import critic_from, value_head_of
-from tether.text.models.layers.attention import use_tether_attention
+from tether.text.learning.losses import PolicyForward, ValueForward
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.critic import critic_from
+from tether.text.models.layers import use_tether_attention
+from tether.text.models.output import value_head_of
 
 PROMPT_LENGTHS = (3, 7, 1)  # of each group of three rows
 RESPONSE_LENGTHS = (4, 9, 1, 6, 2, 8, 5, 3, 7)

@@ -13,10 +13,16 @@ from tether.batch import TrainBatch
 from tether.distributed import StoredWeights
 from tether.distributed.weights import weight_chunks
 from tether.loop.engine import LossSpec, OptimizerOptions, Updated, UpdatePlan
-from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.text.learning.engines.fsdp import FsdpEngine, Sharding
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import sequence_lengths
+from tether.text.learning.packing import (
+    Assign,
+    MicroBatching,
+    MiniBatch,
+    balanced,
+    divide,
+    mini_batches,
+    sequence_lengths,
+)
 
 OPTIONS = OptimizerOptions(lr=1e-2)
 

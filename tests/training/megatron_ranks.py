@@ -41,14 +41,12 @@ from tether.integrations.megatron.engine import MegatronEngine, MegatronOptions
 from tether.integrations.megatron.shards import main_grad
 from tether.loop.engine import LossSpec, Updated, UpdatePlan
 from tether.loop.incident import replay
-from tether.text.learning.engines.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import token_rows
+from tether.text.learning.losses import PolicyForward, ValueForward
+from tether.text.learning.packing import Assign, MicroBatching, MiniBatch, balanced, divide, mini_batches, token_rows
 from tether.text.models.empty import empty_model
-from tether.text.models.layers.attention import use_tether_attention
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.layers import use_tether_attention
+from tether.text.models.output import hidden_states
 from tether.text.models.save import write_model
 
 Make = Callable[[], PreTrainedModel]

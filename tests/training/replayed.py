@@ -13,11 +13,9 @@ from tests.training.fsdp_ranks import make_fsdp, share, whole_gradients
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, distance
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, UpdatePlan
-from tether.text.learning.engines.division import mini_batches
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.losses import PolicyLoss
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
-from tether.text.models.layers.attention import use_tether_attention
+from tether.text.learning.losses import PolicyForward, PolicyLoss
+from tether.text.learning.packing import mini_batches
+from tether.text.models.layers import enable_gradient_checkpointing, use_tether_attention
 
 EXPERTS, EACH = 4, 2
 UNKNOWN_EVERY = 5

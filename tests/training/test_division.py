@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tether.loop.engine import LossSizes, UpdatePlan
-from tether.text.learning.engines.division import balance_metrics, balanced, divide, in_order, mini_batches
+from tether.text.learning.packing import balance_metrics, balanced, divide, in_order, mini_batches
 
 
 def test_the_largest_differences_are_evened_out_first() -> None:

@@ -4,8 +4,7 @@ import pytest
 
 from tests.training.batches import make_batch, make_critic, make_engine, make_policy
 from tether.loop.engine import LossSpec, UpdatePlan
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.losses import PolicyLoss
+from tether.text.learning.losses import PolicyForward, PolicyLoss
 
 
 def test_the_first_ratio_is_that_before_any_step() -> None:

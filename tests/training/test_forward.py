@@ -8,12 +8,11 @@ import torch
 
 from tests.tiny import tiny_model
 from tests.training.batches import UNSCORED, make_batch, make_critic, make_engine, make_policy
-from tether.text.learning.forward import PolicyForward, ReferenceModel, ValueForward
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import token_rows
-from tether.text.models.critic import value_head_of, values_from_hidden
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.learning.losses import PolicyForward, ReferenceModel, ValueForward
+from tether.text.learning.packing import MicroBatching, token_rows
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.lora import LoraOptions, adapter_off, add_lora
+from tether.text.models.output import value_head_of, values_from_hidden
 
 TOLERANCE = {"rtol": 0, "atol": 1e-5}  # transformers' rotary embedding and softmax are float32 even in a float64 model
 

@@ -34,15 +34,20 @@ from tether.batch import TrainBatch
 from tether.checkpoints import load_state, save_state
 from tether.loop.engine import LossSpec, Updated, UpdatePlan, move_state
 from tether.loop.incident import replay
-from tether.text.learning.engines.division import mini_batches
 from tether.text.learning.engines.fsdp import FsdpEngine
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.shares import join_shares
-from tether.text.learning.forward import PolicyForward, ReferenceModel, ValueForward
-from tether.text.learning.losses import CriticLoss, PolicyLoss, TokenSelection
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import (
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+)
+from tether.text.learning.packing import MicroBatching, mini_batches
 from tether.text.models.critic import load_critic
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.lazy_weights import has_lazy_weights
 from tether.text.models.load import load_causal_lm
 from tether.text.models.save import join_shards, write_model

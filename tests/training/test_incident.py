@@ -22,10 +22,9 @@ from tether.control.policies.mlp_policy import make_policy as control_policy
 from tether.control.policies.spec import PolicySpec
 from tether.loop.engine import LossSpec, OptimizerOptions, UpdatePlan
 from tether.loop.incident import replay
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.losses import CriticLoss, PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.learning.losses import CriticLoss, PolicyForward, PolicyLoss, ValueForward
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

@@ -20,9 +20,8 @@ from tests.training.batches import (
 from tether.batch import TrainBatch, filled
 from tether.loop.engine import LossSizes, LossSpec, LossTerm, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, PolicyOutputs
-from tether.text.learning.losses import PolicyLoss, TokenSelection
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs, TokenSelection
+from tether.text.learning.packing import MicroBatching
 
 BAD_ROW = 3
 ALL = UpdatePlan(mini_batch_rows=ROWS)

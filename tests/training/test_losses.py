@@ -9,8 +9,7 @@ from torch import Tensor
 from tests.training.test_packing import example
 from tether.batch import TrainBatch, filled
 from tether.loop.engine import LossSizes
-from tether.text.learning.forward import PolicyOutputs, ValueOutputs
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
+from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, PolicyOutputs, TokenSelection, ValueOutputs
 
 SIZES = LossSizes(num_tokens=6, num_sequences=4)  # of a mini-batch of which `example` is half
 MASK = [[True, False, True], [True, False, False]]

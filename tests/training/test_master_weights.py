@@ -11,9 +11,8 @@ from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec
 from tether.text.learning.engines import master_weights
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.losses import CriticLoss, PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import CriticLoss, PolicyForward, PolicyLoss, ValueForward
+from tether.text.learning.packing import MicroBatching
 
 
 def accumulate(engine: LocalEngine, batch: TrainBatch) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.text.learning.micro_batches import MicroBatching, RowSize
+from tether.text.learning.packing import MicroBatching, RowSize
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 LIMIT = st.none() | st.integers(1, 60)

@@ -19,9 +19,8 @@ from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, MicroBatchTooLarge, OptimizerOptions, OutOfMemory, UpdatePlan
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.engines.shares import join_shares
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import PolicyForward, PolicyLoss
+from tether.text.learning.packing import MicroBatching
 from tether.text.models.load import load_causal_lm
 from tether.text.models.save import write_model
 

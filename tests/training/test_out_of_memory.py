@@ -22,9 +22,8 @@ from tether.control.policies.mlp_policy import ControlPolicy
 from tether.control.policies.network_policy import Torso
 from tether.control.policies.spec import PolicySpec, RolloutEvaluation
 from tether.loop.engine import LossSpec, UpdatePlan, is_out_of_memory
-from tether.text.learning.forward import PolicyForward
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching, RowSize
+from tether.text.learning.losses import PolicyForward, PolicyLoss
+from tether.text.learning.packing import MicroBatching, RowSize
 
 KEY = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 SAID = f"To make this permanent: {KEY}=2"

@@ -6,11 +6,10 @@ import torch
 from tests.training.batches import make_batch, make_critic, make_policy, make_rollout
 from tether.batch import KeptTokens, RolloutBatch, TrainBatch, filled, on_device
 from tether.loop.engine import LossSizes
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ValueOutputs
-from tether.text.learning.losses import CriticLoss, PolicyLoss
+from tether.text.learning.losses import CriticLoss, PolicyForward, PolicyLoss, PolicyOutputs, ValueOutputs
 from tether.text.learning.packing import TokenRows, row_sizes, sequence_lengths, token_rows
-from tether.text.models.layers.attention import Packed, Padded
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.layers import Packed, Padded
+from tether.text.models.output import hidden_states
 
 
 def example() -> TrainBatch:

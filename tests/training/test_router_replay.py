@@ -15,15 +15,12 @@ from tests.training.replayed import REPLAYING, any_experts, in_shards, make_mixt
 from tests.training.test_fsdp import FOUR_ROWS, LOSS, ONE_ROW, TOKENS, distance
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel
-from tether.text.learning.losses import PolicyLoss
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import token_rows
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs, ReferenceModel
+from tether.text.learning.packing import MicroBatching, token_rows
 from tether.text.models.expert_choice import ExpertChoice, experts_per_token, follow_choice, recorded_choice
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
-from tether.text.models.layers import Packed, use_tether_attention
+from tether.text.models.layers import Packed, enable_gradient_checkpointing, use_tether_attention
 from tether.text.models.lora import LoraOptions, adapter_off, add_lora
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.output import hidden_states
 
 PADDED = MicroBatching(max_rows=2, packed=False)
 

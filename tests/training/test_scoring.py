@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, save_tiny_reward_model, tiny_tokenizer
 from tether.loop.engine import LossSizes, LossSpec, OptimizerOptions, UpdatePlan
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching
 from tether.text.learning.scoring import (
     ConversationReader,
     PairForward,

@@ -95,7 +95,7 @@ class PaddedBatches:
 def padded_batches(
     lengths: tuple[int, ...], prefixes: tuple[int | None, ...] | None, device: torch.device
 ) -> PaddedBatches:
-    """Return the batches of the sequences that `tether.text.models.layers.attention.Packed` describes."""
+    """Return the batches of the sequences that `tether.text.models.layers.Packed` describes."""
     starts = list(itertools.accumulate(lengths, initial=0))
     spans = [np.arange(start, stop) for start, stop in itertools.pairwise(starts)]
     if prefixes is None:

@@ -207,7 +207,7 @@ class Reference:
     ) -> Tensor:
         """Return causal attention of packed segments: query [N, H, D], key [N, K, D], value [N, K, E] -> [N, H, E].
 
-        `lengths` and `prefixes` are those of `tether.text.models.layers.attention.Packed`.
+        `lengths` and `prefixes` are those of `tether.text.models.layers.Packed`.
         """
         batches = padded_batches(lengths, prefixes, query.device)
         spread = (batches.batches(batches.spread(x)) for x in (query, key, value))

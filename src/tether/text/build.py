@@ -52,13 +52,6 @@ from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.text.building.advantages import (
-    build_advantage_estimator,
-    build_greedy_baseline,
-    build_reward_components,
-    build_reward_shaping,
-    check_own_functions,
-)
 from tether.text.building.inputs import Inputs, build_inputs, with_template_date
 from tether.text.building.number_formats import DTYPES, decided_formats, formats_line
 from tether.text.building.off_policy import (
@@ -77,13 +70,19 @@ from tether.text.building.row_agents import TURNS
 from tether.text.building.servers import look_at_servers
 from tether.text.building.turns import build_conversations, build_tool_pool
 from tether.text.data.chat import dated_template
-from tether.text.data.prompts import PromptDataset
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptSampler
+from tether.text.learning.advantages import (
+    KLReward,
+    build_advantage_estimator,
+    build_greedy_baseline,
+    build_reward_components,
+    build_reward_shaping,
+    check_own_functions,
+)
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.preflight import ChatFormat, sample_responses
-from tether.text.learning.reward_shaping import KLReward
 from tether.text.learning.rollouts import PromptSource, TextRollouts
 from tether.text.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe

@@ -16,10 +16,9 @@ from tether.distributed.handles import EngineHandle, Replicas, WeightsOnRanks
 from tether.distributed.transfers import WEIGHTS
 from tether.distributed.worker import Group
 from tether.loop.engine import Forward, LossSpec, Outputs, Updated, UpdatePlan
-from tether.text.learning.engines.autograd import scattered
-from tether.text.learning.engines.division import Assign, balance_metrics, balanced, divide, mini_batches
+from tether.text.learning.engines.local import scattered
 from tether.text.learning.engines.shares import join_shares
-from tether.text.learning.packing import sequence_lengths
+from tether.text.learning.packing import Assign, balance_metrics, balanced, divide, mini_batches, sequence_lengths
 from tether.text.sampling.concat import join_rollouts
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, Responder, SamplingParams
 

@@ -26,11 +26,19 @@ from tether.integrations.megatron.families import transformer_config
 from tether.integrations.megatron.groups import start
 from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.model import MegatronModel, Role, build
-from tether.text.models.critic import load_critic, value_head_of, values_from_hidden
+from tether.text.models.critic import load_critic
 from tether.text.models.layers import Packed
 from tether.text.models.load import load_causal_lm, load_config
-from tether.text.models.output import KeptRecorder, KeptSets, LmHead, VocabularyShard, lm_head_of, token_log_probs
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.output import (
+    LmHead,
+    VocabularyShard,
+    hidden_states,
+    lm_head_of,
+    token_log_probs,
+    value_head_of,
+    values_from_hidden,
+)
+from tether.text.models.truncation_record import KeptRecorder, KeptSets
 
 SEED, LENGTHS, MICRO_BATCHES = 11, (7, 5, 9, 4), 4
 TEMPERATURE = 0.7

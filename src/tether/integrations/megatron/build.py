@@ -26,7 +26,7 @@ from tether.text.building.number_formats import DTYPES
 from tether.text.building.parts import Sources
 from tether.text.building.servers import PolicyCard
 from tether.text.learning.engines.copies import with_weights
-from tether.text.learning.forward import ReferenceModel
+from tether.text.learning.losses import ReferenceModel
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import is_gguf, load_config

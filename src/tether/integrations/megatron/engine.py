@@ -39,17 +39,16 @@ from tether.loop.engine import Forward, LossSizes, LossSpec, OptimizerOptions, O
 from tether.loop.ranks import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
-from tether.text.learning.engines.autograd import scattered, tensors_of
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
-from tether.text.learning.engines.division import MiniBatch
+from tether.text.learning.engines.local import scattered, tensors_of
 from tether.text.learning.engines.ranks import RanksEngine
 from tether.text.learning.engines.shares import writers
-from tether.text.learning.forward import PolicyForward, ValueForward
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import Experts, TokenRows, padding_row, token_rows
+from tether.text.learning.losses import PolicyForward, ValueForward
+from tether.text.learning.packing import Experts, MicroBatching, MiniBatch, TokenRows, padding_row, token_rows
 from tether.text.models.expert_choice import ExpertChoice
 from tether.text.models.fused_experts import Unfused, fused
-from tether.text.models.layers import Packed, SequenceRanks
+from tether.text.models.layers import Packed
+from tether.text.models.ulysses import SequenceRanks
 from tether.types import StateDict
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -36,7 +36,8 @@ from tether.integrations.megatron.transfer import Placed, export_weights, load_w
 from tether.kernels import AttentionLayout
 from tether.text.models.expert_choice import UNKNOWN, ExpertChoice
 from tether.text.models.layers import Packed
-from tether.text.models.output import KeptSets, LmHead, LogProbs, VocabularyShard, token_log_probs
+from tether.text.models.output import LmHead, LogProbs, VocabularyShard, token_log_probs
+from tether.text.models.truncation_record import KeptSets
 
 Role = Literal["policy", "critic"]
 

@@ -23,11 +23,11 @@ from tether.text.building.reward_model import check_vocabulary
 from tether.text.data.chat import dated_template
 from tether.text.data.pairs import load_pairs
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching
 from tether.text.learning.pretraining import Pretraining
 from tether.text.learning.scoring import PairForward, PairOutputs, PreferenceLoss
 from tether.text.models.critic import new_reward_model
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 

@@ -38,17 +38,26 @@ from tether.loop.run import build_optimizer, loss_by_step, policy_loss_options, 
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
-from tether.text.building.advantages import asks_for
 from tether.text.building.loading import on_device
 from tether.text.building.number_formats import DTYPES
 from tether.text.building.off_policy import bypass_options, old_log_probs_from
 from tether.text.building.router_replay import RECOMPUTED, UPDATED
+from tether.text.learning.advantages import asks_for
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ReferenceModel, ValueForward, ValueOutputs
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, TokenSelection
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+    ValueOutputs,
+)
+from tether.text.learning.packing import MicroBatching
 from tether.text.models.critic import load_critic
-from tether.text.models.gradient_checkpointing import enable_gradient_checkpointing
+from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.load import load_causal_lm
 from tether.text.models.save import save_tokenizer, write_model
 

@@ -12,9 +12,8 @@ from tether.config import RunConfig, replay_of
 from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
 from tether.loop.loop import OldLogProbs
 from tether.loop.parts import RolloutCorrection
-from tether.text.building.advantages import asks_for
-from tether.text.data.prompts import PromptDataset
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptSampler
+from tether.text.learning.advantages import asks_for
 from tether.text.learning.collector import Collector
 from tether.text.learning.dynamic_sampling import DynamicSampling
 from tether.text.learning.pf_ppo import PolicyFiltration

@@ -22,9 +22,8 @@ from tether.text.building.loading import on_device
 from tether.text.building.named_inputs import NO_TEMPLATE
 from tether.text.building.number_formats import DTYPES, number_format
 from tether.text.data.chat import dated_template
-from tether.text.learning.engines.division import balanced, in_order
 from tether.text.learning.engines.local import LocalEngine
-from tether.text.learning.micro_batches import MicroBatching
+from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
 from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.load import is_gguf, load_config, load_tokenizer

@@ -44,10 +44,10 @@ from tether.text.building.reward_model import SCORER, reward_engine
 from tether.text.building.router_replay import replays
 from tether.text.building.servers import PolicyCard, build_servers
 from tether.text.learning.engines.copies import with_weights
-from tether.text.learning.engines.division import balanced, in_order
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.one_rank import OneRankEngine
-from tether.text.learning.forward import PolicyOutputs, ReferenceModel, ValueOutputs
+from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
+from tether.text.learning.packing import balanced, in_order
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.algorithms import explained_variance
 from tether.algorithms.advantages import discounted_returns
 from tether.batch import TrainBatch, filled
-from tether.text.learning.forward import ValueOutputs
+from tether.text.learning.losses import ValueOutputs
 from tether.text.learning.pretraining import held_out_prompts
 from tether.text.learning.rollout_files import StoredResponse
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from tether.algorithms import informative_rows
 from tether.batch import Prompt
-from tether.text.data.prompts import PromptDataset
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptSampler
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.rewards import RewardOutcome, RewardReport, Score
 from tether.text.sampling.concat import join_rollouts

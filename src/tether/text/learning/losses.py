@@ -1,12 +1,21 @@
-"""The losses of policy and critic for one micro-batch: token losses of `tether.algorithms`, aggregated."""
+"""The losses of policy and critic for one micro-batch: token losses of `tether.algorithms`, aggregated.
+
+One forward pass over a micro-batch: the outputs of a policy or a critic for each response token.
+
+A forward is a plain, picklable spec; the engine that owns the model calls it with the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from tensordict import TensorClass
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tether.algorithms import (
     TOKEN_SELECTIONS,
@@ -17,10 +26,177 @@ from tether.algorithms import (
     masked_mean_ratio,
     value_loss,
 )
-from tether.batch import TrainBatch, filled
+from tether.batch import TrainBatch, filled, on_device
+from tether.kernels import select_rows
 from tether.loop.engine import LossSizes, LossTerm
 from tether.loop.own_functions import policy_loss
-from tether.text.learning.forward import PolicyOutputs, ValueOutputs
+from tether.text.learning.packing import Experts, TokenRows, token_rows
+from tether.text.models.expert_choice import ExpertChoice, recorded_choice
+from tether.text.models.full_kl import full_kl_of_hidden
+from tether.text.models.output import (
+    LogProbs,
+    hidden_states,
+    lm_head_of,
+    token_log_probs,
+    value_head_of,
+    values_from_hidden,
+)
+from tether.text.models.truncation_record import KeptSets
+from tether.text.models.ulysses import SequenceRanks
+
+
+class PolicyOutputs(TensorClass["nocast"]):  # type: ignore[type-arg]
+    """The policy's outputs for each response token, on its device; zero outside the mask."""
+
+    log_probs: Tensor  # [B, T]
+    entropy: Tensor | None = None  # [B, T]
+    sum_pi_squared: Tensor | None = None  # [B, T]
+    full_kl: Tensor | None = None  # [B, T] from the reference, over the whole vocabulary
+    routed_experts: Tensor | None = None  # [B, W, L, k], see `RolloutBatch.routed_experts`
+
+
+class ValueOutputs(TensorClass["nocast", "shadow"]):  # type: ignore[type-arg]
+    """The critic's values before each response token, on its device; zero outside the mask."""
+
+    values: Tensor  # type: ignore[assignment]  # [B, T]
+    bootstrap_values: Tensor | None = None  # [B], after the last token of a truncated response; 0 for others
+
+
+def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None = None) -> Tensor:
+    return hidden_states(model, rows.input_ids, rows.position_ids, rows.layout, choice)
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """The policy that the KL is taken to: a frozen model, or the trained one without its adapter."""
+
+    model: PreTrainedModel
+    during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
+    """A context around every forward pass, which disables the adapter with LoRA."""
+
+
+@dataclass(frozen=True)
+class PolicyForward:
+    """The forward pass of a causal LM as a policy.
+
+    `temperature` divides the logits before the softmax, as in the sampler, and truncation of the vocabulary by the
+    sampler (`TrainBatch.kept`) is replayed, so that log-probs and entropy are those of the distribution that was
+    sampled from. Only `full_kl` is always over the whole vocabulary.
+    """
+
+    temperature: float = 1.0
+    packed: bool = True
+    with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+    """Whether to compute the sum over the vocabulary of the squared probabilities, which carries no gradient."""
+    with_full_kl: bool = False
+    """Whether to compute the KL over the whole vocabulary. The reference runs on the same micro-batch as the policy, so
+    that neither its hidden states nor its logits are ever stored for a whole batch."""
+    experts: Experts = "chosen"
+    """How a mixture's experts are chosen; the reference's routers always choose themselves."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        reference: ReferenceModel | None = None,
+        ranks: SequenceRanks | None = None,
+    ) -> PolicyOutputs:
+        """Return the requested outputs for each response token, gathered over `ranks` that split the rows."""
+        head = lm_head_of(model)
+        host_rows = token_rows(batch, packed=self.packed, ranks=ranks, experts=self.experts)
+        rows = on_device(host_rows, head.weight.device)
+        choice = None if self.experts == "chosen" else ExpertChoice(rows.experts, records=self.experts == "recorded")
+        states = select_rows(_states(model, rows, choice), rows.predicts)
+        outputs = self.outputs(batch, rows, partial(token_log_probs, states, head), len(head.weight))
+        if self.with_full_kl:
+            outputs.full_kl = rows.scatter(self._full_kl(model, states, rows, reference))
+        if choice is not None and choice.records:
+            outputs.routed_experts = rows.by_row(recorded_choice(model, choice))
+        return outputs
+
+    def outputs(
+        self, batch: TrainBatch, rows: TokenRows, log_probs: Callable[..., LogProbs], vocabulary: int
+    ) -> PolicyOutputs:
+        """Return the requested outputs except the full KL.
+
+        Args:
+            batch: the rows.
+            rows: the model's inputs for them, on its device.
+            log_probs: returns the log-probs of targets [M], with the keywords of `token_log_probs`.
+            vocabulary: the number of tokens of the head.
+        """
+        candidates = None
+        if batch.kept is not None:
+            candidates = on_device(KeptSets.read(batch.kept, rows.slots.cpu(), vocabulary), rows.slots.device)
+        tokens = log_probs(
+            rows.targets,
+            temperature=self.temperature,
+            candidates=candidates,
+            with_entropy=self.with_entropy,
+            with_sum_pi_squared=self.with_sum_pi_squared,
+        )
+        return PolicyOutputs(
+            log_probs=rows.scatter(tokens.log_probs),
+            entropy=rows.scatter(tokens.entropy) if tokens.entropy is not None else None,
+            sum_pi_squared=rows.scatter(tokens.sum_pi_squared) if tokens.sum_pi_squared is not None else None,
+            batch_size=batch.batch_size,
+        )
+
+    def _full_kl(
+        self, model: PreTrainedModel, states: Tensor, rows: TokenRows, reference: ReferenceModel | None
+    ) -> Tensor:
+        assert reference, "the full KL needs a reference"
+        with torch.no_grad(), reference.during(reference.model):
+            ref_states = _states(reference.model, rows)[rows.predicts]
+        return full_kl_of_hidden(
+            states, lm_head_of(model), ref_states, lm_head_of(reference.model), temperature=self.temperature
+        )
+
+
+@dataclass(frozen=True)
+class ValueForward:
+    """The forward pass of a critic, where the value of a response token is computed at the position before it."""
+
+    packed: bool = True
+    with_bootstrap: bool = False
+    """Whether to compute the value at the last token of a truncated response, of the state where the length limit cut
+    it."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        reference: ReferenceModel | None = None,
+        ranks: SequenceRanks | None = None,
+    ) -> ValueOutputs:
+        """Return the value before each response token, and after the last one if requested."""
+        head = value_head_of(model)
+        rows = on_device(token_rows(batch, packed=self.packed, ranks=ranks), next(head.parameters()).device)
+        return self.outputs(batch, rows, _states(model, rows), partial(values_from_hidden, head=head))
+
+    def outputs(
+        self, batch: TrainBatch, rows: TokenRows, states: Tensor, values: Callable[[Tensor], Tensor]
+    ) -> ValueOutputs:
+        """Return the requested outputs.
+
+        Args:
+            batch: the rows.
+            rows: the model's inputs for them, on its device.
+            states: [N, E] hidden states before the head.
+            values: returns the values of hidden states.
+        """
+        after = None
+        if self.with_bootstrap:
+            has_end = batch.truncated.to(states.device) & (rows.ends >= 0)
+            last = values(states[rows.ends[has_end]])  # a rank may have no token of these rows
+            after = last.new_zeros(len(has_end)).masked_scatter(has_end, last)
+            after = after if rows.ranks is None else rows.ranks.sum(after)
+        return ValueOutputs(
+            values=rows.scatter(values(select_rows(states, rows.predicts))),
+            bootstrap_values=after,
+            batch_size=batch.batch_size,
+        )
 
 
 @dataclass(frozen=True)

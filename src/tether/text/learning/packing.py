@@ -1,4 +1,9 @@
-"""Conversion of a batch of rows into the token tensors that a model reads, packed or padded.
+"""Division of a batch into mini-batches, ranks, micro-batches, and the token tensors that a model reads.
+
+The division affects speed and memory only, never the result: the denominators of a loss are those of the whole
+mini-batch.
+
+Conversion of a batch of rows into the token tensors that a model reads, packed or padded.
 
 The head gets only the positions that predict a token under `response_mask`, so prompts, padding and tokens that the
 policy did not sample never reach the vocabulary projection. Packed rows share their prompt, and also equal responses:
@@ -10,16 +15,236 @@ equal responses share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tether.algorithms import count_valid
 from tether.batch import RolloutBatch, TrainBatch
 from tether.kernels import AttentionLayout
-from tether.text.learning.micro_batches import RowSize
-from tether.text.models.layers import Packed, Padded, SequenceRanks, Shared
+from tether.loop.engine import LossSizes, UpdatePlan
+from tether.text.models.layers import Packed, Padded
+from tether.text.models.ulysses import SequenceRanks, Shared
+
+
+class RowSize(NamedTuple):
+    """The size of a row in tokens."""
+
+    prompt: int
+    """The row's `uid`, which rows of the same prompt share."""
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """Limits of one forward and backward pass, of which at least one is set."""
+
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    """Token budget (``use_dynamic_bsz``). A row that exceeds it gets its own micro-batch."""
+    packed: bool = True
+    """Whether only actual tokens count, and a shared prompt once; if False, every row counts as long as the longest of
+    its micro-batch."""
+    key: str = field(default="the limit of a micro-batch", compare=False)
+    """The key of the configuration that set the limit."""
+    ranks: int = field(default=1, compare=False)
+    """Number of ranks that split the tokens of a micro-batch; the setting is the tokens of one of them."""
+
+    def __str__(self) -> str:
+        """Return the setting as written in the configuration."""
+        return "{}={}".format(*self.setting)
+
+    @property
+    def setting(self) -> tuple[str, int]:
+        """Return the key of the configuration and its value."""
+        if self.max_tokens is not None:
+            return self.key, max(1, self.max_tokens // self.ranks)
+        assert self.max_rows is not None
+        return self.key, self.max_rows
+
+    def halved(self, rows: Sequence[RowSize]) -> MicroBatching | None:
+        """Return limits that split the largest micro-batch of these rows in two, or None if each is a single row."""
+        several = [group for group in self.split(rows) if len(group) > 1]
+        if not several:
+            return None
+        if self.max_tokens is None:
+            return replace(self, max_rows=max(map(len, several)) // 2)
+        return replace(self, max_tokens=max(1, max(self._cost([rows[i] for i in group]) for group in several) // 2))
+
+    def split(self, rows: Sequence[RowSize]) -> list[list[int]]:
+        """Return the row indices of each micro-batch.
+
+        Without a token budget rows stay in order. With one, they are sorted by length, so that the rows of a
+        micro-batch are alike and few micro-batches are needed; packed rows of one prompt stay together.
+        """
+        groups: list[list[int]] = []
+        for row in self._order(rows):
+            if not groups or not self._fits([rows[i] for i in [*groups[-1], row]]):
+                groups.append([])
+            groups[-1].append(row)
+        return groups
+
+    def _order(self, rows: Sequence[RowSize]) -> list[int]:
+        order = list(range(len(rows)))
+        if self.max_tokens is None:
+            return order
+        order.sort(key=lambda i: -rows[i].tokens)
+        if self.packed:
+            rank = {prompt: i for i, prompt in enumerate(dict.fromkeys(rows[i].prompt for i in order))}
+            order.sort(key=lambda i: rank[rows[i].prompt])
+        return order
+
+    def _fits(self, rows: list[RowSize]) -> bool:
+        within_rows = self.max_rows is None or len(rows) <= self.max_rows
+        return within_rows and (self.max_tokens is None or self._cost(rows) <= self.max_tokens)
+
+    def _cost(self, rows: list[RowSize]) -> int:
+        """Return the tokens of a micro-batch."""
+        if self.packed:
+            prompts = {row.prompt: row.prompt_tokens for row in rows}
+            return sum(prompts.values()) + sum(row.response_tokens for row in rows)
+        return max(row.tokens for row in rows) * len(rows)
+
+
+Assign = Callable[[Sequence[float], int], list[list[int]]]
+"""Maps the cost of each row and the number of ranks to the row indices of each rank."""
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """A mini-batch, or a rank's share of one."""
+
+    epoch: int
+    number: int
+    """Index of the mini-batch within the epoch."""
+    rows: Tensor
+    """Row indices in the batch; for a rank's share, in the rank's rows."""
+    positions: Tensor
+    """Positions of these rows in the whole mini-batch."""
+    sizes: LossSizes
+    """Sizes of the whole mini-batch."""
+
+
+def mini_batches(mask: Tensor, plan: UpdatePlan, step: int) -> list[MiniBatch]:
+    """Return the mini-batches of an update, in order.
+
+    Args:
+        mask: [B, T] elements to train on; rows without any are omitted.
+        plan: the number of epochs and the rows of a mini-batch.
+        step: training step, counted from 0.
+    """
+    (learned,) = mask.any(dim=-1).nonzero(as_tuple=True)
+    minis = []
+    for epoch in range(plan.epochs):
+        for number, drawn in enumerate(plan.mini_batches(len(learned), step, epoch)):
+            rows = learned[drawn]
+            valid = count_valid(mask[rows])
+            sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
+            minis.append(MiniBatch(epoch, number, rows, torch.arange(len(rows)), sizes))
+    return minis
+
+
+def divide(
+    minis: Sequence[MiniBatch], costs: Sequence[float], ranks: int, assign: Assign
+) -> list[tuple[Tensor, list[MiniBatch]]]:
+    """Divide each mini-batch among ranks.
+
+    Args:
+        minis: the mini-batches of the whole batch.
+        costs: the cost of each row of the batch.
+        ranks: the number of ranks.
+        assign: assigns rows to ranks, such as `balanced`.
+
+    Returns:
+        For each rank its rows of the batch, ascending, and its share of each mini-batch.
+    """
+    dealt = [assign([costs[row] for row in mini.rows.tolist()], ranks) for mini in minis]
+    shares = []
+    for rank in range(ranks):
+        positions = [torch.tensor(deal[rank], dtype=torch.int64) for deal in dealt]
+        batch_rows = [mini.rows[index] for mini, index in zip(minis, positions, strict=True)]
+        rows = torch.cat([*batch_rows, torch.empty(0, dtype=torch.int64)]).unique()
+        of_rank = [
+            replace(mini, rows=torch.searchsorted(rows, numbers), positions=index)
+            for mini, numbers, index in zip(minis, batch_rows, positions, strict=True)
+        ]
+        shares.append((rows, of_rank))
+    return shares
+
+
+def in_order(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assign rows to ranks in order, equally many to each."""
+    return [rows.tolist() for rows in torch.arange(len(costs)).tensor_split(ranks)]
+
+
+def balance_metrics(
+    minis: Sequence[MiniBatch],
+    shares: Sequence[tuple[Tensor, list[MiniBatch]]],
+    tokens: Sequence[int],
+    costs: Sequence[float],
+) -> dict[str, float]:
+    """Return metrics of the balance over ranks: tokens per rank in a pass over the batch, and their costs.
+
+    Args:
+        minis: the mini-batches of the whole batch.
+        shares: the result of `divide`.
+        tokens: the tokens of each row.
+        costs: the cost of each row.
+    """
+    ranks = len(shares)
+    undealt = divide(minis, costs, ranks, in_order)
+    before, after = (torch.tensor(_loads(dealt, tokens)).sum(dim=1) for dealt in (undealt, shares))
+    work = torch.tensor(_loads(shares, costs), dtype=torch.float64)
+    mean = float(after.double().mean())
+    return {
+        "global_seqlen/min": float(before.min()),
+        "global_seqlen/max": float(before.max()),
+        "global_seqlen/minmax_diff": float(before.max() - before.min()),
+        "global_seqlen/balanced_min": float(after.min()),
+        "global_seqlen/balanced_max": float(after.max()),
+        "global_seqlen/mean": mean,
+        "global_seqlen/busiest_over_mean": float(work.amax(dim=0).sum() / work.mean(dim=0).sum()) if mean else 1.0,
+    }
+
+
+def _loads(shares: Sequence[tuple[Tensor, list[MiniBatch]]], costs: Sequence[float]) -> list[list[float]]:
+    """Return [ranks][mini-batches of the first pass]: the costs of the rows."""
+    return [
+        [sum(costs[row] for row in rows[mini.rows].tolist()) for mini in minis if mini.epoch == 0]
+        for rows, minis in shares
+    ]
+
+
+def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assign rows to ranks so that their costs are about equal; each rank's rows ascend.
+
+    It is the largest differencing method (Karmarkar and Karp 1982): the two divisions with the largest differences
+    between heaviest and lightest rank are merged, heaviest with lightest, until one is left.
+    """
+    order = count()
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (ranks - 1)
+    for row, cost in enumerate(costs):
+        heapq.heappush(heap, (-cost, next(order), [*empty, (cost, [row])]))
+    while len(heap) > 1:
+        (_, _, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        pairs = zip(first, reversed(second), strict=True)
+        both = sorted(((a + b, [*mine, *theirs]) for (a, mine), (b, theirs) in pairs), key=lambda share: share[0])
+        heapq.heappush(heap, (both[0][0] - both[-1][0], next(order), both))
+    assigned = [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(ranks)]
+    return [sorted(rows) for rows in reversed(assigned)]
+
 
 Experts = Literal["chosen", "recorded", "replayed"]
 """How the experts of a mixture are chosen: by the routers; by the routers, and recorded; or replayed from

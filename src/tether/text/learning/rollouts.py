@@ -8,31 +8,22 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.algorithms import Mean, explained_variance, masked_sum
+from tether.algorithms import Mean, masked_sum
 from tether.batch import Prompt, TrainBatch, WeightUpdate
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
 from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
 from tether.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_per_token_ms
-from tether.text.data.prompts import PromptDataset
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptSampler
+from tether.text.learning.advantages import GreedyBaseline, RewardComponents
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.dynamic_sampling import DynamicSampling
 from tether.text.learning.evaluation import Evaluation
-from tether.text.learning.forward import PolicyOutputs
-from tether.text.learning.greedy_baseline import GreedyBaseline
+from tether.text.learning.losses import PolicyOutputs
 from tether.text.learning.packing import sequence_lengths
-from tether.text.learning.reward_components import RewardComponents
 from tether.text.learning.rollout_files import RolloutFiles
 from tether.text.rewards import RewardReport
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import StateDict
-
-
-def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the explained variance of the critic; no metric without a critic, or without a token to learn from."""
-    if batch.values is None or batch.returns is None or not batch.response_mask.any():
-        return {}
-    return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
 
 
 def partial_metrics(batch: TrainBatch) -> dict[str, float]:

@@ -23,11 +23,10 @@ from tether.batch import RolloutBatch, TrainBatch, on_device
 from tether.loop.engine import Engine, LossSizes, LossTerm
 from tether.text.data.chat import decode, tokenize, write_conversation
 from tether.text.data.control_tokens import ControlTokens
-from tether.text.learning.forward import ReferenceModel
+from tether.text.learning.losses import ReferenceModel
 from tether.text.learning.packing import token_rows
-from tether.text.models.critic import value_head_of, values_from_hidden
 from tether.text.models.layers import Packed
-from tether.text.models.packing_check import hidden_states
+from tether.text.models.output import hidden_states, value_head_of, values_from_hidden
 from tether.text.rewards import Dialogue, RewardError, RewardRequest
 
 TokenList = list[int]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -32,9 +32,9 @@ from tether.text.models.load import (
     load_config,
     ready,
 )
+from tether.text.models.output import value_head_of
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
-_HEAD_NAMES = ("score", "classifier")  # names of the head in transformers, by model family
 
 
 def load_critic(
@@ -141,24 +141,6 @@ def critic_from(model: PreTrainedModel, classes: Sequence[Any] = _CLASS_OF_CONFI
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return critic
-
-
-def value_head_of(critic: PreTrainedModel) -> nn.Module:
-    """Return the scalar head: hidden state [.., E] -> value [.., 1]."""
-    head: nn.Module = next(getattr(critic, name) for name in _HEAD_NAMES if hasattr(critic, name))
-    return head
-
-
-def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
-    """Return values [N], in at least float32, for hidden states [N, E].
-
-    The value before a response token is the output at the position before it. The head runs in its own dtype also
-    under autocast: bfloat16 would round a value near 1 to steps of 0.008.
-    """
-    weight = next(head.parameters())
-    with torch.autocast(hidden.device.type, enabled=False):
-        values: Tensor = head(hidden.to(weight.dtype)).squeeze(-1)
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def empty_critic(config: PreTrainedConfig) -> PreTrainedModel:

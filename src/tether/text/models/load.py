@@ -20,7 +20,7 @@ from tether.runtime.disk import in_a_line, is_of_content
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
 from tether.text.models.gguf import load_gguf_model, load_gguf_tokenizer
-from tether.text.models.layers.attention import ATTENTION_NAME, use_tether_attention
+from tether.text.models.layers import ATTENTION_NAME, use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights, lazy_model
 from tether.text.models.model_path import check_is_text
 from tether.text.models.packing_check import disable_dropout, prepare_for_packing

@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.text.models.critic import value_head_of
+from tether.text.models.output import value_head_of
 from tether.text.models.save import write_model
 
 _ADAPTER = "default"

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels import AttentionLayout, AttentionSpec, kernels_for
-from tether.text.models.expert_choice import ExpertChoice, check_choice, follow_choice
-from tether.text.models.layers.attention import Packed, use_tether_attention
-from tether.text.models.layers.positions import context_length
-from tether.text.models.output.log_probs import lm_head_of, logits_of
+from tether.kernels import AttentionSpec, kernels_for
+from tether.text.models.layers import Packed, context_length, use_tether_attention
+from tether.text.models.output import hidden_states, lm_head_of, logits_of
 
 SELF_TEST_LENGTHS = (7, 12)
 SELF_TEST_WINDOW = 4
@@ -31,37 +29,6 @@ SELF_TEST_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 
 """Relative error that rounding may cause, averaged over the tokens of a sequence (transformers' eager softmax computes
 in float32 even in a float64 model). SmolLM2-135M has 1e-6 in float32 and 0.02 in bfloat16; a leak causes 0.3, or 1
 in random models."""
-
-
-def hidden_states(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    layout: AttentionLayout,
-    choice: ExpertChoice | None = None,
-) -> Tensor:
-    """Return the final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
-
-    Args:
-        model: a causal LM or critic with tether's attention enabled.
-        input_ids: [R, S] token ids.
-        position_ids: [R, S] positions in their sequences, as in `Packed.position_ids`.
-        layout: which token sees which one.
-        choice: records or replays the experts of the tokens.
-
-    Raises:
-        ValueError: `choice` is set for a model without a router that tether supports.
-    """
-    options: dict[str, object] = {} if choice is None else {"expert_choice": choice}
-    if choice is not None:
-        follow_choice(model)
-    out = model.base_model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_layout=layout, **options
-    )
-    if choice is not None:
-        check_choice(model, choice)
-    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
-    return hidden
 
 
 def disable_dropout(model: PreTrainedModel) -> None:

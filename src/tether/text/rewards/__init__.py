@@ -9,15 +9,18 @@ quality.
 from tether.text.rewards.outcome import (
     Abstention,
     Dialogue,
+    ErrorSample,
     RewardError,
     RewardFailure,
     RewardOutcome,
+    RewardReport,
     RewardRequest,
     Score,
+    check_error_rate,
     is_float32,
+    summarize,
 )
 from tether.text.rewards.router import check_source, check_sources, check_truth, has_tests
-from tether.text.rewards.summary import ErrorSample, RewardReport, check_error_rate, summarize
 
 __all__ = [
     "Abstention",

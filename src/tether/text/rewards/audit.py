@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from tether.text.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score, percentile
 from tether.text.rewards.router import has_tests
-from tether.text.rewards.summary import percentile
 
 if TYPE_CHECKING:  # this package does not import torch
     from tether.batch import Prompt

@@ -6,21 +6,68 @@ and is compared with transformers' forward before it is used. All other classes,
 with transformers.
 
 Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head size, E = hidden size, V = vocabulary.
+
+Linear layers for decoding: layers with the same input as one product, with the following operation fused into it.
+
+A kernel may need weights in its own order (`tether.kernels.cpu.backend.Cpu.pack_linears`). A `Product` stores such a
+copy, refreshed after each update. Where the backend needs no such order, nothing is copied.
+
+A device may record the kernels of a decoding step, and replay them for steps with the same memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.kernels import AttentionLayout
+from tether.kernels import FEW_ROWS, AttentionLayout, Epilogue, PackedLinears, RecordedKernels, Reference, kernels_for
 from tether.text.models.layers import Packed, RMSNorm, rotated, spec_of
 from tether.text.models.output import lm_head_of
 from tether.text.models.packing_check import SELF_TEST_TOLERANCE
-from tether.text.sampling.packed_linear import Product
+from tether.text.sampling.kv_cache import Decode
+
+
+class Product:
+    """The concatenated outputs of some linear layers: [N, E] -> [N, sum of their widths].
+
+    Args:
+        layers: layers that read the same input.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = layers
+        self._packed: PackedLinears | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Pack the layers' current weights again."""
+        self._packed = None  # first, so that the new copy reuses the memory of the old one
+        self._packed = kernels_for(self._layers[0].weight).pack_linears(self._layers)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return self._product(x, Epilogue.NONE, None)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """Return SiLU of the product."""
+        return self._product(x, Epilogue.SILU, None)
+
+    def times(self, x: Tensor, factor: Tensor) -> Tensor:
+        """Return the product times `factor`."""
+        return self._product(x, Epilogue.TIMES, factor)
+
+    def plus(self, x: Tensor, summand: Tensor) -> Tensor:
+        """Return the product plus `summand`."""
+        return self._product(x, Epilogue.PLUS, summand)
+
+    def _product(self, x: Tensor, epilogue: Epilogue, other: Tensor | None) -> Tensor:
+        return kernels_for(x).linears(x, self._layers, self._packed, epilogue, other)
+
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -193,3 +240,87 @@ def decoder_for(model: PreTrainedModel) -> Decoder | None:
         expected = model(input_ids=ids, position_ids=positions, **options).logits[0].double()
     error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     return decoder if error.mean() <= SELF_TEST_TOLERANCE[model.dtype] else None
+
+
+Result = TypeVar("Result")
+
+
+class RepeatedStep:
+    """Calls a step of a generation, or replays its recording.
+
+    The first step on other memory is called normally, so that kernels choose their algorithms; the second is recorded.
+    A replayed step overwrites the result of the previous step.
+
+    Args:
+        kernels: backend of the model's device and dtype; callers pass an empty `memory` if it captures nothing.
+    """
+
+    def __init__(self, kernels: Reference) -> None:
+        self._kernels = kernels
+        self._memory: tuple[int, ...] = ()
+        self._recorded: tuple[Any, RecordedKernels] | None = None
+
+    def __call__(self, memory: tuple[int, ...], step: Callable[[], Result]) -> Result:
+        """Return the result of the step.
+
+        Args:
+            memory: identifies the memory that the step uses; empty: the memory is not fixed.
+            step: the function to call.
+        """
+        if not memory or memory != self._memory:
+            self._memory, self._recorded = memory, None
+            return step()
+        if self._recorded is None:
+            self._recorded = self._kernels.capture(step)
+        result, recording = self._recorded
+        recording.run()
+        return result
+
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """A recorded step, with its inputs and its output."""
+
+    cache: tuple[int, ...]
+    inputs: list[Tensor]
+    product: Tensor
+    recording: RecordedKernels
+
+
+class ReplayedDecoder:
+    """The forward pass of one generation. A decoding step that consists of kernels only is recorded and replayed.
+
+    A replayed step overwrites the logits of the previous step.
+
+    Args:
+        decoder: the decoder, whose weights must not change or move.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.is_device_only = not decoder.reads_positions()
+        """Whether a decoding step neither waits for the device nor reads from it."""
+        self._step: _RecordedStep | None = None
+        self._has_only_kernels: dict[int, bool] = {}
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: AttentionLayout, keep: Tensor | None) -> Tensor:
+        x, rotations = self._decoder.begin(ids, positions)
+
+        def middle() -> Tensor:
+            return self._decoder.middle(x, rotations, layout, ids.shape, keep)
+
+        kind = min(len(x), FEW_ROWS + 1)  # larger numbers of rows use the same kernels
+        cache = layout.memory() if isinstance(layout, Decode) and self._has_only_kernels.get(kind, True) else ()
+        if not cache:
+            return self._decoder.end(middle())
+        inputs = [x, *(tensor for pair in rotations.values() for tensor in pair)]
+        if self._step is not None and self._step.cache == cache:
+            for old, new in zip(self._step.inputs, inputs, strict=True):
+                old.copy_(new)
+            self._step.recording.run()
+            return self._decoder.end(self._step.product)
+        self._step = None  # first, so that the new recording reuses the memory of the old one
+        product, recording = kernels_for(x).record(middle, watched=kind not in self._has_only_kernels)
+        self._has_only_kernels[kind] = recording is not None
+        self._step = None if recording is None else _RecordedStep(cache, inputs, product, recording)
+        return self._decoder.end(product)

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.kernels import AttentionLayout
 from tether.text.models.layers import context_length, use_tether_attention
-from tether.text.sampling.decoder import Decoder, decoder_for
+from tether.text.sampling.decoder import Decoder, ReplayedDecoder, decoder_for
 from tether.text.sampling.expert_recorder import ExpertRecorder
 from tether.text.sampling.generation import Forward, Generation, max_row_length
 from tether.text.sampling.protocol import (
@@ -41,7 +41,6 @@ from tether.text.sampling.protocol import (
     SamplingParams,
     check_prompts,
 )
-from tether.text.sampling.recorded_decoder import ReplayedDecoder
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class NativeEngine:
     """Generates with the trainer's own model.
 
     In the model's own dtype the weights are shared, except for packed copies that make products faster
-    (`tether.text.sampling.packed_linear`) and refresh themselves. With another `dtype` the engine has a private copy
+    (`tether.text.sampling.decoder`) and refresh themselves. With another `dtype` the engine has a private copy
     of the parameters in that dtype, refreshed by `load_weights`; no product casts its operands.
     """
 
@@ -75,7 +74,7 @@ class NativeEngine:
 
         Args:
             model: the model, whose forward requires ``attention_layout=`` from now on
-                (`tether.text.models.layers.attention`).
+                (`tether.text.models.layers`).
             eos_token_ids: tokens that end a response.
             max_num_seqs: maximum number of responses decoded at a time, and slots of the KV cache.
             max_num_batched_tokens: maximum number of prompt tokens in one prefill; a single longer prompt still runs.

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.runtime.interrupt import give_up_if_interrupted
-from tether.text.models.output import KeptRecorder
+from tether.text.models.truncation_record import KeptRecorder
 from tether.text.sampling.protocol import (
     FinishedResponse,
     NoiseKey,

@@ -30,15 +30,14 @@ from tether.checkpoints import load_state, save_moments, save_state
 from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
 from tether.loop.ranks import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
-from tether.text.learning.engines.autograd import tensors_of
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
-from tether.text.learning.engines.division import MiniBatch
+from tether.text.learning.engines.local import tensors_of
 from tether.text.learning.engines.ranks import RanksEngine
 from tether.text.learning.engines.shares import writers
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.models.layers import SequenceRanks
+from tether.text.learning.packing import MicroBatching, MiniBatch
 from tether.text.models.lazy_weights import allocate_weights, read_rows, sources_of
 from tether.text.models.packing_check import compare_packing, is_finite, refuse_broken
+from tether.text.models.ulysses import SequenceRanks
 from tether.types import StateDict
 
 

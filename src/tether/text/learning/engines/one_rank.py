@@ -14,7 +14,7 @@ from tether.loop.ranks import Writing
 from tether.text.learning.engines.copies import with_all_names
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.ranks import or_smaller_next_time
-from tether.text.learning.micro_batches import MicroBatching, RowSize
+from tether.text.learning.packing import MicroBatching, RowSize
 
 Result = TypeVar("Result")
 

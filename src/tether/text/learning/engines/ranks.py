@@ -16,10 +16,9 @@ from tether.algorithms import Metric
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, MicroBatchTooLarge, OutOfMemory, Outputs, named_out_of_memory
 from tether.loop.ranks import from_all
-from tether.text.learning.engines.autograd import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.text.learning.engines.copies import with_weights
-from tether.text.learning.engines.division import MiniBatch
-from tether.text.learning.micro_batches import MicroBatching, RowSize
+from tether.text.learning.engines.local import TOO_LONG, AutogradEngine, SkippedMiniBatch
+from tether.text.learning.packing import MicroBatching, MiniBatch, RowSize
 
 Found = TypeVar("Found")
 

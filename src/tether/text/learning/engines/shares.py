@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from tether.checkpoints import moments_path
-from tether.text.learning.engines.division import balanced
+from tether.text.learning.packing import balanced
 from tether.text.models.save import join_shards
 
 

@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies of tokens from hidden states, without the [tokens, vocabulary] tensor of logits.
+"""What a model computes for tokens: hidden states, and from them log-probabilities, entropies and values.
+
+Log-probabilities and entropies do without the [tokens, vocabulary] tensor of logits.
 
 Logits are computed a chunk of the vocabulary at a time, forward and again backward
 (`tether.kernels.vocabulary_chunks`, which has the legend). With z = logits / temperature, p = softmax(z) and y
@@ -25,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tether.kernels import (
+    AttentionLayout,
     KeptTokenSets,
     LogitTransform,
     VocabularyChunks,
@@ -32,7 +35,8 @@ from tether.kernels import (
     kernels_for,
     matmul_dtype,
 )
-from tether.text.models.output.truncation_record import KeptSets
+from tether.text.models.expert_choice import ExpertChoice, check_choice, follow_choice
+from tether.text.models.truncation_record import KeptSets
 from tether.types import AutogradContext
 
 
@@ -223,3 +227,55 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
+
+
+def hidden_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: AttentionLayout,
+    choice: ExpertChoice | None = None,
+) -> Tensor:
+    """Return the final hidden states [R*S, E], without the output head; packed tokens are one row, R = 1 and S = N.
+
+    Args:
+        model: a causal LM or critic with tether's attention enabled.
+        input_ids: [R, S] token ids.
+        position_ids: [R, S] positions in their sequences, as in `Packed.position_ids`.
+        layout: which token sees which one.
+        choice: records or replays the experts of the tokens.
+
+    Raises:
+        ValueError: `choice` is set for a model without a router that tether supports.
+    """
+    options: dict[str, object] = {} if choice is None else {"expert_choice": choice}
+    if choice is not None:
+        follow_choice(model)
+    out = model.base_model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_layout=layout, **options
+    )
+    if choice is not None:
+        check_choice(model, choice)
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
+    return hidden
+
+
+_HEAD_NAMES = ("score", "classifier")  # names of the head in transformers, by model family
+
+
+def value_head_of(critic: PreTrainedModel) -> nn.Module:
+    """Return the scalar head: hidden state [.., E] -> value [.., 1]."""
+    head: nn.Module = next(getattr(critic, name) for name in _HEAD_NAMES if hasattr(critic, name))
+    return head
+
+
+def values_from_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
+    """Return values [N], in at least float32, for hidden states [N, E].
+
+    The value before a response token is the output at the position before it. The head runs in its own dtype also
+    under autocast: bfloat16 would round a value near 1 to steps of 0.008.
+    """
+    weight = next(head.parameters())
+    with torch.autocast(hidden.device.type, enabled=False):
+        values: Tensor = head(hidden.to(weight.dtype)).squeeze(-1)
+    return values.to(torch.promote_types(values.dtype, torch.float32))

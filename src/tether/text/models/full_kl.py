@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
-from tether.text.models.output.log_probs import LmHead
+from tether.text.models.output import LmHead
 from tether.types import AutogradContext
 
 
