@@ -106,8 +106,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
     directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
+        loaded = fit_defaults(loaded)  # first, because a checkpoint was saved with these defaults
         store, checkpoint = find_start(loaded)
-        loaded = fit_defaults(loaded)  # after the checks of the folder, because it can take long
         loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config
         trainer_config, train = config.trainer, config.env.train
