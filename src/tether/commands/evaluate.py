@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from tether.assembly.control import build_evaluation, video_folder
+from tether.assembly.control import build_evaluation, preprocessing_line, video_folder
 from tether.assembly.standalone import build_evaluator
 from tether.checkpoints import run_of, step_of
 from tether.commands.policy import checkpoint_at, load_saved
@@ -124,6 +124,7 @@ def _played(loaded: LoadedConfig, checkpoint: Path, screen: Screen) -> dict[str,
     set_threads(loaded.config.trainer.num_threads)
     seed_rng(loaded.config.trainer.seed)  # environments may draw from the global generators
     policy = load_policy(checkpoint / POLICY)
+    screen.print(preprocessing_line(loaded.config), soft_wrap=True)
     with ExitStack() as envs, Waiting("played", None, screen) as waiting:
         return build_evaluation(loaded.config, policy, envs).run(
             policy, checkpoint.name, lambda done, total: waiting.show(done, total=total)

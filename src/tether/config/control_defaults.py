@@ -2,7 +2,8 @@
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
 default than verl's for a language model, it stands here, by task, once. What kind of actions a task takes is known by
-its id, by ``init_params.continuous``, or else when it is made (`tether.assembly.control.fit_defaults`).
+its id, by ``init_params.continuous``, or else when it is made (`tether.assembly.control.fit_defaults`). Whether all
+that it shows is pictures is looked up then, too.
 """
 
 from __future__ import annotations
@@ -117,16 +118,19 @@ def is_embodied(given: Given) -> bool:
     return SWITCH in given and given[SWITCH].value is not None
 
 
-def with_defaults(given: Given, *, continuous: bool = False) -> Given:
+def with_defaults(given: Given, *, continuous: bool = False, pictures: bool = False) -> Given:
     """The given values over the defaults of embodied runs, where the run is one.
 
     Args:
         given: by the user.
         continuous: the actions of the environment are numbers, whatever its id is.
+        pictures: all of an observation is pictures.
     """
     if not is_embodied(given):
         return given
     preset = CONTINUOUS if continuous or _says_continuous(given) else _preset(given)
+    if pictures and "policy.features_extractor" not in given:
+        preset = {**preset, "policy.model_type": "cnn_policy"}
     model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
     own = {path: setting for path, setting in given.items() if setting.value is not None or not _is_required(path)}
@@ -143,7 +147,7 @@ def is_undecided(given: Given) -> bool:
     if not is_embodied(given) or _says_continuous(given) or _preset(given) is not DISCRETE:
         return False
     kinds = {key: given[key].value for key in ("env.train.env_type", "policy.model_type") if key in given}
-    return kinds.get("env.train.env_type", "gymnasium") == "gymnasium" and (
+    return kinds.get("env.train.env_type", "gymnasium") in ("gymnasium", "envpool") and (
         kinds.get("policy.model_type") not in (*VLA_TYPES, *FLOW_TYPES)
     )
 

@@ -11,7 +11,6 @@ cannot be pickled is reported.
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 import sys
@@ -184,7 +183,7 @@ class _Pickler(pickle.Pickler):
         if key is not None and id(obj) != self._top:
             self.mentioned.add(key)
             return key
-        if not isinstance(obj, type) and _pickles_its_arguments(type(obj)):
+        if _pickles_its_arguments(obj):
             raise pickle.PicklingError(
                 f"{type(obj).__name__} was made after the environment and pickles its constructor's arguments, not its "
                 "state"
@@ -224,7 +223,7 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
     Of the functions, those in layers come first. Each is followed by the functions in its own data.
     """
     finder = _Finder(envs)
-    shared = dict[object, None]()
+    shared = dict[type | ModuleType, None]()
     for layer in finder.layers:  # grows
         finder.look_into(layer)
         kinds = type(layer).__mro__[:-1]
@@ -234,7 +233,7 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
                 finder.add_layers(_Owner(owner.__name__, owner).values().values())
     layers = [_Owner(type(layer).__name__, layer) for layer in finder.layers]
     classes_first = sorted(shared, key=lambda owner: isinstance(owner, ModuleType))
-    others = [_Owner(owner.__name__, owner) for owner in classes_first if isinstance(owner, type | ModuleType)]
+    others = [_Owner(owner.__name__, owner) for owner in classes_first]
     in_layers = set(finder.functions)
     for owner in others:
         finder.look_through(_defined_by(owner.obj))
@@ -243,17 +242,14 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
     return [*layers, *others, *(each for each in functions if {*map(id, each.values().values())} - known)]
 
 
-@functools.cache
-def _pickles_its_arguments(kind: type) -> bool:
-    """Whether objects of a class are pickled as the arguments of their constructor (Gymnasium's `EzPickle`)."""
-    return any(base.__name__ == "EzPickle" for base in kind.__mro__)
+def _pickles_its_arguments(obj: object) -> bool:
+    """Whether an object is pickled as the arguments of its constructor (Gymnasium's `EzPickle`)."""
+    return not isinstance(obj, type) and any(base.__name__ == "EzPickle" for base in type(obj).__mro__)
 
 
 def _is_layer(obj: object) -> bool:
     """Whether an object is saved by its attributes: an environment, or what pickle would not save."""
-    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or (
-        not isinstance(obj, type) and _pickles_its_arguments(type(obj))
-    )
+    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _pickles_its_arguments(obj)
 
 
 class _Finder:

@@ -80,20 +80,31 @@ def load_config(path: Path | None, overrides: Sequence[str | Override], look: Lo
     return _load(*read_given(path, overrides), look)
 
 
-def for_continuous_actions(loaded: LoadedConfig) -> LoadedConfig:
-    """The same config with the defaults of tasks whose actions are numbers, which were undecided.
+def for_environment(loaded: LoadedConfig, *, continuous: bool, pictures: bool) -> LoadedConfig:
+    """Return the config with the defaults that were undecided until an environment was made.
+
+    Args:
+        loaded: with undecided defaults.
+        continuous: actions are numbers.
+        pictures: all of an observation is pictures.
 
     Raises:
         ConfigError: what was given contradicts them.
     """
     assert loaded.undecided is not None
-    return _load(loaded.undecided, [], list(loaded.notes), lambda config: [], continuous=True)
+    decided = _load(loaded.undecided, [], list(loaded.notes), lambda config: [], continuous, pictures)
+    return replace(decided, undecided=None)
 
 
 def _load(
-    given: Given, problems: list[Problem], notes_on_file: list[str], look: Look, *, continuous: bool = False
+    given: Given,
+    problems: list[Problem],
+    notes_on_file: list[str],
+    look: Look,
+    continuous: bool = False,
+    pictures: bool = False,
 ) -> LoadedConfig:
-    resolved = resolve(with_defaults(given, continuous=continuous))
+    resolved = resolve(with_defaults(given, continuous=continuous, pictures=pictures))
     problems += [*resolved.problems, *unread_problems(_values(resolved.unread), resolved.values)]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -110,7 +121,7 @@ def _load(
         *unread_notes(_values(resolved.unread), _on_command_line(resolved.unread), resolved.values),
     )
     found = tuple(dict.fromkeys((*notes_on_file, *resolved.notes, *idle)))
-    return LoadedConfig(config, resolved.sources, found, given if not continuous and is_undecided(given) else None)
+    return LoadedConfig(config, resolved.sources, found, given if is_undecided(given) else None)
 
 
 def _values(given: Given) -> dict[str, object]:
