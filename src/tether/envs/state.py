@@ -227,7 +227,8 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
     for layer in finder.layers:  # grows
         finder.look_into(layer)
         kinds = type(layer).__mro__[:-1]
-        for owner in (*kinds, *filter(None, map(getmodule, kinds))):
+        owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
+        for owner in owners:
             if owner not in shared:
                 shared[owner] = None
                 finder.add_layers(_Owner(owner.__name__, owner).values().values())
