@@ -228,13 +228,13 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
         finder.look_into(layer)
         kinds = type(layer).__mro__[:-1]
         owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
-        for owner in owners:
-            if owner not in shared:
-                shared[owner] = None
-                finder.add_layers(_Owner(owner.__name__, owner).values().values())
+        for each in owners:
+            if each not in shared:
+                shared[each] = None
+                finder.add_layers(_Owner(each.__name__, each).values().values())
     layers = [_Owner(type(layer).__name__, layer) for layer in finder.layers]
-    classes_first = sorted(shared, key=lambda owner: isinstance(owner, ModuleType))
-    others = [_Owner(owner.__name__, owner) for owner in classes_first]
+    classes_first = sorted(shared, key=lambda each: isinstance(each, ModuleType))
+    others = [_Owner(each.__name__, each) for each in classes_first]
     in_layers = set(finder.functions)
     for owner in others:
         finder.look_through(_defined_by(owner.obj))
