@@ -200,7 +200,7 @@ def test_the_state_of_wrappers_of_a_file_is_saved(
     more = [f"env.train.wrappers=[{file}:Counts]", f"env.eval.wrappers=[{file}:Counts]", *more]
     short = ["trainer.total_training_steps=2", "env.eval.num_episodes=1"]
     assert_resume_is_exact(tmp_path, Control().overrides(tmp_path, *more, *short), total=2)
-    assert "not all of the environments can be saved" not in caplog.text
+    assert "the state of the environments cannot be saved" not in caplog.text
     processes = (tmp_path / "imports").read_text().split()
     assert len(processes) == len(set(processes)) > 0
 
