@@ -1,10 +1,12 @@
 """Saving and restoring environments, so that a run resumes in the middle of their episodes.
 
-An environment is a chain of layers: wrappers around the environment itself. A layer with `get_state()` and
-`set_state(state)` saves its own state. For any other layer, the attributes that have changed since it was made are
-pickled, and so are changed data of its class and module; unchanged data follow from the configuration and the code.
-Functions in a layer's attributes, or defined by its class or module, can have state too: closure variables, default
-arguments and attributes. A layer is saved completely or not at all; the attribute that cannot be pickled is reported.
+An environment consists of layers: wrappers, the environment itself, and the environments that these hold in attributes,
+at any depth. Objects that pickle the arguments of their constructor instead of their state (`EzPickle`) are layers too.
+A layer with `get_state()` and `set_state(state)` saves its own state. For any other layer, the attributes that have
+changed since it was made are pickled, and so are changed data of its class and module; unchanged data follow from the
+configuration and the code. Functions in a layer's attributes, or defined by its class or module, can have state too:
+closure variables, default arguments and attributes. A layer is saved completely or not at all; the attribute that
+cannot be pickled is reported.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class _Owner:
 
     @property
     def gives_state(self) -> bool:
-        return self.is_layer and all(callable(getattr(self.obj, name, None)) for name in ("get_state", "set_state"))
+        return self.is_layer and _gives_state(self.obj)
 
     def values(self) -> dict[str, object]:
         """Return the attributes that may be state."""
@@ -79,6 +81,10 @@ class _Owner:
             setattr(self.obj, name, value)
 
 
+def _gives_state(layer: object) -> bool:
+    return all(callable(getattr(layer, name, None)) for name in ("get_state", "set_state"))
+
+
 class EnvKeeper:
     """Saves and restores environments of this process.
 
@@ -88,8 +94,7 @@ class EnvKeeper:
 
     def __init__(self, envs: Sequence[object]) -> None:
         self._count = len(envs)
-        self._owners = list(_owners(envs))
-        self._owners += _functions(self._owners)
+        self._owners = _owners(envs)
         values, refs = self._values()
         self._made = {key: _try_fingerprint(key, value, refs) for key, value in values.items()}
 
@@ -137,7 +142,10 @@ class EnvKeeper:
         if not data:
             return
         loader = _Unpickler(zlib.decompress(data), self._owners)
-        names, own_states, saved = loader.load()
+        try:
+            names, own_states, saved = loader.load()
+        except Exception as error:  # user classes may raise anything
+            raise ValueError(f"their state cannot be read: {type(error).__name__}: {error}") from error
         expected = [owner.name for owner in self._owners]
         if names != expected:
             raise ValueError(f"saved of {', '.join(dict.fromkeys(names))}, now {', '.join(dict.fromkeys(expected))}")
@@ -175,6 +183,11 @@ class _Pickler(pickle.Pickler):
         if key is not None and id(obj) != self._top:
             self.mentioned.add(key)
             return key
+        if _pickles_its_arguments(obj):
+            raise pickle.PicklingError(
+                f"{type(obj).__name__} was made after the environment and pickles its constructor's arguments, not its "
+                "state"
+            )
         if self._top is None or not isinstance(obj, FunctionType):
             return None
         if _has_other_state(self._refs, obj):
@@ -204,67 +217,89 @@ class _Unpickler(pickle.Unpickler):
         return self._owners[i].obj if name is None else self._owners[i].values()[name]
 
 
-def _owners(envs: Sequence[object]) -> Iterator[_Owner]:
-    """Yield the layers of all environments, then their classes and modules, each once."""
-    classes: dict[type, None] = {}
-    for env in envs:
-        layer = env
-        while True:
-            yield _Owner(type(layer).__name__, layer)
-            classes |= dict.fromkeys(type(layer).__mro__[:-1])
-            if not isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
-                break
-            layer = layer.env
-    modules = dict.fromkeys(filter(None, map(getmodule, classes)))
-    yield from (_Owner(kind.__name__, kind) for kind in classes)
-    yield from (_Owner(module.__name__, module) for module in modules)
+def _owners(envs: Sequence[object]) -> list[_Owner]:
+    """Return the layers of all environments, their classes and modules, and the functions with data of their own.
 
-
-def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
-    """Return the functions with data of their own: those in layers, then those of their classes and modules.
-
-    Each is followed by the functions in its own data.
+    Of the functions, those in layers come first. Each is followed by the functions in its own data.
     """
-    functions: dict[int, _Owner] = {}
-    finder = _Finder(owner.obj for owner in owners if owner.is_layer)
-    for in_layer in (True, False):
-        for owner in owners:
-            if owner.is_layer == in_layer and not owner.gives_state:
-                finder.look_through(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
-        while finder.functions:
-            function = finder.functions.pop()
-            if id(function) not in functions:
-                functions[id(function)] = _Owner(function.__qualname__, function, in_layer)
-                finder.look_through(_variables(function).values())
-    return [owner for owner in functions.values() if {*map(id, owner.values().values())} - finder.layers]
+    finder = _Finder(envs)
+    shared = dict[type | ModuleType, None]()
+    for layer in finder.layers:  # grows
+        finder.look_into(layer)
+        kinds = type(layer).__mro__[:-1]
+        owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
+        for each in owners:
+            if each not in shared:
+                shared[each] = None
+                finder.add_layers(_Owner(each.__name__, each).values().values())
+    layers = [_Owner(type(layer).__name__, layer) for layer in finder.layers]
+    classes_first = sorted(shared, key=lambda each: isinstance(each, ModuleType))
+    others = [_Owner(each.__name__, each) for each in classes_first]
+    in_layers = set(finder.functions)
+    for owner in others:
+        finder.look_through(_defined_by(owner.obj))
+    functions = [_Owner(each.__qualname__, each, key in in_layers) for key, each in finder.functions.items()]
+    known = {id(layer) for layer in finder.layers}
+    return [*layers, *others, *(each for each in functions if {*map(id, each.values().values())} - known)]
+
+
+def _pickles_its_arguments(obj: object) -> bool:
+    """Whether an object is pickled as the arguments of its constructor (Gymnasium's `EzPickle`)."""
+    return not isinstance(obj, type) and any(base.__name__ == "EzPickle" for base in type(obj).__mro__)
+
+
+def _is_layer(obj: object) -> bool:
+    """Whether an object is saved by its attributes: an environment, or what pickle would not save."""
+    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _pickles_its_arguments(obj)
 
 
 class _Finder:
-    """Finds the functions in values, as deep as pickle goes, but not inside of other layers."""
+    """Finds layers and functions in values, as deep as pickle goes."""
 
     def __init__(self, layers: Iterable[object]) -> None:
-        self.functions: list[FunctionType] = []
-        self.layers = set(map(id, layers))
+        self.functions: dict[int, FunctionType] = {}
+        self.layers = list(layers)
+        self._known = set(map(id, self.layers))
+
+    def add_layers(self, values: Iterable[object]) -> None:
+        """Add those of the values that are layers themselves."""
+        for value in values:
+            if _is_layer(value) and id(value) not in self._known:
+                self._known.add(id(value))
+                self.layers.append(value)
+
+    def look_into(self, layer: Any) -> None:
+        """Look through a layer's attributes; if it gives its state, only at the layer that it wraps."""
+        if not _gives_state(layer):
+            self.look_through(vars(layer).values())
+        elif isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
+            self.add_layers([layer.env])
 
     def look_through(self, values: Iterable[object]) -> None:
-        """Collect the functions in these values in `functions`."""
+        """Collect the layers and functions in these values, and in the variables of these functions."""
         for value in values:
             if isinstance(value, FunctionType):
-                self.functions.append(value)
+                if id(value) not in self.functions:
+                    self.functions[id(value)] = value
+                    self.look_through(_variables(value).values())
             elif not isinstance(value, CONSTANTS):
+                found = list[object]()
                 with suppress(Exception):  # user classes may raise anything
-                    _FindingPickler(self.functions, self.layers).dump(value)
+                    _FindingPickler(found).dump(value)
+                self.add_layers(found)
+                self.look_through(each for each in found if isinstance(each, FunctionType))
 
 
 class _FindingPickler(pickle.Pickler):
-    def __init__(self, functions: list[FunctionType], layers: set[int]) -> None:
+    def __init__(self, found: list[object]) -> None:
         super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
-        self._functions, self._layers = functions, layers
+        self._found = found
 
     def persistent_id(self, obj: object) -> int | None:
-        if isinstance(obj, FunctionType):
-            self._functions.append(obj)
-        return id(obj) if isinstance(obj, CODE) or id(obj) in self._layers else None
+        is_found = isinstance(obj, FunctionType) or _is_layer(obj)
+        if is_found:
+            self._found.append(obj)
+        return id(obj) if is_found or isinstance(obj, CODE) else None
 
 
 class _Nowhere(io.RawIOBase):
