@@ -1,6 +1,8 @@
 """State outside the attributes of an environment: in closures, default arguments and attributes of functions."""
 
+import dataclasses
 import functools
+import importlib.util
 import itertools
 import types
 from collections.abc import Callable
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 from gymnasium.utils import EzPickle
 
-from tests.envs import stateful
-from tether.control.envs.state import EnvKeeper
+from tests.envs import stateful, toys
+from tether.control.envs.state import MOVED, EnvKeeper
+from tether.control.envs.vectorization.action_repeat import Repeated
 
 HISTORY: list[float] = []
 
@@ -401,3 +404,32 @@ def test_simulators_that_a_class_holds(module: str, id: str, named: str) -> None
     assert left_out == ()
     keepers[1].set(data)
     assert play(other, 3) == play(env, 3)
+
+
+class Counting(toys.Countdown):
+    def step(self, action: int) -> tuple[object, float, bool, bool, dict]:
+        return *super().step(action)[:4], {"success": 0.0}
+
+
+@pytest.mark.parametrize(("old", "is_read"), [("tether.envs", True), ("tether.elsewhere", False)])
+def test_a_state_under_the_name_that_a_module_had_is_read(old: str, is_read: bool) -> None:
+    """Modules of tether moved; a checkpoint of the release before names them as they were."""
+    env, again = (Repeated(Counting(), 2) for _ in range(2))
+    keeper = EnvKeeper([env])
+    env.reset(seed=1)
+    env.step(0)
+    renamed = [dataclasses.replace(one, name=one.name.replace("tether.control.envs", old)) for one in keeper._owners]
+    assert renamed != keeper._owners
+    keeper._owners = renamed
+    data, left_out = keeper.get()
+    assert not left_out
+    if is_read:
+        EnvKeeper([again]).set(data)
+        assert again.step(0)[1] == env.step(0)[1] == 3 + 4
+    else:
+        with pytest.raises(ValueError, match="saved of"):
+            EnvKeeper([again]).set(data)
+
+
+def test_modules_that_moved_are_where_the_table_says() -> None:
+    assert all(importlib.util.find_spec(new) for new in MOVED.values())

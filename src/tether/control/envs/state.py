@@ -38,6 +38,14 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 MEMORY_TYPES = (bytes, bytearray, memoryview)
 """Types of the objects that own the memory of an unpickled array."""
 
+MOVED = {
+    "tether.envs.adapters.libero": "tether.integrations.robots.libero",
+    "tether.envs.adapters.maniskill": "tether.integrations.robots.maniskill",
+    "tether.envs.adapters.metaworld": "tether.integrations.robots.metaworld",
+    "tether.envs": "tether.control.envs",
+}
+"""Modules under the names that checkpoints of the release before hold -> their names now."""
+
 Key = tuple[int, str | None]
 """(index of the owner, attribute), or (index, None) for the owner itself."""
 
@@ -146,7 +154,7 @@ class EnvKeeper:
             names, own_states, saved = loader.load()
         except Exception as error:  # user classes may raise anything
             raise ValueError(f"their state cannot be read: {type(error).__name__}: {error}") from error
-        expected = [owner.name for owner in self._owners]
+        names, expected = list(map(_current_name, names)), [owner.name for owner in self._owners]
         if names != expected:
             raise ValueError(f"saved of {', '.join(dict.fromkeys(names))}, now {', '.join(dict.fromkeys(expected))}")
         for (i, name), value in saved.items():
@@ -215,6 +223,17 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Key) -> object:
         i, name = pid
         return self._owners[i].obj if name is None else self._owners[i].values()[name]
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_current_name(module), name)
+
+
+def _current_name(name: str) -> str:
+    """Return the name now of a module that a checkpoint may know by an older one."""
+    for old, new in MOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _owners(envs: Sequence[object]) -> list[_Owner]:
