@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ def bounded(work: Callable[..., bool | float], *arguments: Any) -> Any:
         Ended: its process was ended by others.
     """
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about threads
+        child = os.fork()
     if not child:
         try:
             os.write(writing, json.dumps(_limited(work, *arguments)).encode())
