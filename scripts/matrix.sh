@@ -35,7 +35,7 @@ step() {  # runs in the environment, in the folder of its runs
 declare -A result
 for row in "$@"; do
   folder="$root/${row/=/-}"
-  rm -rf "$folder/runs" && mkdir -p "$folder/runs"
+  rm -rf "$folder/runs" "$folder/cache" && mkdir -p "$folder/runs"
   echo "== $row: $folder" >&2
   (
     export TETHER_VERSIONS="${row%=*}" PYTHON="python${row#*=}" TETHER_VENV="$folder/venv" TETHER_CACHE="$folder/cache"
