@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Tries what people do first with the newest, the pinned and the lowest versions, each on another Python, and prints the
-# table of docs/reference/versions.md. It takes about an hour on two cores. Usage:
+# results as a table for docs/reference/versions.md. It takes about an hour on two cores. torch is the version that
+# constraints.txt pins: on Linux set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU builds, else pip takes the CUDA build of
+# several gigabytes for each. Usage:
 #   scripts/matrix.sh                  # all three
 #   scripts/matrix.sh lowest=3.11      # one of them, or another pair: TETHER_VERSIONS of scripts/setup.sh and a Python
 # Environments, runs and logs are in build/matrix (TETHER_MATRIX: another folder).
@@ -43,9 +45,10 @@ for row in "$@"; do
     python - "${packages[@]}" <<'PYTHON'
 import platform, sys
 from importlib.metadata import version
-print(f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")
+print("Python", platform.python_version())
+print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep="\n")
 PYTHON
-  ) > "$folder/versions.txt" 2> "$folder/setup.log" || { echo "not installed: $folder/setup.log" | tee "$folder/versions.txt" >&2; continue; }
+  ) > "$folder/versions.txt" 2> "$folder/setup.log" || { echo "not installed, see $folder/setup.log" >&2; continue; }
   for step in "${steps[@]}"; do
     begin=$SECONDS
     (
@@ -63,6 +66,11 @@ for step in "${steps[@]}"; do
   for row in "$@"; do printf ' %s |' "${result["$row $step"]:-not run}"; done
   echo
 done
-echo
-for row in "$@"; do echo "- ${row/=/ on }: $(tail -n 1 "$root/${row/=/-}/versions.txt")."; done
-for outcome in "${result[@]}"; do [ "${outcome%%,*}" = passed ] || exit 1; done
+for name in Python "${packages[@]}"; do
+  printf '| %s |' "$name"
+  for row in "$@"; do printf ' %s |' "$(sed -n "s/^$name //p" "$root/${row/=/-}/versions.txt")"; done
+  echo
+done
+for row in "$@"; do
+  for step in "${steps[@]}"; do [[ "${result["$row $step"]:-}" == passed* ]] || exit 1; done
+done

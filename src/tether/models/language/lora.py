@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import (
@@ -114,7 +115,8 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
     config.inference_mode = False  # else peft freezes the adapters
     inject_adapter_in_model(config, model, _ADAPTER)
     adapters = {name for name, _ in model.named_parameters() if f".{_ADAPTER}." in name}
-    info = set_peft_model_state_dict(model, load_peft_weights(str(directory), device="cpu"), _ADAPTER)
+    weights = load_peft_weights(str(directory), device="cpu")
+    info: Any = set_peft_model_state_dict(model, weights, _ADAPTER)  # peft annotates it as the function `namedtuple`
     wrong = sorted(adapters.intersection(info.missing_keys)) + sorted(info.unexpected_keys)
     if wrong:
         raise ValueError(
