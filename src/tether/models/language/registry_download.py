@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tether.models.language.model_path import KNOWN_MODELS, KnownModel
+from tether.runtime.disk import follow_umask
 from tether.runtime.install import pip_install
 
 PIP_TIMEOUT_S = 1800
@@ -82,6 +83,7 @@ def convert_gguf(file: Path, directory: Path) -> Path:
         tokenizer = pool.submit(_convert_tokenizer, file, directory)
         write_model(load_gguf_model(file), directory)
         tokenizer.result()
+    follow_umask(directory, like=directory / "config.json")
     return directory
 
 
