@@ -203,7 +203,7 @@ def test_config_check_finds_programs_without_a_test(cli: Cli, inputs: Path, tmp_
     train = write_jsonl(tmp_path / "train.jsonl", [row | {"data_source": "apps", "reward_model": tests}])
     files = [f"data.train_files={train}", "data.val_files=[]", "~custom_reward_function.path"]
     said = refused(cli("config", "check", *base_overrides(inputs, tmp_path), *GRPO, *files))
-    assert said.startswith(f"data.train_files: {train} row 0: the row has no test, so every answer would be right")
+    assert said.startswith(f"data.train_files: {train} row 0: the row has no test, so every answer would pass")
 
 
 def test_config_check_finds_tests_that_a_column_filled_with_null(cli: Cli, inputs: Path, tmp_path: Path):
@@ -279,8 +279,12 @@ def test_a_reward_is_tried_before_a_run(cli: Cli, run_arguments: tuple[list[str]
     assert "\nA fault means" in said.out
     assert "A look means" not in said.out
     assert "sampled" not in said.out
-    assert "its simulator's" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
-    for out, says in (("x.txt", "is no picture"), ("nothing/x.png", "cannot be written"), (".", "is no picture")):
+    assert "its simulator" in refused(cli("reward", "check", "env.train.id=CartPole-v1"))
+    for out, says in (
+        ("x.txt", "unknown image format"),
+        ("nothing/x.png", "cannot be written"),
+        (".", "unknown image format"),
+    ):
         said = refused(cli("reward", "check", *arguments, "--samples", "4", "--out", out))
         assert f"--out={out}: {says}" in said
 
@@ -380,7 +384,9 @@ def test_eval_beside_a_checkpoint_where_nothing_can_be_written(cli: Cli, finishe
     said = cli("eval", str(copy), f"data.val_files={inputs / 'train.jsonl'}")
     assert said.code == 0, said
     assert "val-core/tiny/sums/reward/mean@1" in said.out
-    assert f"not written to {out} (Is a directory): what stands above is all" in said.out.replace("\n", " ")
+    assert f"not written to {out} (Is a directory): the metrics above are the only output" in said.out.replace(
+        "\n", " "
+    )
 
 
 def test_a_read_only_disk_and_a_lack_of_memory_are_one_sentence(cli: Cli, monkeypatch: pytest.MonkeyPatch):
@@ -519,7 +525,7 @@ def test_ctrl_c_before_training(cli: Cli, inputs: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr("tether.commands.train.build", interrupted)
     said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE)
     assert said.code == 130
-    assert said.err == "interrupted; the same command starts again, or resumes from the last checkpoint\n"
+    assert said.err == "interrupted; run the same command again to start, or to resume from the last checkpoint\n"
 
 
 def test_imports_are_not_searched_for_garbage():

@@ -17,13 +17,16 @@ DONE = {
         for package in (
             "assembly",
             "checkpoints",
+            "commands",
             "data",
             "envs",
             "kernels",
             "metrics",
             "models",
+            "rewards",
             "rollout",
             "runtime",
+            "tools",
             "training",
         )
     },

@@ -168,8 +168,8 @@ def mine(file: Path) -> dict[str, Any]:
 
 def settings(folder: Path, *more: str) -> list[str]:
     dropped = ("env.train.id", "policy.normalize", "trainer.save_freq", "trainer.test_freq")
-    kept = [item for item in Control().overrides(folder) if not item.startswith(dropped)]
-    return [*kept, "trainer.save_freq=6", "trainer.test_freq=6", *more]
+    base_settings = [item for item in Control().overrides(folder) if not item.startswith(dropped)]
+    return [*base_settings, "trainer.save_freq=6", "trainer.test_freq=6", *more]
 
 
 def test_named_in_the_configuration_they_learn(file: Path, tmp_path: Path) -> None:
@@ -292,24 +292,24 @@ def test_an_environment_that_does_not_work_is_refused(file: Path, name: str, mes
 
 
 def test_arguments_that_a_function_does_not_take(file: Path, tmp_path: Path) -> None:
-    given = [f"env.train.id={file}:corridor", "env.train.init_params.size=3"]
+    configured = [f"env.train.id={file}:corridor", "env.train.init_params.size=3"]
     with pytest.raises(ValueError, match=r"a call with \{'size': 3\} \(env\.train\.init_params\) raised TypeError"):
-        tether.train(overrides=settings(tmp_path / "run", *given))
+        tether.train(overrides=settings(tmp_path / "run", *configured))
 
 
 def test_a_function_that_draws_nothing_says_what_a_video_needs(file: Path) -> None:
-    asked = EnvOptions(f"{file}:raises", 1, init_params={"render_mode": "rgb_array"})
+    env_options = EnvOptions(f"{file}:raises", 1, init_params={"render_mode": "rgb_array"})
     with pytest.raises(ValueError, match=r"render_mode.* raised TypeError: .*\. A video needs render_mode as an arg"):
-        make_vector_env(asked)
+        make_vector_env(env_options)
 
 
 def test_an_object_does_not_reach_subprocesses(mine: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"env\.train\.vectorization: subprocess, but object:env is in this process"):
         tether.train(overrides=settings(tmp_path / "run", "env.train.vectorization=subprocess"), env=mine["corridor"])
     one = mine["Corridor"]()
-    for given, named in ((one, r", or an id\."), (gymnasium.make("CartPole-v1"), r", or its id, 'CartPole-v1'\.")):
+    for configured, named in ((one, r", or an id\."), (gymnasium.make("CartPole-v1"), r", or its id, 'CartPole-v1'\.")):
         with pytest.raises(ValueError, match=rf"env: a C\w+ that is made already\. .* at each call{named}"):
-            tether.train(overrides=settings(tmp_path / "run"), env=given)
+            tether.train(overrides=settings(tmp_path / "run"), env=configured)
     with pytest.raises(ValueError, match=r"env\.train\.id=object:env: gives the same environment again"):
         tether.train(overrides=settings(tmp_path / "run"), env=lambda: one)
     with pytest.raises(ValueError, match=r"env: int is no function"):
@@ -329,21 +329,21 @@ def test_an_object_does_not_reach_subprocesses(mine: dict[str, Any], tmp_path: P
     ],
 )
 def test_a_network_that_does_not_work_is_refused(file: Path, name: str, message: str, tmp_path: Path) -> None:
-    given = [f"env.train.id={file}:corridor", f"policy.model_type={file}:{name}"]
+    configured = [f"env.train.id={file}:corridor", f"policy.model_type={file}:{name}"]
     with pytest.raises(ValueError, match=rf"policy\.model_type={file}:{name}: .*{message}"):
-        tether.train(overrides=settings(tmp_path / "run", *given))
+        tether.train(overrides=settings(tmp_path / "run", *configured))
 
 
 def test_mistakes_are_found_with_the_configuration(file: Path, tmp_path: Path) -> None:
-    def given(model_type: str) -> list[str]:
+    def configured(model_type: str) -> list[str]:
         return settings(tmp_path / "run", "env.train.id=CartPole-v1", f"policy.model_type={model_type}")
 
-    (problem,) = missing_inputs(load_config(None, given(f"{file}:Netwrk")).config)
+    (problem,) = missing_inputs(load_config(None, configured(f"{file}:Netwrk")).config)
     assert problem.path == "policy.model_type"
     assert "Did you mean Network?" in problem.what
     with pytest.raises(ConfigError, match=r"'mlp' is not one of .* or a network of a file: FILE.py:NAME"):
-        load_config(None, given("mlp"))
-    notes = load_config(None, [*given(f"{file}:Network"), "policy.lstm_dim=4", "policy.hidden_dim=4"]).notes
+        load_config(None, configured("mlp"))
+    notes = load_config(None, [*configured(f"{file}:Network"), "policy.lstm_dim=4", "policy.hidden_dim=4"]).notes
     assert any("lstm_dim" in note for note in notes)
     assert not any("hidden_dim" in note for note in notes)
 

@@ -109,8 +109,8 @@ def test_resuming_is_exact(memory: list[str], file: Path, tmp_path: Path) -> Non
 
 def test_actor_and_critic_have_one_each_unless_they_share(file: Path, tmp_path: Path) -> None:
     def policy(name: str, *more: str) -> Any:
-        given = [f"policy.features_extractor={file}:OfNumbers", *more]
-        run = Control().build(on_cart_pole(tmp_path / name, *given))
+        configured = [f"policy.features_extractor={file}:OfNumbers", *more]
+        run = Control().build(on_cart_pole(tmp_path / name, *configured))
         run.close()
         return run.trainer.rollouts.policy
 
@@ -132,19 +132,19 @@ def test_actor_and_critic_have_one_each_unless_they_share(file: Path, tmp_path: 
     ],
 )
 def test_what_gives_no_features_is_refused(file: Path, name: str, message: str, tmp_path: Path) -> None:
-    given = on_cart_pole(tmp_path / "run", f"policy.features_extractor={file}:{name}")
+    configured = on_cart_pole(tmp_path / "run", f"policy.features_extractor={file}:{name}")
     with pytest.raises(ValueError, match=rf"policy\.features_extractor={file}:{name}: {message}"):
-        tether.train(overrides=given)
+        tether.train(overrides=configured)
 
 
 def test_mistakes_are_found_with_the_configuration(file: Path, tmp_path: Path) -> None:
-    def given(*more: str) -> list[str]:
+    def configured(*more: str) -> list[str]:
         return on_cart_pole(tmp_path / "run", *more)
 
-    (problem,) = missing_inputs(load_config(None, given(f"policy.features_extractor={file}:OfNumber")).config)
+    (problem,) = missing_inputs(load_config(None, configured(f"policy.features_extractor={file}:OfNumber")).config)
     assert (problem.path, "Did you mean OfNumbers?" in problem.what) == ("policy.features_extractor", True)
     named = f"policy.features_extractor={file}:OfNumbers"
     with pytest.raises(ConfigError, match=r"policy\.cnn_type: nature, but policy\.features_extractor reads"):
-        load_config(None, given(named, "policy.model_type=cnn_policy", "policy.cnn_type=nature"))
-    notes = load_config(None, given(named, f"policy.model_type={file}:OfNumbers")).notes
+        load_config(None, configured(named, "policy.model_type=cnn_policy", "policy.cnn_type=nature"))
+    notes = load_config(None, configured(named, f"policy.model_type={file}:OfNumbers")).notes
     assert any("policy.features_extractor" in note for note in notes)

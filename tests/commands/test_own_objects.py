@@ -19,8 +19,8 @@ PARTS = ("data.", "actor_rollout_ref.model.path", "critic.model.path", "custom_r
 
 def settings(run: Path, *more: str) -> list[str]:
     """Those of a tiny run, without what it is made of."""
-    kept = [item for item in base_overrides(Path("unused"), run) if not item.startswith(PARTS)]
-    return [*kept, "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=8", *more]
+    base_settings = [item for item in base_overrides(Path("unused"), run) if not item.startswith(PARTS)]
+    return [*base_settings, "data.train_batch_size=4", "data.max_prompt_length=64", "data.max_response_length=8", *more]
 
 
 def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
@@ -78,15 +78,15 @@ def test_a_class_of_ones_own_trains_and_resumes(tmp_path: Path) -> None:
         vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         pad_token_id=0, bos_token_id=1, eos_token_id=3,
     )  # fmt: skip
-    own = parts(model=Doubling(config))
+    own_objects = parts(model=Doubling(config))
     short = ["trainer.total_training_steps=2", "trainer.preflight=False"]
-    whole = settings(tmp_path / "whole", *GRPO, *short, "trainer.save_freq=1")
-    run = tether.train(overrides=whole, **own)
+    full = settings(tmp_path / "whole", *GRPO, *short, "trainer.save_freq=1")
+    run = tether.train(overrides=full, **own_objects)
     path = f"trainer.resume_from_path={tmp_path / 'whole/global_step_1'}"
     resumed = settings(
         tmp_path / "resumed", *GRPO, *short, "trainer.resume_mode=resume_path", path, "trainer.save_freq=2"
     )
-    tether.train(overrides=resumed, **own)
+    tether.train(overrides=resumed, **own_objects)
     one, other = (contents(tmp_path / name / "global_step_2") for name in ("whole", "resumed"))
     assert same(one["actor/model.safetensors"], other["actor/model.safetensors"])
     assert read_metrics(run.folder)[1]["training/rollout_probs_diff_max"] < 1e-4  # sampler and trainer agree
@@ -94,12 +94,12 @@ def test_a_class_of_ones_own_trains_and_resumes(tmp_path: Path) -> None:
     assert type(trained) is Doubling
     with pytest.raises(ValueError, match=r"of your own class; load it with Doubling\.from_pretrained"):
         tether.load(run.folder)
-    own["model"] = Doubling(config)
+    own_objects["model"] = Doubling(config)
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path: not what .* was trained with"):
-        tether.train(overrides=whole, **own)
-    del own["model"], own["tokenizer"]
+        tether.train(overrides=full, **own_objects)
+    del own_objects["model"], own_objects["tokenizer"]
     with pytest.raises(ValueError, match=r"object:tokenizer: .*Give it again, as tokenizer=\.\.\."):
-        tether.train(run.checkpoint / "run.yaml", **own)
+        tether.train(run.checkpoint / "run.yaml", **own_objects)
 
 
 def test_rewards_may_be_closures_and_their_failures_are_counted(tmp_path: Path) -> None:
@@ -122,21 +122,21 @@ def test_rewards_may_be_closures_and_their_failures_are_counted(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"dataset": iter([])}, "dataset: a list_iterator is no sequence of rows"),
         ({"dataset": []}, "dataset: no rows"),
         ({"dataset": [{"prompt": "1+1?"}]}, r"dataset row 0: no `data_source`"),
-        ({"reward": 3}, "reward=3: is no function"),
+        ({"reward": 3}, "reward=3: is not a function"),
         ({"reward": lambda response: 1.0}, r"reward defines <lambda>\(response\), which is called by keyword"),
         ({"model": torch.nn.Linear(2, 2)}, "model: Linear is no transformers.PreTrainedModel"),
         ({"tokenizer": b"bytes"}, "tokenizer: bytes is no tokenizer"),
         ({"tokenizer": None}, "model: give its tokenizer, too"),
     ],
 )
-def test_objects_that_do_not_fit_are_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_objects_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        tether.train(overrides=settings(tmp_path / "run", *GRPO), **parts(**given))
+        tether.train(overrides=settings(tmp_path / "run", *GRPO), **parts(**arguments))
 
 
 def test_prompts_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ def test_mistakes_are_one_error_as_on_the_command_line(inputs: Path, tmp_path: P
 def test_values_need_no_quotes():
     """A mapping passes values unchanged that Hydra's grammar would split."""
     name = "a,b=[1]: 'c'"
-    given = [Override("trainer.experiment_name", name, delete=False), "env.train.id=CartPole-v1"]
-    assert load_config(None, given).config.trainer.experiment_name == name
+    configured = [Override("trainer.experiment_name", name, delete=False), "env.train.id=CartPole-v1"]
+    assert load_config(None, configured).config.trainer.experiment_name == name
 
 
 def test_outside_of_the_main_thread_signals_are_left_alone():
@@ -191,14 +191,14 @@ def test_a_response_ends_before_a_stop_text(text_run: tether.TrainingResult):
     policy = tether.load(text_run.folder)
     sampling = {"max_new_tokens": 8, "temperature": 1.0, "n": 8}
     every = policy.generate("1+1?", **sampling)
-    index, whole = max(enumerate(every), key=lambda one: len(one[1].text))
-    stop = whole.text[1:3]
+    index, longest = max(enumerate(every), key=lambda one: len(one[1].text))
+    stop = longest.text[1:3]
     assert stop, every
     cut = policy.generate("1+1?", **sampling, stop=stop)[index]
-    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.text == longest.text[: longest.text.index(stop)]
     assert not cut.truncated
-    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    assert len(cut.token_ids) == len(cut.log_probs) <= len(whole.token_ids)
+    assert cut.token_ids == longest.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) == len(cut.log_probs) <= len(longest.token_ids)
     assert policy.generate("1+1?", **sampling, stop=["not there"]) == every
 
 
@@ -210,9 +210,9 @@ def test_prompts_from_standard_input_and_from_files(
     monkeypatch.setattr(sys, "stdin", io.StringIO("2+2?\nQuickly.\n"))
     (tmp_path / "prompts.txt").write_text("1+1?\n\n3+3?\n")
     generate(str(text_run.folder), ["-", f"@{tmp_path / 'prompts.txt'}", "@@home"], **options)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for prompt in ("2+2?\nQuickly.", "1+1?", "3+3?", "@home"):
-        assert f"--- {prompt}\n" in said
+        assert f"--- {prompt}\n" in output
     for argument, message in (("@nowhere.txt", "nowhere.txt: the file of prompts cannot be read"), ("-", "is empty")):
         with pytest.raises(ValueError, match=message):
             generate(str(text_run.folder), [argument], **options)
@@ -239,9 +239,13 @@ def test_a_run_that_trusts_its_models_code_can_be_asked(inputs: Path, tmp_path: 
         tether.load(model)
     assert tether.load(model, trust_remote_code=True).generate("1+1?", max_new_tokens=2)
 
-    given = SHORT | {"trainer.total_training_steps": 1, "trainer.test_freq": -1, "actor_rollout_ref.model.path": model}
-    given |= {"actor_rollout_ref.model.trust_remote_code": True, "trainer.default_local_dir": tmp_path / "run"}
-    run = tether.train(load_config(None, Text(inputs).overrides(tmp_path)).tree(), given)
+    configured = SHORT | {
+        "trainer.total_training_steps": 1,
+        "trainer.test_freq": -1,
+        "actor_rollout_ref.model.path": model,
+    }
+    configured |= {"actor_rollout_ref.model.trust_remote_code": True, "trainer.default_local_dir": tmp_path / "run"}
+    run = tether.train(load_config(None, Text(inputs).overrides(tmp_path)).tree(), configured)
     assert tether.load(run.folder).generate("1+1?", max_new_tokens=2)
     loaded = load_config(run.checkpoint / "run.yaml", ["data.val_max_samples=2"])
     with build_evaluator(loaded, run.checkpoint / "actor") as (evaluation, _):
@@ -257,10 +261,10 @@ def test_what_is_no_prompt_is_refused(text_run: tether.TrainingResult, prompt: o
 def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult, inputs: Path, tmp_path: Path):
     """A template that hides the question: all prompts are one, and only where the run had this template."""
     hiding = "{{ '<|im_start|>' }}"
-    given = {**SHORT, "data.chat_template": hiding, "trainer.default_local_dir": tmp_path / "run"}
-    given |= {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
+    configured = {**SHORT, "data.chat_template": hiding, "trainer.default_local_dir": tmp_path / "run"}
+    configured |= {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
     config = load_config(None, Text(inputs).overrides(tmp_path)).tree()
-    policy = tether.load(tether.train(config, given).folder)
+    policy = tether.load(tether.train(config, configured).folder)
     first, second = policy.generate(["1+1?", "a longer question"], temperature=0.0, max_new_tokens=8)
     assert first.token_ids == second.token_ids
     one, other = tether.load(text_run.folder).generate(["1+1?", "a longer question"], max_new_tokens=8)
@@ -371,11 +375,11 @@ def test_a_lack_of_memory_while_sampling_is_one_error(
 
     def allocate(self: object, tasks: object, step: int, *more: object) -> object:
         steps.append(step)
-        return torch.empty(2**60) if step == 2 else kept(self, tasks, step, *more)
+        return torch.empty(2**60) if step == 2 else original(self, tasks, step, *more)
 
     loop = Text(inputs) if kind == "text" else Control()
     rollouts = TextRollouts if kind == "text" else EnvRollouts
-    kept = rollouts.collect
+    original = rollouts.collect
     monkeypatch.setattr(rollouts, "collect", allocate)
     with pytest.raises(ValueError, match=r"^out of memory in .*line \d+ \(.*allocate.*\)\. .*rollout\.max_num_seqs"):
         tether.train(overrides=loop.overrides(tmp_path, "trainer.save_freq=-1"))
@@ -396,13 +400,13 @@ def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pyt
     """Objects, global generators, signals and thread counts are the process's: in a thread, and out of a callback."""
     gymnasium = pytest.importorskip("gymnasium")
     monkeypatch.setattr(objects, "WAIT_SECONDS", 0.01)
-    found: list[str] = []
+    messages: list[str] = []
 
     def attempt(call: Callable[[], object]) -> None:
         try:
             call()
         except ValueError as error:
-            found.append(str(error))
+            messages.append(str(error))
 
     def train_another() -> object:
         overrides = Control().overrides(tmp_path / "other", "env.train.vectorization=sync")
@@ -423,7 +427,7 @@ def test_a_second_run_in_the_process_is_refused(tmp_path: Path, monkeypatch: pyt
 
     overrides = Control().overrides(tmp_path / "run", "env.train.vectorization=sync", "trainer.total_training_steps=1")
     tether.train(overrides=overrides, env=lambda: gymnasium.make("CartPole-v1"), callbacks=[Starts()])
-    assert [text.split(",")[0] for text in found] == [
+    assert [text.split(",")[0] for text in messages] == [
         "a run is training in this process already",
         "a run is training in this process already",
         "env= another thread of this process trains with objects of its own",
@@ -441,14 +445,14 @@ def test_files_of_a_run_are_found_from_another_folder(tmp_path: Path, monkeypatc
     for name in ("train.jsonl", "val.jsonl", "mine.py"):
         (start / name).touch()
     (elsewhere / "train.jsonl").touch()
-    given = [
+    configured = [
         "actor_rollout_ref.model.path=m",
         "data.train_files=train.jsonl",
         "data.val_files=['val.jsonl?question=q&answer=a',gone.jsonl]",
         "custom_reward_function.path=mine.py",
         "trainer.experiment_name=mine",
     ]
-    (checkpoint / "run.yaml").write_text(load_config(None, given).to_yaml())
+    (checkpoint / "run.yaml").write_text(load_config(None, configured).to_yaml())
     monkeypatch.chdir(elsewhere)
     loaded = load_saved(checkpoint, ["data.max_prompt_length=7"])
     assert loaded.config.data.val_files == (f"{start}/val.jsonl?question=q&answer=a", "gone.jsonl")

@@ -28,7 +28,7 @@ def test_a_copy_has_the_files_that_the_recipe_uses_and_is_what_its_name_runs(
     assert copy_recipe("flow-reach", Path()) == [Path("recipes/flow-reach"), Path("recipes/vla-reach")]
     assert recipe_file("flow-reach") == Path("recipes/flow-reach/run.yaml")
     Path("recipes/flow-reach/run.yaml").write_text("mine")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         copy_recipe("flow-reach", Path())
     assert Path("recipes/flow-reach/run.yaml").read_text() == "mine"
     with pytest.raises(ValueError, match="Did you mean quickstart"):

@@ -274,7 +274,7 @@ def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
     (tmp_path / "test.jsonl").write_bytes(lines(LIVECODEBENCH | {"private_test_cases": evil}))
-    with pytest.raises(ValueError, match=r"private_test_cases is neither JSON .*: it is no pickle of a text"):
+    with pytest.raises(ValueError, match=r"private_test_cases is neither JSON .*: it is not a pickle of a text"):
         pull("livecodebench", tmp_path / "rows", source=tmp_path / "test.jsonl")
     assert not (tmp_path / "touched").exists()
 
@@ -287,8 +287,8 @@ UNREADABLE = [
     ({"source": "one.json"}, r"^one.json: is \{'a': 1\}, not a list of rows"),
     ({"source": "ones.json"}, r"^ones.json row 0: is 1, not a row of named columns"),
     ({"source": "gsm8k.jsonl"}, r"^gsm8k.jsonl row 0: no text in `prompt`"),
-    ({"source": "gsm8k.jsonl", "revision": "main"}, r"^--from reads files here: .*--revision"),
-    ({"source": "gsm8k.jsonl", "repository": "a/b"}, r"^--from reads files here: .*--repository"),
+    ({"source": "gsm8k.jsonl", "revision": "main"}, r"^--from reads local files: .*--revision"),
+    ({"source": "gsm8k.jsonl", "repository": "a/b"}, r"^--from reads local files: .*--repository"),
     ({"source": "."}, r"^file:.*: no file for test at .*: looked for openai_humaneval/test.*; there are .*gsm8k.jsonl"),
 ]  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_above_the_set_rate_the_run_stops_and_shows_why(inputs: Path, tmp_path: 
         run.close()
     message = str(caught.value)
     assert "rewards failed" in message
-    assert "at most 10.0% may" in message
+    assert "the limit is 10.0%" in message
     assert message.count("\nrow ") == 3
     assert message.count("  ground truth: ") == message.count("  response") == 3
     assert run.trainer.step_number == 0

@@ -40,7 +40,7 @@ def test_a_test_before_the_first_step_alone_is_one_column(tmp_path: Path) -> Non
 def test_a_run_that_is_stopped_before_its_first_checkpoint_names_no_command_above(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).touch()
     result = read_result(tmp_path, step=0, total_steps=4, stopped_by="SIGTERM")
-    said = "stopped by SIGTERM after step 0 of 4; no step was saved: the same command begins again"
+    said = "stopped by SIGTERM after step 0 of 4; no step was saved: the same command starts from the beginning"
     assert how_it_stopped(result) == said
     saved = replace(result, step=2, checkpoint=tmp_path / "global_step_2")
     assert how_it_stopped(saved) == "stopped by SIGTERM after step 2 of 4; the command above resumes"

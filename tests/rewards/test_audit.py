@@ -38,13 +38,15 @@ UNKNOWN = [
 def tried(reward, prompts=PROMPTS, sampled=(), group_size=1, cut=str) -> Audit:
     def score(requests: list[RewardRequest]):
         outcomes = [reward(r) for r in requests]
-        known = (Abstention, RewardError)
-        return [o if isinstance(o, known) else outcome_of(o) for o in outcomes], [0.001] * len(requests)
+        outcome_types = (Abstention, RewardError)
+        return [o if isinstance(o, outcome_types) else outcome_of(o) for o in outcomes], [0.001] * len(requests)
 
     if not sampled:
         return audit(prompts, score, None, group_size, cut=cut)
-    asked = [prompt for prompt in prompts for _ in range(group_size)][: len(sampled)]
-    requests = [RewardRequest("test", text, q.ground_truth, {}) for q, text in zip(asked, sampled, strict=True)]
+    repeated_prompts = [prompt for prompt in prompts for _ in range(group_size)][: len(sampled)]
+    requests = [
+        RewardRequest("test", text, q.ground_truth, {}) for q, text in zip(repeated_prompts, sampled, strict=True)
+    ]
     return audit(prompts, score, ProbeScores("sampled", requests, *score(requests)), group_size)
 
 
@@ -57,8 +59,8 @@ def exact(request: RewardRequest) -> float:
 
 
 def boxed(request: RewardRequest) -> float:
-    found = re.findall(r"\\boxed\{(.*?)\}", request.solution_str)
-    return float(bool(found) and found[-1] == request.ground_truth)
+    answers = re.findall(r"\\boxed\{(.*?)\}", request.solution_str)
+    return float(bool(answers) and answers[-1] == request.ground_truth)
 
 
 @pytest.mark.parametrize("reward", [exact, boxed])
@@ -107,18 +109,18 @@ def test_each_way_of_paying_for_what_is_wrong(reward, expected: str) -> None:
 
 def test_a_ground_truth_that_is_not_accepted_is_named() -> None:
     audited = tried(lambda r: float(exact(r) and r.ground_truth != "42"))
-    (found,) = verdicts(audited)
-    assert not found.is_fault
-    assert found.message == "1 of 8 ground truths do not score 1; the first: '42'"
+    (problem,) = verdicts(audited)
+    assert not problem.is_fault
+    assert problem.message == "1 of 8 ground truths do not score 1; the first: '42'"
 
 
 def test_most_ground_truths_that_are_refused_are_a_fault() -> None:
     """And none where the best one only has a little more than the others."""
-    (found,) = verdicts(tried(lambda r: float(exact(r) and r.ground_truth == "42")))
-    assert found.is_fault
-    assert found.message == "7 of 8 ground truths do not score 1; the first: '72'"
-    (found,) = verdicts(tried(lambda r: exact(r) * (1 if r.ground_truth == "42" else 0.9)))
-    assert not found.is_fault
+    (problem,) = verdicts(tried(lambda r: float(exact(r) and r.ground_truth == "42")))
+    assert problem.is_fault
+    assert problem.message == "7 of 8 ground truths do not score 1; the first: '72'"
+    (problem,) = verdicts(tried(lambda r: exact(r) * (1 if r.ground_truth == "42" else 0.9)))
+    assert not problem.is_fault
 
 
 @pytest.mark.parametrize("right", [0, 3])
@@ -130,8 +132,8 @@ def test_a_reason_of_the_reward_is_shown(right: int) -> None:
         refused = {"score": 0.0, "reason": "it is in cpp" if "solution" in request.solution_str else "no code"}
         return 1.0 if request.solution_str in [f"solution {i}" for i in range(right)] else refused
 
-    (found, *_) = verdicts(tried(reward, prompts))
-    assert "it is in cpp" in found.message
+    (problem, *_) = verdicts(tried(reward, prompts))
+    assert "it is in cpp" in problem.message
 
 
 def test_the_best_reply_of_each_kind_says_why_it_got_its_score() -> None:
@@ -161,10 +163,10 @@ def test_sampled_replies() -> None:
     assert share_of_differing_groups(different) == 0.5
     assert verdicts(different) == []
     mostly = tried(exact, sampled=["72", "no", "no", "no", "no", "no", "no", "no"], group_size=2)
-    (found,) = verdicts(mostly)
-    assert found.message.startswith("in 3 of 4 groups of 2 sampled replies all of a group score the same")
-    assert not found.is_fault
-    assert "nothing to learn from yet" not in found.message
+    (problem,) = verdicts(mostly)
+    assert problem.message.startswith("in 3 of 4 groups of 2 sampled replies, all scores are equal")
+    assert not problem.is_fault
+    assert "nothing to learn from yet" not in problem.message
 
 
 def test_the_spread_within_groups() -> None:
@@ -196,18 +198,18 @@ def test_rows_without_a_ground_truth_are_compared_with_sampled_replies() -> None
         "praise of itself",
         "sampled",
     ]
-    found = verdicts(audited)
-    assert [v.message.split(":")[0] for v in found] == ["repeated word", "praise of itself"]
-    assert "scores 3 on average, sampled replies 0.095 (standard deviation 0.035)" in found[1].message
-    assert not any(v.is_fault for v in found)
+    problems = verdicts(audited)
+    assert [v.message.split(":")[0] for v in problems] == ["repeated word", "praise of itself"]
+    assert "scores 3 on average, sampled replies 0.095 (standard deviation 0.035)" in problems[1].message
+    assert not any(v.is_fault for v in problems)
     assert verdicts(tried(lambda r: 1.0, UNKNOWN, ["a note", "a longer note"])) == []
 
 
 def test_without_ground_truth_and_samples_nothing_is_said_of_the_reward() -> None:
-    (found,) = verdicts(tried(lambda r: len(r.solution_str), UNKNOWN))
-    assert "no row has an answer that is known to be right" in found.message
-    assert "--samples" in found.message
-    assert not found.is_fault
+    (problem,) = verdicts(tried(lambda r: len(r.solution_str), UNKNOWN))
+    assert "no row has a known right answer" in problem.message
+    assert "--samples" in problem.message
+    assert not problem.is_fault
     calls: list[RewardRequest] = []
     (failed, _) = verdicts(tried(lambda r: calls.append(r) or RewardError("boom"), UNKNOWN))
     assert len(calls) == len(UNKNOWN)  # of the first kind: each may have taken all of its time
@@ -221,9 +223,9 @@ def test_tests_without_a_solution_are_no_answer() -> None:
     """As of LiveCodeBench, which publishes none; APPS has an empty one where there is none."""
     tests, source = '{"inputs": ["1"], "outputs": ["1"]}', "livecodebench/code_generation_lite"
     without = [Prompt([1], source, tests, (), extra, i) for i, extra in enumerate(({}, {"solution": ""}))]
-    (found,) = verdicts(tried(lambda r: 0.0, without))
-    assert "with tests, extra_info.solution" in found.message
-    assert not found.is_fault
+    (problem,) = verdicts(tried(lambda r: 0.0, without))
+    assert "with tests, extra_info.solution" in problem.message
+    assert not problem.is_fault
     solved = Prompt([1], source, tests, (), {"solution": "print(1)"}, 2)
     audited = tried(lambda r: float(r.solution_str == "print(1)"), [*without, solved])
     assert audited.truth

@@ -79,9 +79,9 @@ def rows(*texts: str) -> list[RewardRequest]:
 def test_all_responses_are_seen_at_once_in_the_order_of_their_indices(rewards: BatchedRewards) -> None:
     for index, request in reversed(list(enumerate(rows("abc", "ab", "none", "abcde")))):
         rewards.submit(index, request)
-    found = rewards.collect()
-    assert [outcome.value if isinstance(outcome, Score) else outcome for outcome in found] == [0, 0, Abstention(), 2]
-    assert found[3] == Score(2.0, {"row": 3, "truth": "truth 3", "from": "mine"})
+    outcomes = rewards.collect()
+    assert [outcome.value if isinstance(outcome, Score) else outcome for outcome in outcomes] == [0, 0, Abstention(), 2]
+    assert outcomes[3] == Score(2.0, {"row": 3, "truth": "truth 3", "from": "mine"})
     assert len(rewards.durations) == 4
     assert rewards.collect() == []
 
@@ -111,8 +111,8 @@ def test_an_item_that_is_no_score_is_an_error_of_its_response(rewards: BatchedRe
 def test_a_call_that_fails_is_an_error_of_every_response_and_the_next_one_goes_on(
     rewards: BatchedRewards, text: str, message: str
 ) -> None:
-    found = rewards.score(rows(text, "ab"))
-    assert [message in outcome.message for outcome in found if isinstance(outcome, RewardError)] == [True, True]
+    outcomes = rewards.score(rows(text, "ab"))
+    assert [message in outcome.message for outcome in outcomes if isinstance(outcome, RewardError)] == [True, True]
     assert isinstance(rewards.score(rows("ab"))[0], Score)
 
 
@@ -123,9 +123,9 @@ def test_what_has_an_order_is_a_list_of_scores(rewards: BatchedRewards, text: st
 
 def test_a_call_that_hangs_is_killed(file: Path) -> None:
     with BatchedRewards(CustomReward(str(file), "rank"), timeout=1) as rewards:
-        found = rewards.score(rows("hang", "ab"))
-        assert all(isinstance(outcome, RewardError) for outcome in found)
-        assert len(found) == 2
+        outcomes = rewards.score(rows("hang", "ab"))
+        assert all(isinstance(outcome, RewardError) for outcome in outcomes)
+        assert len(outcomes) == 2
 
 
 def test_a_function_of_one_response_is_refused(file: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tether.rewards.rules import bounded as module
-from tether.rewards.rules.bounded import Ended, TooMuch, bounded
+from tether.rewards.rules.bounded import BoundedProcessKilled, LimitExceeded, bounded
 
 
 def test_a_result_arrives():
@@ -26,19 +26,19 @@ def test_a_result_arrives():
     ids=["time", "memory", "a signal", "the stack"],
 )
 def test_what_takes_too_much_is_told_apart(work, monkeypatch):
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.3)
     begun = time.process_time()
-    with pytest.raises(TooMuch):
+    with pytest.raises(LimitExceeded):
         bounded(work)
     assert time.process_time() - begun < 1  # here
 
 
 def test_a_profiler_of_the_run_does_not_keep_an_answer_alive(monkeypatch):
     """Its handler of the timer's signal would wait for the end of a power of large numbers."""
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.3)
     handler = signal.signal(signal.SIGPROF, lambda *_: None)
     try:
-        with pytest.raises(TooMuch):
+        with pytest.raises(LimitExceeded):
             bounded(lambda: 9**9**9 > 0)
     finally:
         signal.signal(signal.SIGPROF, handler)
@@ -52,7 +52,7 @@ def test_other_failures_are_said():
     before = children()
     with pytest.raises(RuntimeError, match="ValueError: could not convert"):
         bounded(float, "x")
-    with pytest.raises(Ended, match="ended with status"):
+    with pytest.raises(BoundedProcessKilled, match="ended with status"):
         bounded(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert children() == before
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from tether.rewards import RewardError, RewardOutcome, RewardRequest, Score
 from tether.rewards.outcome import Abstention
-from tether.rewards.service import CombinedRewards, LocalRewards, ModelRewards, Part
+from tether.rewards.service import CombinedRewards, LocalRewards, ModelRewards, WeightedReward
 
 
 def by_text(outcomes: dict[str, Any]) -> ModelRewards:
@@ -13,8 +13,10 @@ def by_text(outcomes: dict[str, Any]) -> ModelRewards:
 
 def combined(first: Any, second: Any, weights=(1.0, 0.5), optional=(False, False)) -> RewardOutcome:
     rewards = [by_text({"x": value}) for value in (first, second)]
-    parts = {name: Part(*given) for name, *given in zip(("a", "b"), rewards, weights, optional, strict=True)}
-    return CombinedRewards(parts).score([RewardRequest("mine", "x", None)])[0]
+    rewards_by_name = {
+        name: WeightedReward(*options) for name, *options in zip(("a", "b"), rewards, weights, optional, strict=True)
+    }
+    return CombinedRewards(rewards_by_name).score([RewardRequest("mine", "x", None)])[0]
 
 
 FAILED, NONE = RewardError("too long", "trace"), Abstention()
@@ -36,9 +38,9 @@ def test_a_part_hides_nothing_that_the_first_one_says() -> None:
 
 
 WITHOUT_SCORE = [
-    (FAILED, 1.0, (False, False), RewardError("of the part a: too long", "trace")),
-    (1.0, FAILED, (True, True), RewardError("of the part b: too long", "trace")),  # never passed over
-    (NONE, FAILED, (False, False), RewardError("of the part b: too long", "trace")),
+    (FAILED, 1.0, (False, False), RewardError("part a: too long", "trace")),
+    (1.0, FAILED, (True, True), RewardError("part b: too long", "trace")),  # never passed over
+    (NONE, FAILED, (False, False), RewardError("part b: too long", "trace")),
     (NONE, 1.0, (False, False), NONE),
     (1.0, NONE, (True, False), NONE),
     (NONE, 4.0, (True, False), Score(2.0, {"b": 4.0})),
@@ -51,8 +53,8 @@ WITHOUT_SCORE = [
 
 def test_what_has_no_score() -> None:
     for first, second, optional, wanted in WITHOUT_SCORE:
-        found = combined(first, second, optional=optional)
-        assert found == wanted if not isinstance(wanted, type) else isinstance(found, wanted)
+        summed = combined(first, second, optional=optional)
+        assert summed == wanted if not isinstance(wanted, type) else isinstance(summed, wanted)
 
 
 def test_a_part_that_is_only_watched_is_no_score_by_itself() -> None:
@@ -63,17 +65,17 @@ def test_parts_score_the_rows_of_their_sources_in_order() -> None:
     def letters(data_source, solution_str, ground_truth, extra_info):
         return float(len(solution_str))
 
-    parts = {
-        "math": Part(by_text({"one": 1.0, "three": 3.0}), data_sources=frozenset({"m"})),
-        "length": Part(LocalRewards(letters, 5.0), 10.0, data_sources=frozenset({"t", "b"})),
-        "all": Part(by_text({"one": 0.5, "two": 0.25, "three": 0.125}), 0.0),
+    rewards_by_name = {
+        "math": WeightedReward(by_text({"one": 1.0, "three": 3.0}), data_sources=frozenset({"m"})),
+        "length": WeightedReward(LocalRewards(letters, 5.0), 10.0, data_sources=frozenset({"t", "b"})),
+        "all": WeightedReward(by_text({"one": 0.5, "two": 0.25, "three": 0.125}), 0.0),
     }
-    rewards = CombinedRewards(parts)
+    rewards = CombinedRewards(rewards_by_name)
     rewards.submit(9, RewardRequest("m", "three", None))
     rewards.submit(4, RewardRequest("t", "two", None))
     rewards.submit(1, RewardRequest("m", "one", None))
-    found = rewards.collect()
-    assert [outcome.value for outcome in found] == [1.0, 30.0, 3.0]
-    assert found[1].extra == {"length": 3.0, "all": 0.25}
+    summed = rewards.collect()
+    assert [outcome.value for outcome in summed] == [1.0, 30.0, 3.0]
+    assert summed[1].extra == {"length": 3.0, "all": 0.25}
     assert len(rewards.durations) == 3
     assert rewards.collect() == []

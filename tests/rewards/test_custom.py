@@ -69,7 +69,7 @@ def test_what_is_wrong_is_said_once(reward, text, name, problem):
 def test_reward_kwargs_must_fit(reward):
     with pytest.raises(ValueError, match="unexpected keyword argument 'scael'"):
         reward(GOOD, scael=2)
-    with pytest.raises(ValueError, match="reward_kwargs: ground_truth is given by the row"):
+    with pytest.raises(ValueError, match="reward_kwargs: ground_truth comes from the row"):
         reward(GOOD, ground_truth=2)
 
 

@@ -24,9 +24,9 @@ def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: o
 def outcomes() -> list[RewardOutcome]:
     texts = ("loops", "asks for signals", "$2$", "is quick")
     with LocalRewards(reward, 0.2) as rewards:
-        found = rewards.score([RewardRequest("test", text, "1") for text in texts])
+        result = rewards.score([RewardRequest("test", text, "1") for text in texts])
         time.sleep(0.3)  # the deadlines of calls that ended pass by
-        return found
+        return result
 
 
 def test_a_deadline_ends_calls_in_every_thread() -> None:

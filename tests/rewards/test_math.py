@@ -82,7 +82,7 @@ def test_different_value():
 def test_an_answer_that_takes_for_ever_is_a_wrong_one(monkeypatch):
     """It would be an error of its row otherwise, which is left out of the update."""
     assert equal("\\frac{84}{2}", "42")  # imports what the first comparison needs
-    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "MAX_SECONDS", 0.2)
     assert equal("\\frac{84}{2}", "42")
     assert [answer for answer in ENDLESS if equal(answer, "42")] == []
 
@@ -138,11 +138,11 @@ def test_dapo():
 
 
 def test_it_works_outside_the_main_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(boxed("lighteval/MATH", "\\boxed{\\frac{2}{4}}", "0.5", {})))
+    result = []
+    thread = threading.Thread(target=lambda: result.append(boxed("lighteval/MATH", "\\boxed{\\frac{2}{4}}", "0.5", {})))
     thread.start()
     thread.join()
-    assert found == [1.0]
+    assert result == [1.0]
 
 
 def test_the_right_answer_may_be_boxed():

@@ -28,6 +28,6 @@ def test_outcomes_are_in_order():
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, -1e39])
 def test_what_is_no_number_is_never_a_score(score):
-    (found,) = ModelRewards(lambda requests: [score]).score(REQUESTS[:1])
-    assert isinstance(found, RewardError)
-    assert "no score" in found.message
+    (result,) = ModelRewards(lambda requests: [score]).score(REQUESTS[:1])
+    assert isinstance(result, RewardError)
+    assert "a score must be finite" in result.message

@@ -64,9 +64,9 @@ FAILING = {
     "returns_text": "str '0.5'",
     "returns_list": "list [0.0, 1.0]",
     "returns_object": "function",
-    "returns_beyond_float32": "1e+39, which is no score: a score is finite and fits into float32",
-    "returns_beyond_float64": "an integer of 1329 bits, which is no score",
-    "returns_too_much": "32 MiB, and at most 16 MiB",
+    "returns_beyond_float32": "1e+39; a score must be finite and fit into float32",
+    "returns_beyond_float64": "an integer of 1329 bits; a score must be",
+    "returns_too_much": "32 MiB; the limit is 16 MiB",
 }
 
 
@@ -77,8 +77,8 @@ def test_a_bad_call_costs_only_its_own_row(pool, calls):
     outcomes = pool.score(requests)
     assert outcomes[0::3] == [Score(0.5)] * len(calls)
     assert outcomes[2::3] == [Score(0.75)] * len(calls)
-    said = {what: getattr(bad, "message", bad) for what, bad in zip(calls, outcomes[1::3], strict=True)}
-    assert {what: message for what, message in said.items() if calls[what] not in str(message)} == {}
+    messages = {what: getattr(bad, "message", bad) for what, bad in zip(calls, outcomes[1::3], strict=True)}
+    assert {what: message for what, message in messages.items() if calls[what] not in str(message)} == {}
     assert all(isinstance(bad, RewardError) for bad in outcomes[1::3])
 
 
@@ -262,8 +262,8 @@ def test_two_workers_score_at_once():
         outcomes = pool.score([ask("says_when", "0.1") for _ in range(8)])
         durations = pool.durations
     spans = [(outcome.extra["begun"], outcome.extra["ended"]) for outcome in outcomes]
-    beside = [sum(other[0] <= begun < other[1] for other in spans) for begun, _ in spans]
-    assert max(beside) == 2
+    concurrent = [sum(other[0] <= begun < other[1] for other in spans) for begun, _ in spans]
+    assert max(concurrent) == 2
     assert all(0.1 <= ended - begun <= seconds for (begun, ended), seconds in zip(spans, durations, strict=True))
 
 
@@ -272,11 +272,11 @@ def test_cheap_calls_are_cheap():
     requests = [RewardRequest("openai/gsm8k", f"so #### {i}", "7", {}) for i in range(500)]
 
     def spent() -> float:
-        times = [one.cpu_times() for one in (own, *own.children(recursive=True)) if one not in others]
+        times = [one.cpu_times() for one in (this_process, *this_process.children(recursive=True)) if one not in others]
         return sum(one.user + one.system for one in times)
 
-    own = psutil.Process()
-    others = own.children(recursive=True)
+    this_process = psutil.Process()
+    others = this_process.children(recursive=True)
     with RewardPool(num_workers=2, timeout=20) as pool:
         pool.score(requests)
         before = spent()

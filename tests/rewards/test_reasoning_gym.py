@@ -5,7 +5,7 @@ import pytest
 
 from tether.rewards.outcome import RewardRequest, Score
 from tether.rewards.rules import bounded
-from tether.rewards.rules.reasoning_answers import BY_EVAL, BY_SYMPY, OF_NUMBERS
+from tether.rewards.rules.reasoning_answers import EVALUATED_TASKS, EXPRESSION_TASKS, NUMBER_TASKS
 from tether.rewards.rules.reasoning_gym import score
 from tether.rewards.service.pool import RewardPool
 
@@ -87,19 +87,19 @@ def test_the_first_word_is_right_or_wrong():
     assert {reply: score("reasoning_gym", reply, "Kaylum", entry) for reply in scores} == scores
 
 
-EVALUATED = sorted(BY_EVAL | BY_SYMPY | OF_NUMBERS)
+EVALUATED = sorted(EVALUATED_TASKS | EXPRESSION_TASKS | NUMBER_TASKS)
 
 
 def test_every_task_that_evaluates_answers_is_known():
     """Another version of the package may have more of them."""
-    found = set()
+    result = set()
     from reasoning_gym.factory import DATASETS
 
     for task, (dataset, _) in DATASETS.items():
         source = inspect.getsource(dataset.score_answer)
         if re.search(r"\beval\(|\bexec\(|parse_expr\(|sympify\(", source):
-            found.add(task)
-    assert found - {"number_sorting"} == set(EVALUATED)  # which evaluates the row's own answer
+            result.add(task)
+    assert result - {"number_sorting"} == set(EVALUATED)  # which evaluates the row's own answer
 
 
 CODE = [
@@ -171,7 +171,7 @@ ENDLESS = [
 
 def test_an_answer_that_takes_for_ever_is_a_wrong_one(monkeypatch):
     points("coin_flip", "319/512", answer="0.623046875")  # imports what scorers need
-    monkeypatch.setattr(bounded, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "MAX_SECONDS", 0.2)
     assert points("coin_flip", "319/512", answer="0.623046875") == 1.0
     assert [(task, answer[:20]) for task, answer in ENDLESS if points(task, answer) > 0.05] == []
 
@@ -189,8 +189,8 @@ RAISING = [
 
 
 def test_an_answer_that_makes_a_scorer_raise_is_a_wrong_one():
-    found = {(task, answer, seed): points(task, answer, seed) for task, answer in RAISING for seed in range(5)}
-    assert [case for case, score in found.items() if score > 0.05] == []
+    result = {(task, answer, seed): points(task, answer, seed) for task, answer in RAISING for seed in range(5)}
+    assert [case for case, score in result.items() if score > 0.05] == []
 
 
 def test_a_row_that_makes_a_scorer_raise_is_an_error():

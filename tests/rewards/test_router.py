@@ -62,16 +62,16 @@ def test_a_truth_in_any_form_is_taken(source, truth):
     assert (scored["score"] if isinstance(scored, dict) else scored) == 1.0
 
 
-@pytest.mark.parametrize(("source", "truth", "said"), [
+@pytest.mark.parametrize(("source", "truth", "problem"), [
     ("openai/gsm8k", {"target": "72"}, r"is \{'target': '72'\}; this reward needs an answer"),
     ("math_dapo", ["72", "73"], r"is \['72', '73'\]; this reward needs an answer"),
     ("searchR1_nq", {"answers": ["x"]}, "is None; this reward needs an answer"),
-    ("reasoning_gym/chain_sum", "72", r"a `reasoning_gym:TASK` in data.train_files"),
+    ("reasoning_gym/chain_sum", "72", r"A `reasoning_gym:TASK` in data.train_files"),
     ("codecontests", "72", "tests"),
 ])  # fmt: skip
-def test_a_truth_that_gives_no_score_is_refused_before_the_run(source, truth, said):
+def test_a_truth_that_gives_no_score_is_refused_before_the_run(source, truth, problem):
     """Each of these was scored 0, whatever the response was, or ended the run at its first step."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=problem):
         check_truth(source, truth, {})
 
 

@@ -63,5 +63,5 @@ def test_numina(reply, score):
     ],
 )
 def test_geo3k(reply, score):
-    found = geo3k("hiyouga/geometry3k", reply, r"2\sqrt{2}", {})
-    assert found == {"score": pytest.approx(score), "acc": score >= 0.9}
+    result = geo3k("hiyouga/geometry3k", reply, r"2\sqrt{2}", {})
+    assert result == {"score": pytest.approx(score), "acc": score >= 0.9}

@@ -71,7 +71,7 @@ def test_the_error_rate_stops_the_run_and_shows_the_samples():
     with pytest.raises(RewardFailure) as stopped:
         check_error_rate(report, 0.49)
     message = str(stopped.value)
-    assert message.startswith("4 of 8 rewards failed (50.0%; at most 49.0% may). The first 3:\nrow 3 (test): first")
+    assert message.startswith("4 of 8 rewards failed (50.0%; the limit is 49.0%). The first 3:\nrow 3 (test): first")
     assert "'reply 4'" in message
     assert "  KeyError: 3" in message
     assert "fourth" not in message
@@ -90,6 +90,6 @@ def test_a_long_response_is_shown_by_its_end():
 
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 100))
 def test_percentile_is_a_value_with_enough_values_below(values, percent):
-    found = percentile(values, percent)
-    assert found in values
-    assert sum(value <= found for value in values) >= percent / 100 * len(values) - 1e-9
+    result = percentile(values, percent)
+    assert result in values
+    assert sum(value <= result for value in values) >= percent / 100 * len(values) - 1e-9

@@ -12,7 +12,7 @@ from tether.rewards.service import LocalRewards
 from tether.rewards.service.pool import RewardPool
 from tether.runtime.deadline import deadline
 from tether.runtime.event_loop import finished
-from tether.tools import CallRequest, StepRequest, Talkers, ToolPool
+from tether.tools import CallRequest, ResponderSpecs, StepRequest, ToolPool
 from tether.tools.spec import EnvironmentSpec, ToolSpec
 
 CLIENT = '''
@@ -92,7 +92,7 @@ def test_what_a_call_of_a_worker_opens_serves_the_next(client: Path) -> None:
     schema = {"type": "function", "function": {"name": "verl"}}
     tools = (ToolSpec(f"{client}:Tool", {}, None, "tools[0]"), ToolSpec(f"{client}:Verl", {}, schema, "tools[1]"))
     environments = {"shell": EnvironmentSpec(f"{client}:Shell")}
-    with ToolPool(Talkers(tools, environments), num_workers=1, timeout=20.0) as pool:
+    with ToolPool(ResponderSpecs(tools, environments), num_workers=1, timeout=20.0) as pool:
         for name, expected in (("count", "3"), ("count", "7"), ("verl", "2"), ("verl", "2")):
             reply = pool.take(pool.ask(CallRequest(name, {}, {})))
             assert (reply.error, [message["content"] for message in reply.messages]) == ("", [expected])

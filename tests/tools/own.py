@@ -70,12 +70,12 @@ class Count:
     def step(self, messages):
         self.count += 1
         self.drawn.append(random.randrange(1000))
-        said = messages[-1]["content"]
-        if said == "die":
+        turn = messages[-1]["content"]
+        if turn == "die":
             os._exit(3)
-        if said == "raise":
+        if turn == "raise":
             raise RuntimeError("no more")
-        if said == "library":
+        if turn == "library":
             json.loads("{")
         return f"{self.about} {self.count} {self.drawn}", float(self.count), self.count == self.goal
 

@@ -17,8 +17,8 @@ def test_hermes_calls():
 
 @pytest.mark.parametrize("inner", ["", "{", "7", "[]", '{"name": 7}', '{"name": "a", "arguments": [1]}', "[" * 10**5])
 def test_a_call_that_is_written_wrongly_is_one_all_the_same(inner):
-    (found,) = HERMES(f"<tool_call>{inner}</tool_call>")
-    assert found.problem.startswith("the call is not")
+    (parsed,) = HERMES(f"<tool_call>{inner}</tool_call>")
+    assert parsed.problem.startswith("the call is not")
 
 
 def test_calls_are_looked_for_after_the_last_thought():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tether.tools import CallRequest, Talkers, ToolPool, read_tools
+from tether.tools import CallRequest, ResponderSpecs, ToolPool, read_tools
 
 if find_spec("mcp") is None:
     pytest.skip("needs mcp", allow_module_level=True)
@@ -72,7 +72,7 @@ def sums(folder: Path) -> dict[str, object]:
 
 
 def pool_of(path: str, timeout: float = 60.0) -> ToolPool:
-    return ToolPool(Talkers(read_tools(path)), num_workers=1, timeout=timeout, startup_timeout=120.0)
+    return ToolPool(ResponderSpecs(read_tools(path)), num_workers=1, timeout=timeout, startup_timeout=120.0)
 
 
 def call(pool: ToolPool, name: str, **arguments: object) -> object:
@@ -132,8 +132,8 @@ def test_all_pages_of_tools_are_there_and_a_name_stands_for_one_tool(tmp_path: P
     one = {"command": sys.executable, "args": [str(tmp_path / "pages.py")], "cwd": str(tmp_path / "elsewhere")}
     with pool_of(entry(tmp_path, {"one": one})) as pool:
         assert [schema["function"]["name"] for schema in pool.schemas] == ["where", "read", "last"]
-        said = call(pool, "last").messages[0]["content"]
-        assert said == f"{tmp_path / 'elsewhere'}\n[resource file:///a]\nTHE FILE"
+        text_of = call(pool, "last").messages[0]["content"]
+        assert text_of == f"{tmp_path / 'elsewhere'}\n[resource file:///a]\nTHE FILE"
     with pytest.raises(ValueError, match=r"mcpServers\.one and mcpServers\.two both have a tool named where"):
         pool_of(entry(tmp_path, {"one": one, "two": one}))
 
@@ -143,14 +143,14 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
 
     from tether.tools.mcp_servers import as_text
 
-    def said(*parts: object, structured: object = None) -> str:
-        return as_text(types.CallToolResult(content=list(parts), structured_content=structured))
+    def text_of(*blocks: object, structured: object = None) -> str:
+        return as_text(types.CallToolResult(content=list(blocks), structured_content=structured))
 
     def text(words: str) -> types.TextContent:
         return types.TextContent(text=words)
 
     blob = types.BlobResourceContents(uri="file:///b", blob="aGVsbG8=", mime_type="application/pdf")
-    assert said(
+    assert text_of(
         text("found"),
         types.ImageContent(data="aGVsbG8=", mime_type="image/png"),
         types.AudioContent(data="aGVsbG8=", mime_type="audio/wav"),
@@ -163,7 +163,7 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
         "[link to c: file:///c (a page)]",
         "[resource file:///b: application/pdf, which cannot be shown as text]",
     ]
-    for parts, structured, expected in (
+    for blocks, structured, expected in (
         ([], {"degrees": 21}, '{"degrees": 21}'),
         ([text("warm")], {"degrees": None}, 'warm\n{"degrees": null}'),
         ([text('{"degrees": 21}')], {"degrees": 21}, '{"degrees": 21}'),
@@ -171,7 +171,7 @@ def test_all_that_a_server_says_reaches_the_model_or_is_named() -> None:
         ([text("42")], {"result": 42}, "42"),
         ([text("a"), text("b")], {"result": ["a", "b"]}, "a\nb"),
     ):
-        assert said(*parts, structured=structured) == expected
+        assert text_of(*blocks, structured=structured) == expected
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 from tether.tools import (
     EnvironmentSpec,
     Reply,
-    Talkers,
+    ResponderSpecs,
     ToolPool,
     ToolSpec,
     environment_named,
@@ -26,7 +26,7 @@ def tool(name="Calculator", schema=None, **config):
 
 
 def pool_of(*tools, timeout=20.0, workers=1, **environments):
-    return ToolPool(Talkers(tools, environments), num_workers=workers, timeout=timeout)
+    return ToolPool(ResponderSpecs(tools, environments), num_workers=workers, timeout=timeout)
 
 
 def said(text, reward=0.0, role="tool", done=False):
@@ -73,8 +73,8 @@ def test_verls_tools_and_interactions_are_taken():
     schema = {"type": "function", "function": {"name": "calculator"}}
     truth = {"extra_info": {"interaction_kwargs": {"name": "judge", "truth": "b"}}}
     with pool_of(tool("VerlTool", schema, a=1), judge=EnvironmentSpec(f"{OWN}:VerlInteraction")) as pool:
-        found = call(pool, ("x", 7), create_kwargs={"truth": 3})
-        assert found == said("{'x': 7} {'truth': 3} {'a': 1}", 0.5)
+        result = call(pool, ("x", 7), create_kwargs={"truth": 3})
+        assert result == said("{'x': 7} {'truth': 3} {'a': 1}", 0.5)
         assert step(pool, "a", name="judge", about=truth) == said("wrong", 0.0, "user")
         assert step(pool, "a", "b", name="judge", about=truth) == said("right", 1.0, "user", done=True)
 
@@ -121,12 +121,12 @@ def test_a_call_that_ends_its_process_is_made_once(tmp_path, way, error):
 def test_a_file_that_cannot_be_imported_is_named(tmp_path, way, error):
     file = tmp_path / "own.py"
     file.write_text("import os, time\n" + {"loop": "time.sleep(100)", "die": "os._exit(3)"}[way])
-    for talkers in (
-        Talkers((ToolSpec(f"{file}:Own", {}, None, "file tools[0]"),)),
-        Talkers((), {"own": EnvironmentSpec(f"{file}:Own", {}, "file tools[0]")}),
+    for specs in (
+        ResponderSpecs((ToolSpec(f"{file}:Own", {}, None, "file tools[0]"),)),
+        ResponderSpecs((), {"own": EnvironmentSpec(f"{file}:Own", {}, "file tools[0]")}),
     ):
         with pytest.raises(ValueError, match=rf"file tools\[0\]: loading {file}:Own failed: its process .*{error}"):
-            ToolPool(talkers, num_workers=1, timeout=20.0, startup_timeout=2.0)
+            ToolPool(specs, num_workers=1, timeout=20.0, startup_timeout=2.0)
 
 
 def test_an_environment_is_stepped_turn_by_turn():
@@ -140,7 +140,7 @@ def test_an_environment_is_stepped_turn_by_turn():
 
 def test_what_an_environment_returns_is_of_its_types():
     answers = [
-        (("x", "1.0", False), "returned the reward '1.0', which is no number"),
+        (("x", "1.0", False), "returned the reward '1.0', which is not a number"),
         (("x", 0.0, "no"), "returned done='no', neither True nor False"),
         (("x", 0.0, 2), "returned done='2', neither True nor False"),
         ((["x"], 0.0, False), "returned the message 'x', not {role, content}"),
@@ -151,17 +151,17 @@ def test_what_an_environment_returns_is_of_its_types():
     ]
     specs = {f"env{n}": EnvironmentSpec(f"{OWN}:Says", {"answer": says}) for n, (says, _) in enumerate(answers)}
     with pool_of(**specs) as pool:
-        found = [step(pool, "a", row=n, name=name) for n, name in enumerate(specs)]
+        result = [step(pool, "a", row=n, name=name) for n, name in enumerate(specs)]
     expected = [error and f"TypeError: {OWN}:Says.step {error}" for _, error in answers]
-    assert [reply.error for reply in found] == expected
-    assert [(reply.reward, reply.done) for reply in found[-2:]] == [(0.0, False), (1.0, True)]
+    assert [reply.error for reply in result] == expected
+    assert [(reply.reward, reply.done) for reply in result[-2:]] == [(0.0, False), (1.0, True)]
 
 
 def test_what_verls_interaction_returns_has_four_parts():
     with pool_of(judge=EnvironmentSpec(f"{OWN}:ShortInteraction")) as pool:
-        found = step(pool, "a", name="judge").error
+        result = step(pool, "a", name="judge").error
     named = f"{OWN}:ShortInteraction.generate_response"
-    assert found == f"TypeError: {named} returned '(True,)', not (done, reply, reward, data)"
+    assert result == f"TypeError: {named} returned '(True,)', not (done, reply, reward, data)"
 
 
 def line_of(text):
@@ -172,17 +172,17 @@ def test_what_an_environment_raises_is_placed():
     """In the user's own file, also where a library raised it; a tool's error, which the policy reads, is not."""
     with pool_of(tool(), count=EnvironmentSpec(f"{OWN}:Count")) as pool:
         assert step(pool, "raise").error == f"RuntimeError: no more ({OWN} line {line_of('no more')})"
-        found = step(pool, "library", row=1).error
-        assert found.startswith("json.decoder.JSONDecodeError: ")
-        assert found.endswith(f"({OWN} line {line_of('json.loads')})")
+        result = step(pool, "library", row=1).error
+        assert result.startswith("json.decoder.JSONDecodeError: ")
+        assert result.endswith(f"({OWN} line {line_of('json.loads')})")
         assert call(pool, ("expression", "1 / 0")).error == "ZeroDivisionError: division by zero"
-    with pytest.raises(ValueError, match=rf"Broken cannot be made .*KeyError: 'no server'\) \({OWN} line \d+\)"):
+    with pytest.raises(ValueError, match=rf"Broken cannot be created .*KeyError: 'no server'\) \({OWN} line \d+\)"):
         pool_of(tool("Broken"))
 
 
 def test_the_reward_of_a_tool_is_a_number():
     with pool_of(tool("SaysTool", answer=("x", "1"))) as pool:
-        assert call(pool, ("expression", "")).error == "TypeError: call returned the reward '1', which is no number"
+        assert call(pool, ("expression", "")).error == "TypeError: call returned the reward '1', which is not a number"
 
 
 def test_an_environment_is_prepared_once_in_a_process():
@@ -205,19 +205,19 @@ def test_an_environment_whose_process_ended_is_brought_to_where_it_was():
     ("make", "message"),
     [
         (lambda: pool_of(tool("Calculatr")), r"tools\[0\]: .*defines no Calculatr. Did you mean Calculator\?"),
-        (lambda: pool_of(tool("Broken")), r"Broken cannot be made .*KeyError: 'no server'"),
-        (lambda: pool_of(tool(), tool()), "a tool named calculator is there already"),
+        (lambda: pool_of(tool("Broken")), r"Broken cannot be created .*KeyError: 'no server'"),
+        (lambda: pool_of(tool(), tool()), "another tool is already named calculator"),
         (lambda: pool_of(tool("Count", {"function": {"name": "x"}})), "has no method `call`"),
         (
             lambda: pool_of(x=EnvironmentSpec(f"{OWN}:Prepared", {"word": "no"}, "here")),
             r"here: .*Prepared cannot be prepared \(KeyError: 'no'\)",
         ),
         (lambda: pool_of(tool("Calculator", {"function": {}})), "the schema of .*Calculator: function.name is missing"),
-        (lambda: pool_of(tool(sides=3)), r"cannot be made with config \{'sides': 3\}"),
+        (lambda: pool_of(tool(sides=3)), r"cannot be created with config \{'sides': 3\}"),
         (lambda: pool_of(half=EnvironmentSpec(f"{OWN}:Half")), "no methods `reset` and `step`"),
         (
             lambda: pool_of(count=EnvironmentSpec(f"{OWN}:Count", {"upto": 3}, "here")),
-            r"here: .*Count cannot be made with config \{'upto': 3\} \(TypeError: .*argument 'upto'",
+            r"here: .*Count cannot be created with config \{'upto': 3\} \(TypeError: .*argument 'upto'",
         ),
         pytest.param(
             lambda: pool_of(none=environment_named("verifiers:some?a=1", "hermes", "here")),
@@ -264,9 +264,9 @@ def test_files_of_verls_layout_are_read(tmp_path):
         "tools: [{class_name: a.py:B, config: {type: native, x: 1}, tool_schema: {function: {name: b}}}]\n"
         "interaction: [{name: judge, class_name: a.b.C}]\n"
     )
-    (found,) = read_tools(str(path))
-    assert (found.class_name, found.config) == ("a.py:B", {"x": 1})
-    assert found.schema == {"type": "function", "function": {"name": "b"}}
+    (result,) = read_tools(str(path))
+    assert (result.class_name, result.config) == ("a.py:B", {"x": 1})
+    assert result.schema == {"type": "function", "function": {"name": "b"}}
     assert read_environments(str(path))["judge"].class_name == "a.b.C"
     with pytest.raises(ValueError, match="no such file"):
         read_environments(str(path) + "x")

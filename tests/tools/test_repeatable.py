@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.tools import EnvironmentSpec, Talkers, ToolPool, ToolSpec
+from tether.tools import EnvironmentSpec, ResponderSpecs, ToolPool, ToolSpec
 from tether.tools.pool import CallRequest, StepRequest
 
 FILE = """
@@ -30,15 +30,15 @@ class Dice:
 def pool(tmp_path: Path):
     file = tmp_path / "answers.py"
     file.write_text(FILE)
-    talkers = Talkers((ToolSpec(f"{file}:Pays", {}, None, "tools[0]"),), {"dice": EnvironmentSpec(f"{file}:Dice")})
-    with ToolPool(talkers, num_workers=1, timeout=20) as pool:
+    specs = ResponderSpecs((ToolSpec(f"{file}:Pays", {}, None, "tools[0]"),), {"dice": EnvironmentSpec(f"{file}:Dice")})
+    with ToolPool(specs, num_workers=1, timeout=20) as pool:
         yield pool
 
 
 @pytest.mark.parametrize("reward", ["inf", "nan", "1e39"])
 def test_a_reward_that_float32_does_not_hold_is_an_error(pool: ToolPool, reward: str) -> None:
     reply = pool.take(pool.ask(CallRequest("pays", {"reward": reward}, {})))
-    assert "a reward is finite and fits into float32" in reply.error
+    assert "a reward must be finite and fit into float32" in reply.error
     assert reply.reward == 0
     assert pool.take(pool.ask(CallRequest("pays", {"reward": "2"}, {}))).reward == 2
 

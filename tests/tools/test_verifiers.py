@@ -10,7 +10,7 @@ pytest.importorskip("verifiers", reason="pip install 'tether[verifiers]'")
 from tests.tools.test_pool import said
 from tests.trainer.tiny_run import base_overrides, measured, train, write_inputs
 from tether.data.sources import load_rows
-from tether.tools import Reply, Talkers, ToolPool, environment_named
+from tether.tools import Reply, ResponderSpecs, ToolPool, environment_named
 from tether.tools.pool import StepRequest
 
 NAME = "verifiers:count-up"
@@ -28,7 +28,7 @@ def pool():
         patch.syspath_prepend(str(Path(__file__).with_name("environments")))
         names = [NAME, *(f"{NAME}?{query}" for query in ("kind=tools", "kind=single", "reward=broken", "first=100"))]
         environments = {name: environment_named(name, "hermes") for name in names}
-        with ToolPool(Talkers((), environments), num_workers=1, timeout=60.0, startup_timeout=300.0) as pool:
+        with ToolPool(ResponderSpecs((), environments), num_workers=1, timeout=60.0, startup_timeout=300.0) as pool:
             yield pool
 
 
@@ -107,7 +107,7 @@ def test_a_rubric_that_fails_gives_no_score(pool) -> None:
         (f"{NAME}?part=test", "part is `test`; it may be train, eval"),
         (f"{NAME}?part=eval", "has no eval_dataset"),
         (f"{NAME}?size=no", "size is `no`"),
-        (f"{NAME}?reward=together", "scores the responses to a prompt together"),
+        (f"{NAME}?reward=together", "scores all responses to a prompt together"),
     ],
 )
 def test_what_cannot_be_used_is_one_error(source: str, message: str) -> None:
@@ -119,7 +119,7 @@ def test_messages_name_the_environment_as_the_user_does() -> None:
     missing = "verifiers:no-such-thing"
     with pytest.raises(ValueError, match=f"^{missing}: the environment no-such-thing is not installed") as error:
         ToolPool(
-            Talkers((), {missing: environment_named(missing, "hermes", missing)}),
+            ResponderSpecs((), {missing: environment_named(missing, "hermes", missing)}),
             num_workers=1,
             timeout=60.0,
             startup_timeout=300.0,

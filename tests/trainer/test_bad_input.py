@@ -97,7 +97,7 @@ INPUTS: dict[str, tuple[Spoil, list[str]]] = {
     ),
     "mappings that a column filled with null": (
         lambda inputs, tmp: f"custom_reward_function.path=null data.train_files={filled_tests(tmp)}",
-        ["code.parquet row 0: input 0 has a mapping with null for 'b'", "code.parquet row 1: output 0", "text of JSON"],
+        ["code.parquet row 0: input 0 has a mapping with null for 'b'", "code.parquet row 1: output 0", "JSON text"],
     ),
     "missing reward file": (
         lambda inputs, tmp: f"custom_reward_function.path={tmp / 'nothing.py'}",
@@ -190,7 +190,7 @@ def test_failing_reward_stops_the_run_and_shows_the_sample(body: str, base: list
                 "reward_model.timeout=0.2",
             ]
         )
-    assert "4 of 4 rewards failed (100.0%; at most 10.0% may)" in str(caught.value)
+    assert "4 of 4 rewards failed (100.0%; the limit is 10.0%)" in str(caught.value)
     assert REWARDS[body] in str(caught.value)
     assert "ground truth: '" in str(caught.value)
     assert time.monotonic() - started < 60

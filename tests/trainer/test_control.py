@@ -169,7 +169,7 @@ def test_command_line(tmp_path):
     shown = runner.invoke(app, ["train", *overrides(tmp_path)], env={"GLIBC_TUNABLES": "x=1"})
     assert shown.exit_code == 0, shown.output
     assert "CartPole-v1: 4 environments" in shown.output
-    assert "environment steps a second" in shown.output
+    assert "environment steps per second" in shown.output
     shown = runner.invoke(app, ["eval", str(tmp_path), "env.eval.num_episodes=5"])
     assert shown.exit_code == 0, shown.output
     assert "eval/return_low" in shown.output

@@ -132,7 +132,7 @@ def test_only_a_lost_rank_restarts_the_run(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_lost_in_the_same_step_again_ends_the_run(tmp_path: Path, capsys) -> None:
     losses = Loser((0, RankLost("rank 1 died")), (0, RankLost("rank 0 died")), (0, RankLost("never")))
-    with pytest.raises(RankLost, match=r"(?s)^rank 0 died.*in step 1, and so it was before .rank 1 died"):
+    with pytest.raises(RankLost, match=r"(?s)^rank 0 died.*in step 1, for the second time .rank 1 died"):
         in_one_process(tmp_path, losses, more=["trainer.test_freq=3", "trainer.val_before_train=True"])
     assert len(losses.failures) == 1
     assert "from where the run began" in capsys.readouterr().out
@@ -154,6 +154,6 @@ def test_a_run_that_is_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
 def test_models_that_cannot_be_built_twice_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [RankLost("rank 0 died\nits last lines"), RankLost("rank 1 died")]
     monkeypatch.setattr("tether.commands.train.build", lambda *_: Loser((0, failures.pop(0))).on_step_end(0, None))
-    with pytest.raises(RankLost, match=r"^rank 1 died\nThat was while .* so it was before \(rank 0 died\)"):
+    with pytest.raises(RankLost, match=r"^rank 1 died\nThat was while .* for the second time \(rank 0 died\)"):
         in_one_process(tmp_path)
     assert failures == []

@@ -56,7 +56,7 @@ def test_micro_batches_are_halved_where_one_rank_has_no_memory(tmp_path: Path, c
     halved = run(inputs, tmp_path / "halved", f"{KEY}=4")
     said = capsys.readouterr().out
     assert f"rank 1: out of memory in a forward or backward pass with {KEY}=4" in said
-    assert "That was in step 1. The run goes on from where the run began" in said
-    assert said.count(f"with {KEY}=1 and the same result; write that to make it permanent") == 1
+    assert "That was in step 1. The run continues from where the run began" in said
+    assert said.count(f"with {KEY}=1 and the same result; set that to make it permanent") == 1
     assert same(weights(fits / "global_step_2"), weights(halved / "global_step_2"))
     assert measured(fits) == measured(halved)

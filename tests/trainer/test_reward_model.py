@@ -202,8 +202,8 @@ def test_the_audit_tries_it(inputs: Path, tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "praise of itself" in said
     legend = said.splitlines()[-1]
-    assert legend.startswith("A fault means that calls fail, or that what is wrong is paid for")
-    assert ("A look is worth reading" in legend) == ("\nlook: " in said)
+    assert legend.startswith("A fault means that calls fail, that wrong replies are rewarded")
+    assert ("A warning may be intended" in legend) == ("\nwarning: " in said)
     assert "calls failed" not in said  # replies have at most data.max_response_length tokens
     as_ids = load_config(None, overrides(inputs, tmp_path, "reward_model.model.input_tokenizer=null"))
     with pytest.raises(ValueError, match=r"input_tokenizer=null: the replies that are tried are texts"):
@@ -228,7 +228,7 @@ def test_scores_that_are_not_finite_stop_the_run(inputs: Path, tmp_path: Path) -
     torch.nn.init.constant_(model.score.weight, 3e38)
     model.save_pretrained(folder)
     with pytest.raises(
-        RewardFailure, match=r"16 of 16 rewards failed .*\n.*the reward model gave .* which is no score"
+        RewardFailure, match=r"16 of 16 rewards failed .*\n.*the reward model returned .*; a score must be finite"
     ):
         train(overrides(inputs, tmp_path / "run", f"reward_model.model.path={folder}"))
 

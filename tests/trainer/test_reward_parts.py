@@ -132,7 +132,7 @@ def test_a_part_for_rows_that_there_are_not_is_refused(inputs: Path, tmp_path: P
 
 def test_a_nonsense_judge_stops_the_run(inputs: Path, tmp_path: Path, server: ModelServer) -> None:
     server.judge = lambda text: "As an AI, I cannot."
-    with pytest.raises(RewardFailure, match=r"16 of 16 rewards failed .*\n.*of the part j: the judge's answer has"):
+    with pytest.raises(RewardFailure, match=r"16 of 16 rewards failed .*\n.*part j: the judge's answer has"):
         train(*given(inputs, tmp_path / "run", {"j": judge(server)}, "custom_reward_function.path=null"))
 
 
@@ -238,7 +238,7 @@ def test_missing_files_of_parts_are_named(inputs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "says"), [
     ({"prompt": "How good?"}, "reward_model.parts.j.prompt: it does not show the response"),
     ({"prompt": "gone.txt"}, "reward_model.parts.j.prompt: gone.txt cannot be read"),
-    ({"parser": "(a"}, "reward_model.parts.j.parser: (a is no regular expression"),
+    ({"parser": "(a"}, "reward_model.parts.j.parser: (a is not a regular expression"),
     ({"base_url": "localhost:8000/v1"}, "reward_model.parts.j.base_url: localhost:8000/v1 is no address"),
 ])  # fmt: skip
 def test_a_check_finds_judges_that_cannot_be_asked(

@@ -111,7 +111,7 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     for options, changed in ((replace(QUICK, lr=1e-3), "--lr"), (QUICK, f"the file {mine}")):
         if options is QUICK:
             write_jsonl(mine, preferences(200))
-        with pytest.raises(ValueError, match=rf"a training was stopped here, and {changed} was not as it is now"):
+        with pytest.raises(ValueError, match=rf"an interrupted training in this folder had another value of {changed}"):
             train_reward_model(str(folder / "model"), [str(mine)], out, options, save_every=5)
     write_jsonl(mine, preferences(240))
     assert train_reward_model(str(folder / "model"), [str(mine)], out, QUICK) == trained[1]
@@ -191,7 +191,7 @@ def test_a_trained_model_is_kept_where_its_folder_was_taken_meanwhile(
     (kept,) = (tmp_path / ".rm.training").glob("best-*")
     assert f"is in {kept};" in str(error.value)
     assert AutoModelForSequenceClassification.from_pretrained(kept).config.num_labels == 1
-    with pytest.raises(ValueError, match="is there already"):  # and a second try leaves it, too
+    with pytest.raises(ValueError, match="exists already"):  # and a second try leaves it, too
         train_reward_model(str(folder / "model"), [str(pairs)], out, QUICK)
     assert sorted(path.name for path in out.iterdir()) == ["mine"]
     assert (kept / "model.safetensors").is_file()
@@ -496,7 +496,10 @@ def test_few_held_out_pairs_are_told_as_too_few(
     """Coins rank four of four right once in 16 times, and five of five once in 32."""
     pairs = write_jsonl(tmp_path / "pairs.jsonl", preferences(4))
     train_reward_model(str(folder / "model"), [str(pairs)], tmp_path / "rm", QUICK)
-    assert "warning: only 1 pairs are held out, and coins may rank all of them" in capsys.readouterr().out
+    assert (
+        "warning: with only 1 held-out pairs, 100% accuracy is not distinguishable from chance"
+        in capsys.readouterr().out
+    )
     assert [beats_chance(1.0, pairs) for pairs in (1, 3, 4, 5)] == [False, False, False, True]
     assert not beats_chance(8 / 10, 10)  # 5.5 %
     assert beats_chance(7 / 8, 8)  # 3.5 %

@@ -248,14 +248,14 @@ def test_classes_of_tools_are_looked_for(
         (
             "tools",
             "Ask', config: {know: true}",
-            "Ask cannot be made with config {'know': True} (TypeError: got an unexp",
+            "Ask cannot be created with config {'know': True} (TypeError: got an unexp",
         ),
-        ("tools", "Digits'", "Digits has no method `call` (or `execute`, as verl's have)"),
-        ("tools", "Later', config: {word: 1}", "Later cannot be made with config {'word': 1}"),
+        ("tools", "Digits'", "Digits has no method `call` (or `execute`, as verl's tools have)"),
+        ("tools", "Later', config: {word: 1}", "Later cannot be created with config {'word': 1}"),
         ("tools", "Unknown', config: {word: 1}", None),
         ("tools", "Asks', config: {knows: false}", None),
         ("interaction", "Ask'", "Ask has no methods `reset` and `step`"),
-        ("interaction", "Digits', config: {upto: 3}", "Digits cannot be made with config {'upto': 3}"),
+        ("interaction", "Digits', config: {upto: 3}", "Digits cannot be created with config {'upto': 3}"),
     ],
 )
 def test_classes_of_tools_have_their_methods_and_arguments(

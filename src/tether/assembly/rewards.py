@@ -15,7 +15,7 @@ from tether.data.rows import Row
 from tether.rewards import check_sources, check_truth
 from tether.rewards.custom import CustomReward, load_reward_function
 from tether.rewards.sandbox import Limits, ProgramOptions, Server
-from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, Part, RewardPool, Rewards
+from tether.rewards.service import BatchedRewards, CombinedRewards, LocalRewards, RewardPool, Rewards, WeightedReward
 from tether.runtime.objects import is_object
 from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
@@ -119,9 +119,9 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     return CombinedRewards({name: _weighted(section, built[name]) for name, section in sections.items()})
 
 
-def _weighted(section: RewardPart, rewards: Rewards) -> Part:
+def _weighted(section: RewardPart, rewards: Rewards) -> WeightedReward:
     sources = frozenset(section.data_sources) if section.data_sources is not None else None
-    return Part(rewards, section.weight, section.optional, sources)
+    return WeightedReward(rewards, section.weight, section.optional, sources)
 
 
 def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankGroups | None) -> Rewards:

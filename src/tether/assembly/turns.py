@@ -13,7 +13,7 @@ from tether.data.location import ENVIRONMENT, environment_named_by
 from tether.data.prompts import PromptDataset
 from tether.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
 from tether.rollout.turns import Conversations, TurnLimits, TurnTemplate
-from tether.tools import FORMATS, Talkers, ToolPool, environment_named, read_environments, read_tools
+from tether.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
 
 _STARTUP = 300.0  # seconds; an environment may load a dataset
 
@@ -38,7 +38,7 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
             name = environment_named_by(source)
             environments = environments | {name: environment_named(name, turns.format, name)}
     return ToolPool(
-        Talkers(tools, environments, turns.format),
+        ResponderSpecs(tools, environments, turns.format),
         num_workers=rollout.agent.num_workers,
         timeout=turns.timeout,
         startup_timeout=_STARTUP,

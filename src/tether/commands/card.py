@@ -1,4 +1,4 @@
-"""`tether card`: the README of a trained policy, as model hubs show it."""
+"""`tether card`: the model card of a trained policy, for model hubs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from tether.metrics.loggers import METRICS_FILE, read_metrics, validation_means
 from tether.models.language.model_path import KNOWN_MODELS
 
 README, CURVE = CARD
-OF_THE_MACHINE = ("resume_mode", "resume_from_path", "default_local_dir", "device")
-"""Keys of `trainer` that say where and how a run was started, not what it is."""
-TABLE_ROWS = 12
-"""Rows of the table of scores at most."""
+MACHINE_KEYS = ("resume_mode", "resume_from_path", "default_local_dir", "device")
+"""Keys of `trainer` that are omitted, because they depend on the machine and do not change the result."""
+MAX_TABLE_ROWS = 12
 
 
 def write_card(path: Path) -> Path:
-    """Write README.md, and curve.png where matplotlib is installed, next to the weights of a checkpoint.
+    """Write README.md, and curve.png if matplotlib is installed, next to the weights of a checkpoint.
 
     Args:
-        path: a ``global_step_N`` folder, or the folder of a run (its last one).
+        path: a ``global_step_N`` folder, or the folder of a run (its last checkpoint).
 
     Returns:
-        The README.
+        Path of the README.
 
     Raises:
         ValueError: there is no checkpoint, it has a README already, or the folder cannot be written.
@@ -68,7 +67,7 @@ def _draw(run: Path, picture: Path, steps: Mapping[int, Mapping[str, float]], ke
 def _card(loaded: LoadedConfig, step: int, key: str, scores: Mapping[int, float], *, drawn: bool) -> str:
     config = loaded.config
     name = f"{config.trainer.project_name}-{config.trainer.experiment_name}"
-    parts = [
+    sections = [
         f"---\n{_front_matter(config, name, key, scores)}\n---",
         f"# {name}",
         f"{_base(config)}, trained with {_algorithm(config)} by tether {__version__}.",
@@ -82,7 +81,7 @@ def _card(loaded: LoadedConfig, step: int, key: str, scores: Mapping[int, float]
         "```sh\ntether train run.yaml\n```",
         _versions(),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _front_matter(config: RunConfig, name: str, key: str, scores: Mapping[int, float]) -> str:
@@ -110,7 +109,7 @@ def _front_matter(config: RunConfig, name: str, key: str, scores: Mapping[int, f
 
 
 def _hub_id(config: RunConfig) -> str | None:
-    """The id on the Hugging Face hub of the model that the run began with; None: it has none that is known."""
+    """Return the id of the initial model on the Hugging Face hub; None if it is unknown."""
     path = config.actor_rollout_ref.model.path or ""
     if path in KNOWN_MODELS:
         return KNOWN_MODELS[path].hub_id
@@ -124,7 +123,7 @@ def _base(config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> str:
-    """The environment, or the names of the training files."""
+    """Return the environment or the names of the training files."""
     if config.env.train.id is not None:
         return config.env.train.id
     files = config.data.train_files
@@ -157,8 +156,8 @@ def _facts(config: RunConfig, step: int, key: str, scores: Mapping[int, float]) 
 
 def _table(key: str, scores: Mapping[int, float]) -> str:
     steps = sorted(scores)
-    every = -(-len(steps) // TABLE_ROWS)
-    shown = sorted({*steps[::every], steps[-1]})
+    stride = -(-len(steps) // MAX_TABLE_ROWS)
+    shown = sorted({*steps[::stride], steps[-1]})
     return "\n".join([f"| step | `{key}` |", "|---|---|", *(f"| {step} | {scores[step]:.4g} |" for step in shown)])
 
 
@@ -180,7 +179,7 @@ def _use(config: RunConfig) -> str:
 
 def _settings(loaded: LoadedConfig) -> str:
     tree = minimal_tree(loaded)
-    for key in OF_THE_MACHINE:
+    for key in MACHINE_KEYS:
         tree.get("trainer", {}).pop(key, None)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=110)
 

@@ -46,9 +46,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich's tables of options cut their names on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(name="config", help="Look at a configuration without running it.", no_args_is_help=True)
-critic_app = typer.Typer(name="critic", help="The critic on its own.", no_args_is_help=True)
-reward_app = typer.Typer(name="reward", help="The reward on its own.", no_args_is_help=True)
+config_app = typer.Typer(name="config", help="Inspect a configuration without running it.", no_args_is_help=True)
+critic_app = typer.Typer(name="critic", help="Pretrain a critic.", no_args_is_help=True)
+reward_app = typer.Typer(name="reward", help="Check a reward before training.", no_args_is_help=True)
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
@@ -57,8 +57,8 @@ app.command()(setup)
 app.command(context_settings={"ignore_unknown_options": True})(serve)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"tether {__version__}")
         raise typer.Exit
 
@@ -78,11 +78,9 @@ def _with_threads(overrides: Sequence[str] | None, threads: int | None) -> list[
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Around imports of torch and transformers: they make a million objects, all of which stay.
-
-    To look for garbage among them, while they are made and at the exit, would find none and keep the user waiting.
-    """
-    if "torch" in sys.modules:  # a process of someone else, who may have made garbage
+    """Disable garbage collection during imports of torch and transformers."""
+    # They create a million objects that stay alive. Collections during the import and at exit would only take time.
+    if "torch" in sys.modules:  # the process of another program, which may have garbage
         yield
         return
     gc.disable()
@@ -99,12 +97,18 @@ def _load(
     config_name: str | None = None,
     *,
     files: bool = False,
-    of_reward: bool = False,
-    say: Callable[[str], None] | None = None,
+    reward_inputs: bool = False,
+    note: Callable[[str], None] | None = None,
 ) -> LoadedConfig:
-    """Load a configuration; with `files`, what it names and is not there is told together with what is wrong in it.
+    """Load a configuration.
 
-    `of_reward`: only of what a reward needs; `say`: look at every row, and call it with what is missing here alone.
+    Args:
+        arguments: a file or the name of a recipe, and overrides.
+        config_path: folder of the configuration.
+        config_name: name of a file in `config_path`.
+        files: also report files, models and functions that are missing.
+        reward_inputs: check only the inputs of a reward.
+        note: check every row, and call this with what is missing only on this machine.
     """
     from tether.assembly.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
     from tether.config import load_config
@@ -113,21 +117,27 @@ def _load(
     named = _file_by_name(config_path, config_name)
     if path is not None and named is not None:
         raise ValueError(f"{path} and {named} are two configurations. Give one: the file, or --config-name")
-    look = missing_reward_inputs if of_reward else partial(missing_anywhere, say=say) if say else missing_inputs
-    return load_config(path or named, overrides, look if files else lambda config: [])
+    if reward_inputs:
+        find_missing = missing_reward_inputs
+    else:
+        find_missing = partial(missing_anywhere, say=note) if note else missing_inputs
+    return load_config(path or named, overrides, find_missing if files else lambda config: [])
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """Return the file, or that of the recipe, which comes first, if one does, and the overrides."""
-    rest = list(arguments or [])
-    is_file = bool(rest) and (rest[0].endswith((".yaml", ".yml")) or ("=" not in rest[0] and Path(rest[0]).is_file()))
-    if rest and not is_file and re.fullmatch(r"[\w.-]+", rest[0]) and (named := recipe_file(rest[0])):
-        return named, rest[1:]
-    return (Path(rest.pop(0)), rest) if is_file else (None, rest)
+    """Split arguments into the file, which may be that of a recipe, and the overrides."""
+    if not arguments:
+        return None, []
+    first, *overrides = arguments
+    if first.endswith((".yaml", ".yml")) or ("=" not in first and Path(first).is_file()):
+        return Path(first), overrides
+    if re.fullmatch(r"[\w.-]+", first) and (named := recipe_file(first)):
+        return named, overrides
+    return None, [first, *overrides]
 
 
 def _file_by_name(folder: Path | None, name: str | None) -> Path | None:
-    """The YAML file that Hydra's options name; main_ppo's own is ppo_trainer."""
+    """Return the YAML file that Hydra's options name; the default name is ppo_trainer, as in verl's main_ppo."""
     if folder is None and name is None:
         return None
     file = (folder or Path()) / (name or "ppo_trainer")
@@ -159,8 +169,8 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     try:
         result = run(loaded)
-    except KeyboardInterrupt:  # outside of training, which takes the signal itself
-        typer.echo("interrupted; the same command starts again, or resumes from the last checkpoint", err=True)
+    except KeyboardInterrupt:  # before or after training, which handles the signal itself
+        typer.echo("interrupted; run the same command again to start, or to resume from the last checkpoint", err=True)
         raise typer.Exit(130) from None
     screen, command = Screen(), shlex.join(masked_command(["tether", *sys.argv[1:]]))
     show_report(result.folder, screen, command_to_resume(command, loaded, result.step, result.total_steps))
@@ -174,16 +184,16 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            help="A global_step_N folder, the folder of a run (its last one), or a model that was not trained here: "
-            "its directory, a known name or a hub id."
+            help="A global_step_N folder, the folder of a run (its last checkpoint), or another model: its directory, "
+            "a known name or a hub id."
         ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN.yaml] [KEY=VALUE]...",
-            help="For example data.val_files=math/test.parquet, or env.eval.num_episodes=100; a model that was not "
-            "trained here takes the rest from RUN.yaml.",
+            help="For example data.val_files=math/test.parquet, or env.eval.num_episodes=100. RUN.yaml is for models "
+            "that are not checkpoints of a run.",
             show_default=False,
         ),
     ] = None,
@@ -200,7 +210,7 @@ def evaluate(
 def play(
     checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
     overrides: Annotated[list[str] | None, typer.Argument(help="For example env.eval.seed=3")] = None,
-    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many, one after the other.")] = 3,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Number of episodes.")] = 3,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the video; default: the run's.")] = None,
     threads: Threads = None,
 ) -> None:
@@ -217,15 +227,15 @@ def collect(
         str,
         typer.Option(
             "--from",
-            help="Who plays: a checkpoint; file.py:function, called with (env, obs); or scripted, for the policy that "
-            "comes with the simulator (MetaWorld).",
+            help="The policy: a checkpoint; file.py:function, called with (env, obs); or scripted, for the policy that "
+            "the simulator includes (MetaWorld).",
         ),
     ],
     arguments: ConfigArguments = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the dataset (LeRobot's layout).")] = Path("demos"),
-    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="How many.")] = 50,
-    seed: Annotated[int | None, typer.Option(help="Of the start states; default: env.train.seed.")] = None,
-    successful: Annotated[bool, typer.Option("--successful", help="Keep those that solve the task only.")] = False,
+    episodes: Annotated[int, typer.Option("--episodes", "-n", min=1, help="Number of episodes.")] = 50,
+    seed: Annotated[int | None, typer.Option(help="Seed of the start states; default: env.train.seed.")] = None,
+    successful: Annotated[bool, typer.Option("--successful", help="Keep only episodes that solve the task.")] = False,
 ) -> None:
     """Record episodes of a simulator, for `tether bc`.
 
@@ -241,30 +251,29 @@ def collect(
 @app.command()
 def bc(
     arguments: ConfigArguments = None,
-    data: Annotated[Path, typer.Option(help="Folder of the episodes: what `tether collect` or LeRobot wrote.")] = Path(
-        "demos"
-    ),
+    data: Annotated[Path, typer.Option(help="Folder of episodes from `tether collect` or LeRobot.")] = Path("demos"),
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Where the checkpoint goes; default: cloned in the run's folder.", show_default=False
+            "--out", "-o", help="Folder of the checkpoint; default: cloned in the run's folder.", show_default=False
         ),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the episodes, at most.")] = 100,
-    patience: Annotated[int, typer.Option(min=1, help="Passes without a better held-out loss that end it.")] = 10,
-    batch_size: Annotated[int, typer.Option(min=1, help="Decisions an optimizer step.")] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="Maximum number of passes over the episodes.")] = 100,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Stop after so many passes without a better held-out loss.")
+    ] = 10,
+    batch_size: Annotated[int, typer.Option(min=1, help="Decisions per optimizer step.")] = 64,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
-    held_out: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of episodes to measure on, one at least.")
-    ] = 0.1,
-    bounds: Annotated[
-        tuple[float, float], typer.Option(help="Quantiles of the actions between which action tokens lie.")
-    ] = (0.01, 0.99),
+    weight_decay: Annotated[float, typer.Option(min=0, help="Weight decay of AdamW.")] = 0.0,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of held-out episodes, at least one.")] = 0.1,
+    bounds: Annotated[tuple[float, float], typer.Option(help="Quantiles of the actions that action tokens cover.")] = (
+        0.01,
+        0.99,
+    ),
 ) -> None:
     """Behaviour cloning: imitate recorded episodes before a run.
 
-    The run then takes the result as actor_rollout_ref.model.path.
+    Start the run from the result with actor_rollout_ref.model.path.
 
     For example: tether bc run.yaml --data demos --epochs 50
     """
@@ -283,24 +292,24 @@ def generate(
     model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
     prompts: Annotated[
         list[str],
-        typer.Argument(help="One reply is printed for each; - reads standard input, @FILE the lines of a file."),
+        typer.Argument(help="Prompts; - reads standard input, @FILE the lines of a file."),
     ],
     max_new_tokens: int = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: float = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; -1 keeps all.")] = -1,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text before which a reply ends; may be repeated.", show_default=False)
+        list[str] | None, typer.Option(help="End a reply before this text; may be repeated.", show_default=False)
     ] = None,
-    n: Annotated[int, typer.Option(help="Replies a prompt.")] = 1,
+    n: Annotated[int, typer.Option(help="Replies per prompt.")] = 1,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     seed: int = 1,
     threads: Threads = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model's author ships with it.")
+        bool, typer.Option("--trust-remote-code", help="Run Python code in the model's repository.")
     ] = False,
 ) -> None:
-    """Ask a model and print its replies."""
+    """Generate replies to prompts and print them."""
     with _importing():
         from tether.commands.model import generate as run
 
@@ -322,13 +331,13 @@ def generate(
 
 @app.command()
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; each gets a colour and its name in the legend.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("curves.png"),
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; each has a colour and a name in the legend.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the PNG.")] = Path("curves.png"),
     keys: Annotated[
         list[str] | None, typer.Option("--key", "-k", help="Metric to draw; default: the main ones.")
     ] = None,
-    mean: Annotated[bool, typer.Option("--mean", help="The runs differ in their seed alone: draw their mean.")] = False,
-    title: Annotated[str | None, typer.Option(help="Of the page; default: the folders' names.")] = None,
+    mean: Annotated[bool, typer.Option("--mean", help="Draw the mean of runs that differ only in their seed.")] = False,
+    title: Annotated[str | None, typer.Option(help="Title of the page; default: the folders' names.")] = None,
 ) -> None:
     """Draw the curves of runs to a PNG.
 
@@ -346,9 +355,9 @@ def plot(
 def card(
     run: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
 ) -> None:
-    """Write the README of a trained policy next to its weights.
+    """Write a model card (README.md) next to the weights of a trained policy.
 
-    It has the task, the held-out curve, the seed, the configuration and the command, as model hubs show them.
+    The card has the task, the held-out curve, the seed, the configuration and the command.
     """
     with _importing():
         from tether.commands.card import write_card
@@ -358,7 +367,7 @@ def card(
 
 @app.command()
 def doctor() -> None:
-    """Show what is installed, the device and dtype, and what extras add."""
+    """Show installed packages, device and dtype, and what each extra adds."""
     from tether.commands.doctor import show_doctor
 
     show_doctor()
@@ -366,7 +375,7 @@ def doctor() -> None:
 
 @config_app.command()
 def show(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
-    """Print the resolved configuration and where each value comes from."""
+    """Print the resolved configuration and the source of each value."""
     from tether.config import format_tree
 
     typer.echo(format_tree(_load(arguments, config_path, config_name)))
@@ -376,24 +385,28 @@ def show(arguments: ConfigArguments = None, config_path: ConfigPath = None, conf
 def check(
     arguments: ConfigArguments = None,
     files: Annotated[
-        bool, typer.Option("--files/--no-files", help="Look for the files, models and functions that it names, too.")
+        bool, typer.Option("--files/--no-files", help="Also check that its files, models and functions exist.")
     ] = True,
     config_path: ConfigPath = None,
     config_name: ConfigName = None,
 ) -> None:
-    """Check a configuration; prints every problem at once."""
-    loaded = _load(arguments, config_path, config_name, files=files, say=lambda missing: typer.echo(f"note: {missing}"))
-    for note in loaded.notes:
+    """Check a configuration and print all problems at once."""
+
+    def print_note(note: str) -> None:
         typer.echo(f"note: {note}")
+
+    loaded = _load(arguments, config_path, config_name, files=files, note=print_note)
+    for note in loaded.notes:
+        print_note(note)
     typer.echo("the configuration is sound")
 
 
 @config_app.command(name="import-rlinf")
 def import_rlinf(
     arguments: ConfigArguments,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Path of the YAML file; default: print it.")] = None,
 ) -> None:
-    """Translate a YAML file of RLinf; lists every key as mapped, defaulted, without effect, or not supported."""
+    """Translate a YAML file of RLinf; every key is listed as mapped, defaulted, without effect, or not supported."""
     from tether.commands.translation import write_translation
     from tether.config.importers.rlinf.command import translate
 
@@ -407,13 +420,13 @@ def import_verl(
         list[str] | None,
         typer.Argument(
             metavar="[ARGUMENT]... [KEY=VALUE]...",
-            help="Arguments of the script ($1, $2, ...), and settings that go over its own.",
+            help="Arguments of the script ($1, $2, ...), and settings that override its own.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where the YAML goes; default: printed.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Path of the YAML file; default: print it.")] = None,
 ) -> None:
-    """Write the settings of a script that starts verl as a file; lists what keeps that from being run."""
+    """Translate a script that starts verl to a YAML file; settings that prevent a run are listed."""
     from tether.commands.translation import write_translation
     from tether.config.importers.verl.command import translate
 
@@ -423,14 +436,14 @@ def import_verl(
 @config_app.command()
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="For example algorithm.lam, or a section; none: list the sections.")
+        str | None, typer.Argument(help="For example algorithm.lam, or a section; without it, sections are listed.")
     ] = None,
     arguments: ConfigArguments = None,
     search: Annotated[
-        str | None, typer.Option("--search", "-s", help="List the keys that have this word.", show_default=False)
+        str | None, typer.Option("--search", "-s", help="List the keys that contain this word.", show_default=False)
     ] = None,
 ) -> None:
-    """Say what a key means, what it takes, its default, and whether it has an effect here; of a run, also its value."""
+    """Explain a key: its meaning, valid values and default; with a configuration also its value and its effect."""
     from tether.config import explanations
 
     if search is not None:
@@ -453,16 +466,16 @@ def pretrain(
         typer.Option(
             "--out",
             "-o",
-            help="Where the critic goes; default: pretrained_critic in the run's folder.",
+            help="Folder of the critic; default: pretrained_critic in the run's folder.",
             show_default=False,
         ),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 1,
-    held_out: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of prompts to measure on, one at least.")
-    ] = 0.1,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of held-out prompts, at least one.")] = 0.1,
 ) -> None:
-    """Train a critic on the rollouts of an earlier run, before a new one takes it as critic.model.path.
+    """Train a critic on the rollouts of an earlier run.
+
+    Start a new run from the result with critic.model.path.
 
     For example: tether critic pretrain run.yaml --rollouts rollouts --epochs 2
     """
@@ -477,17 +490,17 @@ def pretrain(
 @reward_app.command(name="check")
 def check_reward(
     arguments: ConfigArguments = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the training data to try it on.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows of the training data.")] = 64,
     samples: Annotated[int, typer.Option(min=0, help="Replies of the untrained policy; 0 loads no policy.")] = 32,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="PNG of the scores; default: none.", show_default=False)
     ] = None,
 ) -> None:
-    """Try the reward before training: on ground truths, on replies that deserve nothing, on sampled ones.
+    """Check the reward before training on ground truths, wrong replies and sampled replies.
 
-    Exits with 1 where it pays for what is wrong, or fails. For example: tether reward check run.yaml --samples 0
+    Exits with 1 if it rewards wrong replies or fails. For example: tether reward check run.yaml --samples 0
     """
-    loaded = _load(arguments, files=True, of_reward=not samples)
+    loaded = _load(arguments, files=True, reward_inputs=not samples)
     with _importing():
         from tether.commands.reward import check_reward as run
 
@@ -495,24 +508,24 @@ def check_reward(
         raise typer.Exit(1)
 
 
-NOBODY_READS = 128 + signal.SIGPIPE
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code that shells report for a program whose stdout was closed."""
 
 
 def main() -> None:
-    """Entry point: an error that the user can fix is printed without a traceback and exits with 2.
+    """Run the command line; an error that the user can fix is printed without a traceback, with exit code 2.
 
-    Where standard output is closed before a command has printed all that it was asked for, it exits with 141 and says
-    nothing, as shells report other tools; on a full disk it exits with 2. Training and whatever else writes files goes
-    on, and exits as usual.
+    If stdout is closed before a command has printed everything, the exit code is 141 and nothing is reported, as for
+    other programs; on a full disk it is 2. Commands that write files, such as training, continue and exit as usual.
     """
     prepare_standard_streams()
     hide_warnings_of_packages()
-    search_also(Path.cwd())  # as `python -m` does: a user's files import packages of the folder they are started in
+    search_also(Path.cwd())  # as `python -m` does, because a user's files import packages in the working directory
     try:
         app()
     except SystemExit as end:
-        code = NOBODY_READS if isinstance(end.__context__, BrokenPipeError) else end.code  # of typer, or of rich: 1
-    except Exception as error:  # noqa: BLE001  every error is shown: its text may hold escape sequences
+        code = BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code  # typer and rich exit with 1
+    except Exception as error:  # noqa: BLE001  all errors are printed, because their text may contain escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2
         color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
@@ -522,7 +535,7 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        code = code or NOBODY_READS
+        code = code or BROKEN_PIPE
     except OutputLost as error:
         typer.secho(error.strerror, fg=typer.colors.RED, err=True)
         code = code or 2
@@ -530,11 +543,10 @@ def main() -> None:
 
 
 def _for_the_user(error: Exception) -> str | None:
-    """Unusable inputs, damaged checkpoints, failing rewards, a full disk: what is wrong and what to do.
+    """Return the message of an error that the user can fix; None for a bug.
 
-    They are classes of tether's own, plain ValueErrors that tether raised, a disk that is full or read-only, and a lack
-    of memory. A ValueError of a library or of the user's code says little without its traceback, and any other error is
-    a bug: None.
+    Such errors are tether's own classes, ValueErrors that tether raised, a full or read-only disk, and a lack of
+    memory. A ValueError of a library or of the user's code needs its traceback to be understood.
     """
     if "torch" in sys.modules:
         from tether.training import out_of_memory_message

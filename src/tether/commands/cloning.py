@@ -1,4 +1,4 @@
-"""Commands before training in a simulator: collect episodes, imitate them."""
+"""Collection of episodes in a simulator, and behaviour cloning of them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tether.training.control import CloningOptions
 def collect(
     loaded: LoadedConfig, source: str, out: Path, episodes: int, seed: int | None, *, only_successful: bool
 ) -> None:
-    """Record episodes; see `tether.assembly.cloning.build_recording`.
+    """Record episodes to a dataset.
 
     Args:
         loaded: the configuration.
-        source: who plays.
+        source: the policy, as for `tether.assembly.cloning.build_recording`.
         out: folder of the dataset.
-        episodes: how many.
-        seed: of the start states.
-        only_successful: leave the others out.
+        episodes: number of episodes.
+        seed: seed of the start states.
+        only_successful: whether only episodes that solve the task are recorded.
 
     Raises:
-        ValueError: see there; or the folder is not empty.
+        ValueError: the source is invalid, or the folder is not empty.
     """
     console = Screen()
     recording = build_recording(loaded, source, episodes, seed, only_successful=only_successful)
@@ -53,18 +53,18 @@ def clone(
     held_out: float,
     bounds: tuple[float, float],
 ) -> None:
-    """Let a new policy imitate recorded episodes; writes a checkpoint that a run can start from.
+    """Train a new policy to imitate recorded episodes, and write a checkpoint from which a run can start.
 
     Args:
         loaded: the configuration of that run.
         data: folder of the dataset.
         out: folder of the checkpoint; None: ``cloned`` in the folder of the run.
-        options: how long, and in which steps.
-        held_out: share of the episodes to measure on.
-        bounds: quantiles of the recorded actions between which action tokens lie.
+        options: options of the optimizer and the length of the training.
+        held_out: share of held-out episodes.
+        bounds: quantiles of the recorded actions that action tokens cover.
 
     Raises:
-        ValueError: see `tether.assembly.cloning.build_cloning`.
+        ValueError: the dataset or the environment is not usable, as for `tether.assembly.cloning.build_cloning`.
     """
     loaded = fit_defaults(loaded)
     trainer = loaded.config.trainer
@@ -90,13 +90,13 @@ def clone(
             write_run_yaml(folder, loaded.to_yaml(), private=loaded.has_secrets)
 
         store = CheckpointStore(out)
-        if aside := store.set_aside(None):
-            console.print(f"the checkpoint that was there is in {aside} now", soft_wrap=True)
+        if moved := store.set_aside(None):
+            console.print(f"the previous checkpoint was moved to {moved}", soft_wrap=True)
         checkpoint = store.save(len(losses) - 1, write)
     best = min(range(len(losses)), key=losses.__getitem__)
     console.print(
-        f"held-out loss: {losses[0]:.3f} before, {losses[best]:.3f} after epoch {best} of {len(losses) - 1}, whose "
-        "weights are kept",
+        f"held-out loss: {losses[0]:.3f} before, {losses[best]:.3f} after epoch {best} of {len(losses) - 1}, which is "
+        "kept",
         soft_wrap=True,
     )
     console.print(f"test it       tether eval {checkpoint}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""A critic trained on its own, on the stored rollouts of an earlier run."""
+"""Pretraining of a critic on the stored rollouts of an earlier run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tether.trainer.text import EXPLAINED
 def pretrain_critic(
     loaded: LoadedConfig, rollouts: Path | None, out: Path | None, *, epochs: int, held_out: float
 ) -> None:
-    """Train a critic on stored rollouts and write it as a Hugging Face directory, with its metrics beside it.
+    """Train a critic on stored rollouts and write it to a Hugging Face directory, together with its metrics.
 
     Args:
-        loaded: the configuration of the run that the critic is for.
-        rollouts: folder with the files of ``trainer.rollout_data_dir``; None: that folder.
-        out: where the critic goes; None: ``pretrained_critic`` in the folder of the run.
+        loaded: the configuration of the run that will use the critic.
+        rollouts: folder with stored rollouts; None: ``trainer.rollout_data_dir``.
+        out: folder of the critic; None: ``pretrained_critic`` in the folder of the run.
         epochs: passes over the rollouts.
-        held_out: share of the prompts that the critic is measured on.
+        held_out: share of held-out prompts.
 
     Raises:
-        ValueError: no rollouts are named, or they are not usable.
+        ValueError: the folder of rollouts is missing in the configuration, or they are not usable.
     """
     disable_progress_bar()
     trainer = loaded.config.trainer
@@ -40,8 +40,8 @@ def pretrain_critic(
     with RunLock(out, key="--out"):
         pretraining = build_critic_pretraining(loaded.config, folder, epochs=epochs, held_out=held_out)
         check_saving(out, {"critic": pretraining.learner.engine})
-        learned, apart, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
-        console.print(f"{learned} responses to learn from, {apart} held out, {total} steps", soft_wrap=True)
+        num_learned, num_held_out, total = len(pretraining.learned), len(pretraining.held_out), pretraining.total_steps
+        console.print(f"{num_learned} responses to learn from, {num_held_out} held out, {total} steps", soft_wrap=True)
         info = RunInfo(out, trainer.project_name, trainer.experiment_name, loaded.shown(), total_steps=total)
         loggers, explained = build_loggers(trainer.logger, info), []
         try:

@@ -1,4 +1,4 @@
-"""`tether data`: rows of hubs as files. Heavy modules are imported inside, so that help is instant."""
+"""`tether data`: download of published datasets. Heavy modules are imported inside, so that help is instant."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
-data_app = typer.Typer(name="data", help="Datasets of hubs as files.", no_args_is_help=True)
+data_app = typer.Typer(name="data", help="Download published datasets.", no_args_is_help=True)
 
 
 @data_app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help="See `tether data list`.")],
+    name: Annotated[str, typer.Argument(help="Name of a dataset; `tether data list` shows them.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder of the files; default: ~/data/NAME.", show_default=False)
     ] = None,
     repository: Annotated[
         str | None,
-        typer.Option(
-            help="OWNER/NAME that the hub has it under; modelscope:OWNER/NAME on ModelScope.", show_default=False
-        ),
+        typer.Option(help="OWNER/NAME on the hub; modelscope:OWNER/NAME on ModelScope.", show_default=False),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.", show_default=False)
@@ -29,12 +27,12 @@ def pull(
         Path | None,
         typer.Option(
             "--from",
-            help="The dataset's file, or folder of files, where it is here already; no hub is asked.",
+            help="Local file or folder of the dataset; nothing is downloaded.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a published dataset in the layout that a run reads; goes on where it was stopped.
+    """Download a published dataset and convert it to the layout of training data; an interrupted download resumes.
 
     For example: tether data pull gsm8k --out data/gsm8k
     """
@@ -49,15 +47,15 @@ def pull(
     dataset = DATASETS[name]
     if source is not None:
         if repository or revision:
-            raise ValueError("--from reads files here: leave out --repository and --revision")
+            raise ValueError("--from reads local files: leave out --repository and --revision")
         dataset, repository, revision = local_dataset(dataset, source.expanduser())
-    usual = (uses_modelscope() and dataset.modelscope) or dataset.repository
-    pull_dataset(dataset, repository or usual, folder, cache_dir(), revision, typer.echo)
+    default = (uses_modelscope() and dataset.modelscope) or dataset.repository
+    pull_dataset(dataset, repository or default, folder, cache_dir(), revision, typer.echo)
 
 
 @data_app.command(name="list")
 def list_datasets() -> None:
-    """List the datasets that `tether data pull` knows, and the files that it makes of them."""
+    """List the datasets of `tether data pull` and the files that it writes."""
     from tether.data.published import DATASETS
 
     for name, dataset in DATASETS.items():

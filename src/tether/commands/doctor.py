@@ -1,4 +1,4 @@
-"""`tether doctor`: what is installed, what a run would use, what each extra would add."""
+"""`tether doctor`: installed packages, the device of a run, and what each extra adds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def show_doctor() -> None:
     console.print(f"dtype: {_dtype_advice(device)}")
     console.print(f"kernels in bfloat16: {backend(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
-    console.print(f"disk: {free:.0f} GiB free here; models are cached in {cache_dir()}")
+    console.print(f"disk: {free:.0f} GiB free in this folder; models are cached in {cache_dir()}")
     if address := os.environ.get("RAY_ADDRESS"):
         for line in _cluster(address):
             console.print(line, soft_wrap=True)
@@ -76,13 +76,13 @@ def show_doctor() -> None:
 
 def supported_versions(package: str, extra: str = "") -> SpecifierSet:
     """Return the versions of a package that tether, with one of its extras, supports."""
-    needed = [Requirement(text) for text in importlib.metadata.requires("tether") or []]
-    ours = [one for one in needed if one.name == package and (not one.marker or one.marker.evaluate({"extra": extra}))]
-    return SpecifierSet(",".join(str(one.specifier) for one in ours))
+    requirements = [Requirement(text) for text in importlib.metadata.requires("tether") or []]
+    matching = [r for r in requirements if r.name == package and (not r.marker or r.marker.evaluate({"extra": extra}))]
+    return SpecifierSet(",".join(str(requirement.specifier) for requirement in matching))
 
 
 def _cluster(address: str) -> list[str]:
-    """The nodes of a Ray cluster."""
+    """Return lines that describe the nodes of a Ray cluster."""
     try:
         nodes = importlib.import_module("tether.execution.cluster").nodes_of(address)
     except (ModuleNotFoundError, RankFailed) as error:
@@ -105,7 +105,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _dtype_advice(device: torch.device) -> str:
-    """The format that auto is here, and a matrix product measured in both formats: how much depends on it."""
+    """Return the dtype that auto selects on this device, and the speed of a matrix product in both dtypes."""
     single, half = (_matmul_gflops(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     chosen = "bfloat16 over float32 master weights" if computes_in_bfloat16(device) else "float32"
     return f"{chosen} (matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32)"

@@ -1,4 +1,4 @@
-"""Commands for a model alone: generate, pull, export."""
+"""Commands for a single model: generate and export."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def generate(
     num_threads: int | None,
     trust_remote_code: bool,
 ) -> None:
-    """Print the replies of a model; `tether.commands.policy` describes the arguments.
+    """Print the replies of a model; the arguments are those of `Policy.generate` and `tether.commands.policy.load`.
 
-    A prompt ``-`` is what standard input has, ``@FILE`` stands for the lines of a file, and ``@@`` begins a prompt that
-    begins with ``@``.
+    A prompt ``-`` is read from standard input, ``@FILE`` is replaced by the lines of a file, and a prompt that begins
+    with ``@`` is written with ``@@``.
 
     Raises:
-        ValueError: a file of prompts that cannot be read or has none, or as `Policy.generate`.
+        ValueError: a file of prompts is unreadable or empty, or an argument is invalid.
     """
     disable_progress_bar()
     prompts = [text for prompt in prompts for text in _read_prompts(prompt)]
@@ -74,7 +74,7 @@ def _read_prompts(argument: str) -> list[str]:
         ) from error
     prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ValueError(f"{argument}: the file has no prompt; write one on each line")
+        raise ValueError(f"{argument}: the file has no prompts; write one per line")
     return prompts
 
 
@@ -82,7 +82,7 @@ def export(checkpoint: Path, out: Path) -> None:
     """Write the policy of a checkpoint as a published OpenVLA policy.
 
     Raises:
-        ValueError: it is another policy, the folder that it began as is gone, or the new folder exists.
+        ValueError: the policy is not OpenVLA, the folder that it was loaded from is gone, or the new folder exists.
     """
     write = published_of(saved_policy(checkpoint, "CHECKPOINT"), checkpoint)
     if out.exists():

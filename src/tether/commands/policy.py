@@ -1,4 +1,4 @@
-"""A trained policy, to be asked: responses of a language model, actions of a control policy."""
+"""Inference with a trained policy: responses of a language model, actions of a control policy."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Response:
-    """One answer of a language model."""
+    """A response of a language model."""
 
     prompt: int
-    """Number of the prompt that it answers."""
+    """Index of the prompt."""
     text: str
-    """Without special tokens."""
+    """Text of the response without special tokens."""
     token_ids: list[int] = field(repr=False)
     log_probs: list[float] = field(repr=False)
-    """Of each token, under the distribution that it was drawn from."""
+    """Log-probability of each token under the distribution that it was sampled from."""
     truncated: bool
-    """It was cut at max_new_tokens: it did not end by itself."""
+    """Whether the response was cut at max_new_tokens before it ended."""
 
 
 class Policy:
-    """A policy to be asked: `generate` of a language model, `predict` of a control policy; the other one raises.
+    """A trained policy: a language model with `generate`, or a control policy with `predict`.
 
     Args:
-        text: what `tether.assembly.generator.build_generator` gives; None: this is a control policy.
-        control: what `tether.assembly.agent.build_agent` gives; None: this is a language model.
+        text: result of `tether.assembly.generator.build_generator`; None: this is a control policy.
+        control: result of `tether.assembly.agent.build_agent`; None: this is a language model.
     """
 
     def __init__(
@@ -72,34 +72,34 @@ class Policy:
         system: str | None = None,
         seed: int = 1,
     ) -> list[Response]:
-        """Responses to prompts, in their order, the n of a prompt side by side.
+        """Sample responses to prompts; they are ordered by prompt, with the n responses to a prompt next to each other.
 
         Args:
-            prompts: one or several; each a string, which is a user message, or a list of {role, content}. The chat
-                template is that of training.
-            n: responses a prompt.
-            max_new_tokens: tokens of a response at most.
-            temperature: 0 is greedy.
+            prompts: one or several prompts; each is a string, which becomes a user message, or a list of
+                {role, content}. The chat template is that of training.
+            n: responses per prompt.
+            max_new_tokens: maximum number of tokens of a response.
+            temperature: sampling temperature; 0 is greedy.
             top_p: keep the smallest set of tokens whose mass reaches this.
             top_k: keep the k most likely tokens; -1 keeps all.
             stop: texts before which a response ends.
-            system: a system message in front of every prompt.
-            seed: of the draws; equal seeds give equal responses.
+            system: a system message before every prompt.
+            seed: seed of the sampling; equal seeds give equal responses.
 
         Raises:
-            ValueError: this is a control policy; no prompt, one that is neither, or one too long for the model; or
+            ValueError: this is a control policy; there is no prompt, or one is invalid or too long for the model; or
                 memory ran out.
         """
         if self._text is None:
-            raise ValueError("generate: this is a control policy; ask it with predict(observation)")
-        for name, value, lowest in (
+            raise ValueError("generate: this is a control policy; use predict(observation)")
+        for name, value, minimum in (
             ("n", n, 1),
             ("max_new_tokens", max_new_tokens, 1),
             ("temperature", temperature, 0),
             ("top_k", top_k, -1),
         ):
-            if not lowest <= value < math.inf:
-                raise ValueError(f"{name}={value}: give {lowest} or more")
+            if not minimum <= value < math.inf:
+                raise ValueError(f"{name}={value}: give {minimum} or more")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p={top_p}: give more than 0 and at most 1, which keeps all tokens")
         stops = [stop] if isinstance(stop, str) else list(stop)
@@ -107,45 +107,45 @@ class Policy:
             raise ValueError("stop: a text is empty; leave it out")
         engine, tokenizer, encode = self._text
         before = [{"role": "system", "content": system}] if system else []
-        ids = [encode([*before, *_messages(prompt, number)]) for number, prompt in enumerate(_several(prompts))]
+        ids = [encode([*before, *_messages(prompt, index)]) for index, prompt in enumerate(_as_list(prompts))]
         _check_room(ids, max_new_tokens, engine.context)
         sampling = SamplingParams(max_new_tokens, n, temperature, top_k, top_p, record_kept=False)
         batch = engine.generate(ids, sampling, NoiseKey(seed, step=0))
         responses = []
         for row, length in enumerate(batch.response_length.tolist()):
             tokens = batch.response_ids[row, :length].tolist()
-            tokens, text, is_stopped = _until(stops, tokenizer, tokens)
+            tokens, text, is_stopped = _cut_at_stop(stops, tokenizer, tokens)
             log_probs = batch.rollout_log_probs[row, : len(tokens)].tolist()
             is_truncated = bool(batch.truncated[row]) and not is_stopped
             responses.append(Response(row // n, text, tokens, log_probs, is_truncated))
         return responses
 
     def predict(self, observation: Any, *, deterministic: bool = True, begins: bool | Sequence[bool] = False) -> Any:
-        """The next action, as the environment takes it.
+        """Return the next action in the environment's action space.
 
         Args:
-            observation: of one environment, as it gives it; or a batch (arrays with one more axis in front, for Dict
-                and Tuple spaces in each part), for an action of each row.
-            deterministic: the likeliest action; else one is drawn.
-            begins: an episode begins with this observation; for a batch also one flag a row. It matters to policies
-                with a memory or with action chunks.
+            observation: an observation of the environment; or a batch, whose arrays have an additional first axis (all
+                arrays of a Dict or Tuple space), for one action per row.
+            deterministic: return the most likely action; otherwise sample one.
+            begins: whether this observation begins an episode; for a batch also one flag per row. It matters to
+                policies with a memory or with action chunks.
 
         Raises:
             ValueError: this is a language model; or the observation does not fit the environment's space.
         """
-        return self._of_control("predict")[0].predict(observation, deterministic=deterministic, begins=begins)
+        return self._require_control("predict")[0].predict(observation, deterministic=deterministic, begins=begins)
 
     def reset(self) -> None:
-        """Begin new episodes everywhere: a control policy with a memory forgets what it saw."""
-        self._of_control("reset")[0].reset()
+        """Begin a new episode in every row; a control policy with a memory clears it."""
+        self._require_control("reset")[0].reset()
 
     def make_env(self) -> Env:
-        """A `gymnasium.Env` as the policy was tested in it, with its wrappers."""
-        return self._of_control("make_env")[1]()
+        """Return a `gymnasium.Env` with the wrappers of the policy's evaluation."""
+        return self._require_control("make_env")[1]()
 
-    def _of_control(self, method: str) -> tuple[EnvAgent, Callable[[], Env]]:
+    def _require_control(self, method: str) -> tuple[EnvAgent, Callable[[], Env]]:
         if self._control is None:
-            raise ValueError(f"{method}: this is a language model; ask it with generate(prompts)")
+            raise ValueError(f"{method}: this is a language model; use generate(prompts)")
         return self._control
 
 
@@ -159,23 +159,23 @@ def load(
     num_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> Policy:
-    """The policy of a checkpoint, to be asked.
+    """Load the policy of a checkpoint.
 
     Args:
-        folder: a ``global_step_N`` folder, or that of a run (its last one); for a language model also what
-            ``tether generate`` takes: a model's directory, a GGUF file, a known name or a hub id.
-        env: what `tether.train` was given as `env`, if it was.
-        policy: what `tether.train` was given as `policy`, if it was.
-        seed: of the actions that a control policy draws with ``deterministic=False``.
+        folder: a ``global_step_N`` folder, or the folder of a run (its last checkpoint); for a language model also a
+            model's directory, a GGUF file, a known name or a hub id, as for ``tether generate``.
+        env: the argument `env` of `tether.train`, if the run had one.
+        policy: the argument `policy` of `tether.train`, if the run had one.
+        seed: seed of the actions that a control policy samples with ``deterministic=False``.
         num_threads: CPU threads of torch in this process; None: ``trainer.num_threads`` of the run, else
             ``OMP_NUM_THREADS``, else one per core that this process may use.
-        trust_remote_code: run Python that a language model's author ships with it; a run that was trained with
-            ``actor_rollout_ref.model.trust_remote_code=True`` trusts it already.
+        trust_remote_code: run Python code in a language model's repository; it is always run if the training had
+            ``actor_rollout_ref.model.trust_remote_code=True``.
 
     Raises:
-        ValueError: there is none, its environment needs what is not installed, num_threads is below 1, or memory ran
-            out.
-        CheckpointDamaged: a file of it is not what was saved.
+        ValueError: there is no checkpoint, its environment needs a package that is not installed, num_threads is below
+            1, or memory ran out.
+        CheckpointDamaged: a file of the checkpoint has changed since it was saved.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads={num_threads}: give 1 or more, or leave it out")
@@ -194,7 +194,7 @@ def load(
         options = {"template_date": data.chat_template_date, "num_threads": threads, "trust_remote_code": trusted}
         return Policy(_generator()(checkpoint / "actor", *template, **options))
     build_agent = importlib.import_module("tether.assembly.agent").build_agent
-    objects = {name: one for name, one in {"env": env, "policy": policy}.items() if one is not None}
+    objects = {name: value for name, value in {"env": env, "policy": policy}.items() if value is not None}
     with holding(objects):
         agent, make_env = build_agent(config, checkpoint, seed)
 
@@ -206,26 +206,28 @@ def load(
 
 
 def _generator() -> Callable[..., Any]:
-    """Imported where it is needed, as is `build_agent`: each loads what the other kind of policy waits for in vain."""
+    # Imported only if needed, like `build_agent`: the modules for one kind of policy are slow to load for the other.
     build: Callable[..., Any] = importlib.import_module("tether.assembly.generator").build_generator
     return build
 
 
 def _check_class(checkpoint: Path, model: str) -> None:
-    """Refuse what transformers would load as another class than it was trained as."""
+    """Refuse a model of a user's class, because transformers would load another class."""
     file = checkpoint / "actor" / "config.json"
     with reading(file, ANOTHER_CHECKPOINT):
         name = str(read_json(file, dict, ANOTHER_CHECKPOINT)["architectures"][0])
     if is_object(model) and not hasattr(importlib.import_module("transformers"), name):
-        raise ValueError(f"{checkpoint}: a model of your own class; load it with {name}.from_pretrained('.../actor')")
+        raise ValueError(
+            f"{checkpoint}: the model is of your own class; load it with {name}.from_pretrained('.../actor')"
+        )
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that a path names, verified; of a run's folder, its last one.
+    """Find and verify the checkpoint at a path; for the folder of a run, its last one.
 
     Raises:
-        ValueError: there is none.
-        CheckpointDamaged: a file of it is not what was saved.
+        ValueError: there is no checkpoint.
+        CheckpointDamaged: a file of the checkpoint has changed since it was saved.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
@@ -236,8 +238,8 @@ def checkpoint_at(path: Path) -> Path:
 def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
     """Load the configuration of a checkpoint.
 
-    A relative path in it, such as that of the data, is one of the folder in which the run was started. Where the run's
-    folder tells which that is, files that are only there are found from any other folder.
+    Relative paths in it, such as those of the data, refer to the folder in which the run was started. If that folder
+    can be inferred from the run's folder, files that exist only there are used from any working directory.
     """
     saved, loaded = (load_config(checkpoint / "run.yaml", more) for more in ([], overrides))
     folder, run = Path(saved.config.trainer.default_local_dir), run_of(checkpoint.absolute())
@@ -250,52 +252,61 @@ def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def _in_folder(folder: Path, value: Any) -> Any:
-    """Put `folder` before each file name that exists only there (``a.jsonl?question=q``, ``a.py:NAME``)."""
+    """Prefix each file name that exists only in `folder` with it (``a.jsonl?question=q``, ``a.py:NAME``)."""
     if isinstance(value, Mapping):
         return {key: _in_folder(folder, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_in_folder(folder, inner) for inner in value)
     name = re.split(r"\?|:\w+$", value)[0] if isinstance(value, str) else ""
-    is_there = Path(name).suffix != "" and not Path(name).exists() and (folder / name).is_file()
-    return f"{folder}/{value}" if is_there else value
+    is_in_folder = Path(name).suffix != "" and not Path(name).exists() and (folder / name).is_file()
+    return f"{folder}/{value}" if is_in_folder else value
 
 
-def _several(prompts: str | Sequence[object]) -> list[object]:
-    """A list of prompts, also of a single one."""
+def _as_list(prompts: str | Sequence[object]) -> list[object]:
+    """Convert one or several prompts to a list."""
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
         return [prompts]
     return list(prompts)
 
 
 def _check_room(prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None) -> None:
-    for number, ids in enumerate(prompts):
+    for index, ids in enumerate(prompts):
         if context is not None and len(ids) + max_new_tokens > context:
             raise ValueError(
-                f"prompts[{number}]: its {len(ids)} tokens and max_new_tokens={max_new_tokens} exceed the model's "
+                f"prompts[{index}]: its {len(ids)} tokens and max_new_tokens={max_new_tokens} exceed the model's "
                 f"context of {context} tokens. Lower max_new_tokens (--max-new-tokens), or shorten the prompt"
             )
 
 
-def _until(stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> tuple[list[int], str, bool]:
-    """Cut a response before the first of some texts: the tokens up to the one that completes it, the text before it."""
+def _cut_at_stop(
+    stops: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: list[int]
+) -> tuple[list[int], str, bool]:
+    """Cut a response at the first stop text.
+
+    Returns:
+        The tokens up to the one that completes the stop text, the text before it, and whether there is one.
+    """
     text = decode(tokenizer, tokens, skip_special_tokens=True)
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    if not places:
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    if not positions:
         return tokens, text, False
     count = next(
         count
         for count in range(1, len(tokens) + 1)
         if any(stop in decode(tokenizer, tokens[:count], skip_special_tokens=True) for stop in stops)
     )
-    return tokens[:count], text[: min(places)], True
+    return tokens[:count], text[: min(positions)], True
 
 
-def _messages(prompt: Any, number: int) -> list[Message]:
+def _messages(prompt: Any, index: int) -> list[Message]:
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
-    fits = isinstance(prompt, Sequence) and all(
-        isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in prompt
+    is_valid = isinstance(prompt, Sequence) and all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in prompt
     )
-    if not fits or not prompt:
-        raise ValueError(f"prompts[{number}]: {prompt!r:.80} is no prompt; give a text, or a list of {{role, content}}")
+    if not is_valid or not prompt:
+        raise ValueError(
+            f"prompts[{index}]: {prompt!r:.80} is not a prompt; give a text, or a list of {{role, content}}"
+        )
     return list(prompt)

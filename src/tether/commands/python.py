@@ -1,4 +1,4 @@
-"""Training from Python: what `tether train` does, with values in place of text."""
+"""Training from Python: `tether train` with Python objects as values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tether.trainer import Callbacks
 
 Settings = Mapping[str, object]
 """Keys of the configuration, dotted or nested -> values."""
-STANDS_FOR = {
+KEYS = {
     "dataset": "data.train_files",
     "val_dataset": "data.val_files",
     "reward": "custom_reward_function.path",
@@ -25,7 +25,7 @@ STANDS_FOR = {
     "env": "env.train.id",
     "policy": "policy.model_type",
 }
-"""Argument of `train` -> key whose value it takes the place of."""
+"""Argument of `train` -> key that it replaces."""
 ROWS = ("dataset", "val_dataset")
 _one_run = threading.Lock()
 
@@ -43,31 +43,31 @@ def train(
     env: Callable[..., object] | str | None = None,
     policy: object = None,
 ) -> TrainingResult:
-    """Train, as `tether train` does: a run that was begun in its folder resumes; a signal stops it after a step.
+    """Train as `tether train` does: an existing run in the same folder resumes, and a signal stops it after a step.
 
-    An argument that stands for a key may also be a text, such as an id or a file: the value of that key.
+    An argument that replaces a key can also be a text, such as an id or a path, which is then the value of that key.
 
     Args:
-        config: a YAML file, or its content as a mapping; None: the overrides are all of it.
-        overrides: over it: a mapping (``{"trainer.total_epochs": 2}``), or texts as on the command line
-            (``["trainer.total_epochs=2"]``).
+        config: a YAML file, or its content as a mapping; None: there are only overrides.
+        overrides: overrides of the configuration: a mapping (``{"trainer.total_epochs": 2}``), or texts as on the
+            command line (``["trainer.total_epochs=2"]``).
         callbacks: objects with any of ``on_step_end(step, metrics)``, ``on_evaluation(step, metrics)`` and
-            ``on_checkpoint(step, path)``. What one raises ends the run, after a checkpoint of the step that is done.
-        dataset: rows in the place of ``data.train_files``: a sequence of mappings in their layout, a DataFrame, or a
+            ``on_checkpoint(step, path)``. An exception in one ends the run, after a checkpoint of the completed step.
+        dataset: rows instead of ``data.train_files``: a sequence of mappings in the same layout, a DataFrame, or a
             sequence of `tether.batch.Prompt`.
-        val_dataset: the same for ``data.val_files``.
-        reward: a function in the place of ``custom_reward_function.path``, called in the same way, but in this process.
-        model: a `transformers.PreTrainedModel` in the place of ``actor_rollout_ref.model.path``; a copy is trained.
-        tokenizer: in the place of ``actor_rollout_ref.model.tokenizer_path``; a model needs it.
-        env: a class or function in the place of ``env.train.id``, which makes a new `gymnasium.Env` at each call.
-        policy: a `torch.nn.Module` in the place of ``policy.model_type``, of which a copy is trained; or its class.
+        val_dataset: rows instead of ``data.val_files``.
+        reward: a function instead of ``custom_reward_function.path``, with the same arguments; it runs in this process.
+        model: a `transformers.PreTrainedModel` instead of ``actor_rollout_ref.model.path``; a copy is trained.
+        tokenizer: a tokenizer instead of ``actor_rollout_ref.model.tokenizer_path``; required with a model.
+        env: a class or function instead of ``env.train.id``, which returns a new `gymnasium.Env` at each call.
+        policy: a `torch.nn.Module` instead of ``policy.model_type``, of which a copy is trained; or its class.
 
     Raises:
-        ValueError: another run in this process; a callback or an object that is none; everything that is wrong with the
-            configuration, its inputs, or the checkpoint to resume from.
+        ValueError: another run is active in this process, or a callback, an object, the configuration, its inputs, or
+            the checkpoint to resume from is not usable.
     """
-    told = Callbacks(callbacks)
-    given = {
+    checked_callbacks = Callbacks(callbacks)
+    arguments = {
         "dataset": dataset,
         "val_dataset": val_dataset,
         "reward": reward,
@@ -76,19 +76,19 @@ def train(
         "env": env,
         "policy": policy,
     }
-    texts = {STANDS_FOR[name]: one for name, one in given.items() if isinstance(one, str | Path)}
-    objects = {name: one for name, one in given.items() if one is not None and STANDS_FOR[name] not in texts}
+    texts = {KEYS[name]: value for name, value in arguments.items() if isinstance(value, str | Path)}
+    objects = {name: value for name, value in arguments.items() if value is not None and KEYS[name] not in texts}
     if "model" in objects and tokenizer is None:
         raise ValueError("model: give its tokenizer, too, as tokenizer=...")
     if not _one_run.acquire(blocking=False):
         raise ValueError(
-            "a run is training in this process already, and random numbers, signals, threads and objects are the "
-            "process's: start this one when that is done, or in a process of its own (optuna: n_jobs=1 in each of "
-            "several processes)."
+            "a run is training in this process already, and runs in one process would share random numbers, signals, "
+            "threads and objects: start this one when that is done, or in a separate process (optuna: n_jobs=1 in each "
+            "of several processes)."
         )
     try:
         with holding(objects):
-            return train_loaded(_load(config, overrides, objects, texts), told)
+            return train_loaded(_load(config, overrides, objects, texts), checked_callbacks)
     finally:
         _one_run.release()
         give_memory_back()
@@ -102,12 +102,10 @@ def _load(
     if config is not None and not isinstance(config, Mapping | str | Path):
         raise ValueError(f"config is a {type(config).__name__}; give a YAML file or a mapping of keys")
     path = Path(config).expanduser() if isinstance(config, str | Path) else None
-    given = [*(_as_overrides(config) if isinstance(config, Mapping) else ())]
-    given += _as_overrides(overrides) if isinstance(overrides, Mapping) else overrides
-    named: dict[str, object] = {
-        STANDS_FOR[name]: [PREFIX + name] if name in ROWS else PREFIX + name for name in objects
-    }
-    return load_config(path, [*given, *_as_overrides(named | dict(texts))], missing_inputs)
+    explicit = [*(_as_overrides(config) if isinstance(config, Mapping) else ())]
+    explicit += _as_overrides(overrides) if isinstance(overrides, Mapping) else overrides
+    references: dict[str, object] = {KEYS[name]: [PREFIX + name] if name in ROWS else PREFIX + name for name in objects}
+    return load_config(path, [*explicit, *_as_overrides(references | dict(texts))], missing_inputs)
 
 
 def _as_overrides(settings: Settings) -> Iterator[Override | str]:
@@ -116,7 +114,7 @@ def _as_overrides(settings: Settings) -> Iterator[Override | str]:
 
 
 def _plain(value: object) -> object:
-    """A value as YAML has it."""
+    """Convert a value to types of YAML."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

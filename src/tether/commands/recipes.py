@@ -1,4 +1,4 @@
-"""`tether recipe`: the recipes that come with tether, and copies of them to edit."""
+"""`tether recipe`: the recipes in tether, and copies of them to edit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str) -> Path | None:
-    """Return the file that `tether train NAME` runs: of a copy in the working folder, else the recipe's own.
+    """Return the file of `tether train NAME`: that of a copy in the working directory, otherwise the recipe's own.
 
     Raises:
-        ValueError: the recipe has files of its own, which it names from the working folder, and they are not there.
+        ValueError: the recipe uses further files by paths relative to the working directory, and they are missing.
     """
     copy, shipped = Path("recipes", name, "run.yaml"), FOLDER / name / "run.yaml"
     if copy.is_file():
@@ -39,36 +39,39 @@ def recipe_file(name: str) -> Path | None:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe, and the recipes whose files it uses, to ``folder/recipes``; return the folders that were made.
+    """Copy a recipe, and the recipes whose files it uses, to ``folder/recipes``, and return the new folders.
 
     Raises:
-        ValueError: there is no such recipe, or a copy is there.
+        ValueError: there is no such recipe, or a copy exists already.
     """
     names = recipe_names()
     if name not in names:
         raise ValueError(f"{name}: no such recipe.{did_you_mean(name, names)} Recipes: {', '.join(names)}")
-    wanted = [name]
-    for each in wanted:
-        texts = [path.read_text(encoding="utf-8") for path in (FOLDER / each).glob("*.*") if path.suffix != ".md"]
-        wanted += [other for other in names if other not in wanted and any(f"recipes/{other}/" in t for t in texts)]
-    copies = [folder / "recipes" / each for each in wanted]
+    selected = [name]
+    for recipe_name in selected:  # grows during the iteration
+        files = (path for path in (FOLDER / recipe_name).glob("*.*") if path.suffix != ".md")
+        texts = [path.read_text(encoding="utf-8") for path in files]
+        selected += [other for other in names if other not in selected and any(f"recipes/{other}/" in t for t in texts)]
+    copies = [folder / "recipes" / recipe_name for recipe_name in selected]
     if copies[0].exists():
-        raise ValueError(f"{copies[0]}: is there already. Move it away, or give another folder: --to FOLDER")
-    for each, copy in zip(wanted, copies, strict=True):
+        raise ValueError(f"{copies[0]}: exists already. Move it away, or give another folder: --to FOLDER")
+    for recipe_name, copy in zip(selected, copies, strict=True):
         if not copy.exists():
-            shutil.copytree(FOLDER / each, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(FOLDER / recipe_name, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copies
 
 
 def recipe(
-    name: Annotated[str | None, typer.Argument(help="Copy this one here; none: list all.", show_default=False)] = None,
-    to: Annotated[Path, typer.Option(help="Where the folder recipes/NAME goes.")] = Path(),
+    name: Annotated[
+        str | None, typer.Argument(help="Recipe to copy; without it, all are listed.", show_default=False)
+    ] = None,
+    to: Annotated[Path, typer.Option(help="Folder in which recipes/NAME is created.")] = Path(),
 ) -> None:
-    """List the recipes, or copy one to edit and to run: README with results, configuration, files of its own."""
+    """List the recipes, or copy one to edit and run: its README with results, configuration and other files."""
     if name is None:
-        for each in recipe_names():
-            title = (FOLDER / each / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            typer.echo(f"{each:18} {title}")
+        for listed in recipe_names():
+            title = (FOLDER / listed / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            typer.echo(f"{listed:18} {title}")
         typer.echo("copy one: tether recipe NAME")
         return
     for copy in copy_recipe(name, to):

@@ -1,4 +1,4 @@
-"""The report at the end of a run: its scores, some answers before and after, and where its files are."""
+"""The report at the end of a run: scores, example answers before and after training, and the location of files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ EPISODES = (
     "env/return",
     "env/success_once",
 )
-"""Metrics of an embodied run that are reported."""
+"""Reported metrics of a control run."""
 AUXILIARY = {"questions": ("num_distinct", "{:.0f} distinct"), "most frequent answer": ("majority_answer", "{:.3f}")}
-"""Column of a held-out score -> the metric beside it, and its format."""
+"""Column next to a held-out score -> its metric and format."""
 SAMPLES_SHOWN = 3
 PROMPT_TAIL = 120
 RESPONSE_WIDTH = 200
@@ -38,9 +38,9 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
     """Print the summary of a run from the files in its folder.
 
     Args:
-        directory: of the run.
-        console: to print on.
-        command: starts the run again, which resumes from its last checkpoint.
+        directory: folder of the run.
+        console: output.
+        command: command that resumes the run from its last checkpoint.
     """
     steps = read_metrics(directory)
     console.print(_scores(steps))
@@ -49,7 +49,7 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
         console.print(_samples(samples[min(samples)], samples[max(samples)]))
     speeds = [metrics["perf/sps"] for metrics in steps.values() if "perf/sps" in metrics]
     if speeds:
-        console.print(f"speed       {median(speeds):,.0f} environment steps a second (median of the logged steps)")
+        console.print(f"speed       {median(speeds):,.0f} environment steps per second (median of the logged steps)")
     console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {directory})", soft_wrap=True)
     if best := CheckpointStore(directory / BEST).last_saved():
         console.print(f"best test   {best}", soft_wrap=True)
@@ -58,11 +58,11 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
 
 
 def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps: int) -> str:
-    """The command that resumes a run which ended at a step."""
+    """Return the command that resumes a run which ended at `step`."""
     trainer = loaded.config.trainer
     if trainer.resume_mode != "auto":
         command = f"{_without(command, 'trainer.resume_mode')} trainer.resume_mode=auto '~trainer.resume_from_path'"
-    if step == total_steps:  # the same command would find nothing left to do
+    if step == total_steps:  # the unchanged command would have no steps to run
         trainer = fit_defaults(loaded).config.trainer
         by_env_steps = trainer.total_training_steps is None and trainer.total_env_steps is not None
         name, done = ("total_env_steps", trainer.total_env_steps) if by_env_steps else ("total_training_steps", step)
@@ -71,12 +71,12 @@ def command_to_resume(command: str, loaded: LoadedConfig, step: int, total_steps
 
 
 def _without(command: str, key: str) -> str:
-    """A command line without the overrides of a key."""
+    """Remove the overrides of a key from a command line."""
     return shlex.join(word for word in shlex.split(command) if word.partition("=")[0].lstrip("+") != key)
 
 
 def next_commands(checkpoint: Path | None, command: str) -> list[str]:
-    """Lines that name the last checkpoint, and the commands that take it."""
+    """Return lines with the last checkpoint and the commands that use it."""
     if checkpoint is None:
         return ["checkpoint  none saved: trainer.save_freq is 0. Set it to -1 to keep the last step's."]
     resume, actor = f"resume      {command}", checkpoint / "actor"
@@ -96,21 +96,25 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
 
 
 def how_it_stopped(result: TrainingResult) -> str:
-    """A line about what stopped a run, and about what the same command does now."""
+    """Return a line that says what stopped a run, and what the same command does next."""
     after = f"after step {result.step} of {result.total_steps}"
     if result.stopped_by == "trainer.stop_at_score":
-        return f"trainer.stop_at_score was reached {after}; raise it to go on"
+        return f"trainer.stop_at_score was reached {after}; raise it to continue"
     if result.collapsed:
         return (
             f"stopped by trainer.on_collapse {after}: the policy has collapsed. Resume from an earlier checkpoint "
-            "(trainer.resume_mode=resume_path) with other settings; the command above goes on as it is"
+            "(trainer.resume_mode=resume_path) with other settings; the command above continues with the same ones"
         )
-    again = "the command above resumes" if result.checkpoint else "no step was saved: the same command begins again"
+    again = (
+        "the command above resumes"
+        if result.checkpoint
+        else "no step was saved: the same command starts from the beginning"
+    )
     return f"stopped by {result.stopped_by} {after}; {again}"
 
 
 def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
-    """First, last and best of every reported metric."""
+    """Return a table with the first, last and best value of every reported metric."""
     rows: dict[str, dict[int, float]] = {}
     for step, metrics in steps.items():
         for key in [*validation_means(metrics), *(key for key in EPISODES if key in metrics)]:
@@ -119,10 +123,10 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
     if not rows:
         table.add_column("none: set trainer.test_freq, and data.val_files for a language model")
         return table
-    beside = {key: _beside(key, steps[max(series)]) for key, series in rows.items()}
-    auxiliary = [name for name in AUXILIARY if any(cells.get(name) for cells in beside.values())]
+    context = {key: _auxiliary_cells(key, steps[max(series)]) for key, series in rows.items()}
+    auxiliary = [name for name in AUXILIARY if any(cells.get(name) for cells in context.values())]
     ends = [
-        f"step {found.pop()}" if len(found := {pick(series) for series in rows.values()}) == 1 else name
+        f"step {indices.pop()}" if len(indices := {pick(series) for series in rows.values()}) == 1 else name
         for name, pick in (("first", min), ("last", max))
     ]
     columns = [*ends, "change", "best"]
@@ -133,15 +137,15 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
     for key, series in rows.items():
         first, last = series[min(series)], series[max(series)]
         cells = [f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{max(series.values()):.3f}"]
-        table.add_row(key, *cells[: len(columns)], *(beside[key][name] for name in auxiliary))
+        table.add_row(key, *cells[: len(columns)], *(context[key][name] for name in auxiliary))
     return table
 
 
-def _beside(key: str, metrics: Mapping[str, float]) -> dict[str, str]:
-    """Context of a held-out score: how many questions differ, and the score of the most frequent answer."""
+def _auxiliary_cells(key: str, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the cells of the `AUXILIARY` columns for a held-out score."""
     source = key.removeprefix(VALIDATION).rsplit("/", 2)[0]
-    found = {name: metrics.get(f"val-aux/{source}/{aux}") for name, (aux, _) in AUXILIARY.items()}
-    return {name: "" if value is None else AUXILIARY[name][1].format(value) for name, value in found.items()}
+    values = {name: metrics.get(f"val-aux/{source}/{aux}") for name, (aux, _) in AUXILIARY.items()}
+    return {name: "" if value is None else AUXILIARY[name][1].format(value) for name, value in values.items()}
 
 
 def _samples(before: list[JsonObject], after: list[JsonObject]) -> Table:

@@ -15,38 +15,39 @@ from tether.commands.policy import Policy, load
 from tether.metrics.loggers import read_metrics, validation_means
 
 HELD_OUT = "val-core"
-"""Name of the score of several data sources: the mean of their held-out scores."""
+"""Name of the score if there are several data sources: the mean of their held-out scores."""
 SCORES = ("eval/return", "critic/score/mean", "env/return")
-"""The score of a run without held-out prompts: the first of these that it logged."""
+"""Scores of a run without held-out prompts; the first one that was logged counts."""
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A run that ended, or was stopped; a resumed one as a whole."""
+    """The result of a run that ended or was stopped; for a resumed run, since its beginning."""
 
     folder: Path
-    """Checkpoints, logs and samples."""
+    """Folder with checkpoints, logs and samples."""
     checkpoint: Path | None
-    """The last one, for `tether.load`; None: none was saved."""
+    """The last checkpoint, for `tether.load`; None: none was saved."""
     step: int
-    """Training steps done."""
+    """Number of completed training steps."""
     total_steps: int
     score: str
-    """The metric that the run is judged by: that of tests where there were any, else of training; "" without one."""
+    """Name of the metric of the scores: of evaluations if there were any, otherwise of training; "" without one."""
     best_score: float
-    """NaN where nothing was scored."""
+    """The best score; NaN if there is none."""
     best_step: int | None
     last_score: float
     metrics: list[dict[str, float]] = field(repr=False)
     """One dict per logged step: "step" and those of `tether.metrics.keys` that were logged."""
     stopped_by: str | None = None
-    """The signal, or the setting (trainer.on_collapse, trainer.stop_at_score), that stopped it before its last step."""
+    """The signal or the setting (trainer.on_collapse, trainer.stop_at_score) that stopped the run before its last step.
+    """
     best_checkpoint: Path | None = None
-    """Of the best test; None: it was not kept (trainer.keep_best)."""
+    """Checkpoint of the best evaluation; None: it was not kept (trainer.keep_best)."""
 
     @cached_property
     def model(self) -> Policy:
-        """The policy of the last checkpoint, as `tether.load` gives it; loaded when it is first used.
+        """Return the policy of the last checkpoint, as `tether.load` does; it is loaded at the first access.
 
         Raises:
             ValueError: no checkpoint was saved.
@@ -57,21 +58,21 @@ class TrainingResult:
 
     @property
     def collapsed(self) -> bool:
-        """Whether it was stopped because its policy has collapsed; `tether train` then exits with 3."""
+        """Return whether the run was stopped because its policy collapsed; `tether train` then exits with 3."""
         return self.stopped_by == "trainer.on_collapse"
 
     def column(self, key: str) -> list[float]:
-        """A metric at every logged step, NaN where it was not logged.
+        """Return a metric for every logged step; NaN for steps that did not log it.
 
         Raises:
-            ValueError: no step has it.
+            ValueError: no step logged it.
         """
         if not any(key in row for row in self.metrics):
             raise ValueError(f"{key}: not logged by {self.folder}; see the keys of result.metrics")
         return [row.get(key, math.nan) for row in self.metrics]
 
     def to_pandas(self) -> object:
-        """The metrics as a `pandas.DataFrame` with the step as index.
+        """Return the metrics as a `pandas.DataFrame` with the step as index.
 
         Raises:
             ValueError: pandas is not installed.
@@ -86,7 +87,7 @@ class TrainingResult:
 
 
 def read_result(folder: Path, *, step: int, total_steps: int, stopped_by: str | None = None) -> TrainingResult:
-    """The result of the run in a folder."""
+    """Read the result of the run in a folder."""
     steps = read_metrics(folder)
     key, scores = run_scores(steps)
     best = max(scores, key=scores.__getitem__, default=None)
@@ -99,23 +100,23 @@ def read_result(folder: Path, *, step: int, total_steps: int, stopped_by: str | 
         best_score=math.nan if best is None else scores[best],
         best_step=best,
         last_score=scores[max(scores)] if scores else math.nan,
-        metrics=[{"step": number, **metrics} for number, metrics in steps.items()],
+        metrics=[{"step": index, **metrics} for index, metrics in steps.items()],
         stopped_by=stopped_by,
         best_checkpoint=CheckpointStore(folder / BEST).last_saved(),
     )
 
 
 def run_scores(steps: Mapping[int, Mapping[str, float]]) -> tuple[str, dict[int, float]]:
-    """The metric that a run is judged by, and its value by step, where it has one; see `TrainingResult.score`."""
-    tested = {step: validation_means(metrics) for step, metrics in steps.items()}
-    if keys := {key for means in tested.values() for key in means}:
-        scores = {step: fmean(means.values()) for step, means in tested.items() if means}
-        return (keys.pop() if len(keys) == 1 else HELD_OUT), _numbers(scores)
+    """Return the name of the score (`TrainingResult.score`) and its value for each step that has one."""
+    evaluated = {step: validation_means(metrics) for step, metrics in steps.items()}
+    if keys := {key for means in evaluated.values() for key in means}:
+        scores = {step: fmean(means.values()) for step, means in evaluated.items() if means}
+        return (keys.pop() if len(keys) == 1 else HELD_OUT), _without_nan(scores)
     for key in SCORES:
-        if scores := _numbers({step: metrics[key] for step, metrics in steps.items() if key in metrics}):
+        if scores := _without_nan({step: metrics[key] for step, metrics in steps.items() if key in metrics}):
             return key, scores
     return "", {}
 
 
-def _numbers(scores: Mapping[int, float]) -> dict[int, float]:
+def _without_nan(scores: Mapping[int, float]) -> dict[int, float]:
     return {step: score for step, score in scores.items() if not math.isnan(score)}

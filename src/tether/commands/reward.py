@@ -1,4 +1,4 @@
-"""A reward tried before a run: a table, a picture and a verdict."""
+"""`tether reward check`: a table, a plot and the problems of a reward before a run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tether.assembly.standalone import RewardTrial, build_reward_trial
 from tether.config import LoadedConfig
 from tether.rewards import RewardOutcome, RewardRequest
 from tether.rewards.audit import (
-    FAULT,
-    LOOK,
+    FAULT_SHARE,
     TRUTH,
+    WARNING_SHARE,
     Audit,
     audit,
     deviation_within_groups,
@@ -30,31 +30,31 @@ from tether.rewards.audit import (
 from tether.runtime.install import pip_install
 from tether.runtime.terminal import Screen, Waiting
 
-_WAY = "of the way from the worst replies to the ground truth"
+_SCALE = "on a scale from the worst replies to the ground truth"
 MEANINGS = {
-    "fault": f"A fault means that calls fail, or that what is wrong is paid for (above {FAULT:.0%} {_WAY}), or that "
-    "most of what is right is not: fix it before a run.",
-    "look": f"A look is worth reading and may be intended (for example a wrong reply above {LOOK:.0%} {_WAY}); the "
-    "check does not fail because of it.",
+    "fault": "A fault means that calls fail, that wrong replies are rewarded (above "
+    f"{FAULT_SHARE:.0%} {_SCALE}), or that most right answers are not: fix it before a run.",
+    "warning": f"A warning may be intended (for example a wrong reply above {WARNING_SHARE:.0%} {_SCALE}); the check "
+    "does not fail because of it.",
 }
 
 
 def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | None) -> bool:
-    """Show what a reward gives to replies whose worth is known; returns whether no fault was found.
+    """Show the scores of replies of known quality, and return whether the reward has no fault.
 
     Args:
         loaded: a configuration of a text run.
-        rows: of the training data.
-        samples: replies of the untrained policy; 0: none.
-        out: where the picture goes; None: there is none.
+        rows: number of rows of the training data.
+        samples: number of replies of the untrained policy; 0: none.
+        out: path of the plot; None: no plot.
 
     Raises:
-        ValueError: unusable inputs, or a control run, whose rewards are the simulator's.
+        ValueError: inputs are not usable, or this is a control run, whose rewards come from the simulator.
     """
     if loaded.config.env.train.id is not None:
-        raise ValueError("env.train.id: the rewards of a control run are its simulator's; there is nothing to check")
+        raise ValueError("env.train.id: the rewards of a control run come from its simulator and cannot be checked")
     if out:
-        _check_picture(out)
+        _check_plot_path(out)
     disable_progress_bar()
     screen = Screen()
     with ExitStack() as stack:
@@ -64,25 +64,25 @@ def check_reward(loaded: LoadedConfig, *, rows: int, samples: int, out: Path | N
             )
         audited = _audit(trial, screen)
     screen.print(_table(audited))
-    screen.print("\nThe best reply of each kind, and why it got its score:")
+    screen.print("\nThe best reply of each kind, with the reason for its score:")
     for line in examples(audited):
         screen.print(f"  {line}", soft_wrap=True)
-    found = verdicts(audited)
-    kinds = ["fault" if verdict.is_fault else "look" for verdict in found]
-    for kind, verdict in zip(kinds, found, strict=True):
+    problems = verdicts(audited)
+    kinds = ["fault" if verdict.is_fault else "warning" for verdict in problems]
+    for kind, verdict in zip(kinds, problems, strict=True):
         color = "red" if verdict.is_fault else "yellow"
         screen.print(Text(f"{kind}: {verdict.message}", color), soft_wrap=True)
-    if found:
+    if problems:
         screen.print(" ".join(meaning for kind, meaning in MEANINGS.items() if kind in kinds), soft_wrap=True)
     else:
-        said = "the reward tells right from wrong on these replies"
+        message = "the reward distinguishes right from wrong on these replies"
         if audited.truth is None:
-            said = "no wrong reply stands out from the sampled ones; no row has a right answer to compare them with"
-        screen.print(said, style="green", soft_wrap=True)
+            message = "no wrong reply scores above the sampled ones; no row has a right answer for a comparison"
+        screen.print(message, style="green", soft_wrap=True)
     if out:
         _draw(audited, out)
         screen.print(f"written to {out}", soft_wrap=True)
-    return not any(verdict.is_fault for verdict in found)
+    return not any(verdict.is_fault for verdict in problems)
 
 
 def _audit(trial: RewardTrial, screen: Screen) -> Audit:
@@ -116,11 +116,11 @@ def _table(audited: Audit) -> Table:
     return table
 
 
-def _check_picture(out: Path) -> None:
-    """Refuse a picture that cannot be written, before anything is scored.
+def _check_plot_path(out: Path) -> None:
+    """Check that the plot can be written, before anything is scored.
 
     Raises:
-        ValueError: matplotlib is not installed, or does not write such files, or the folder is of no use.
+        ValueError: matplotlib is not installed or does not support the format, or the folder is not writable.
     """
     try:
         from matplotlib.figure import Figure
@@ -128,26 +128,26 @@ def _check_picture(out: Path) -> None:
         raise ValueError(f"--out needs {error.name}: {pip_install('quickstart')}") from error
     kinds = sorted(Figure().canvas.get_supported_filetypes())
     if out.suffix[1:].lower() not in kinds:
-        raise ValueError(f"--out={out}: is no picture; its name may end in {', '.join(kinds)}")
+        raise ValueError(f"--out={out}: unknown image format; its name can end in {', '.join(kinds)}")
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise ValueError(f"--out={out}: cannot be written; name a file in a folder that is there, such as reward.png")
+        raise ValueError(f"--out={out}: cannot be written; name a file in an existing folder, such as reward.png")
 
 
 def _draw(audited: Audit, out: Path) -> None:
-    """Every score as a dot, each kind of reply in a row, with the mean.
+    """Plot every score as a dot, with one row per kind of reply, and the means.
 
     Raises:
-        ValueError: the picture cannot be written.
+        ValueError: the plot cannot be written.
     """
     from matplotlib.figure import Figure
 
     probes = audited.rows[::-1]
     figure = Figure(figsize=(7, 0.6 + 0.4 * len(probes)), layout="constrained")
     axes = figure.subplots()
-    for place, probe in enumerate(probes):
+    for row, probe in enumerate(probes):
         color = {TRUTH: "#2e8b57", "sampled": "#2a6fbb"}.get(probe.kind, "#d1622b")
-        axes.scatter(probe.scores, [place] * len(probe.scores), s=12, alpha=0.3, color=color, linewidths=0)
-        axes.scatter([probe.mean], [place], marker="|", s=260, linewidths=2, color=color)
+        axes.scatter(probe.scores, [row] * len(probe.scores), s=12, alpha=0.3, color=color, linewidths=0)
+        axes.scatter([probe.mean], [row], marker="|", s=260, linewidths=2, color=color)
     axes.set_yticks(range(len(probes)), [probe.kind for probe in probes])
     axes.set_xlabel("score; the bar is the mean")
     try:

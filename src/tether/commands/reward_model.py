@@ -1,4 +1,4 @@
-"""`tether rm`: the reward model on its own. Heavy modules are imported inside, so that help is instant."""
+"""`tether rm`: training of a reward model. Heavy modules are imported inside, so that help is instant."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ if TYPE_CHECKING:
     from tether.assembly.reward_training import RewardTrainingOptions
 
 _DATE = "the date of the first start"
-"""Names it in a checkpoint: chat templates may write it."""
+"""Key of that date in the identity of a checkpoint, because chat templates may contain the date."""
 
-rm_app = typer.Typer(name="rm", help="The reward model on its own.", no_args_is_help=True)
+rm_app = typer.Typer(name="rm", help="Train a reward model.", no_args_is_help=True)
 
 
 @rm_app.callback()
 def _group() -> None:
-    """The reward model on its own."""
+    """Train a reward model."""
 
 
 @rm_app.command()
 def train(
     pairs: Annotated[list[str], typer.Argument(help="Files of pairs, .jsonl, .json or .parquet: chosen, rejected.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A causal LM, or a reward model to continue from.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the reward model goes; must not be there yet.")],
-    lr: Annotated[float, typer.Option(min=0, help="Peak learning rate of AdamW; a cosine after a warm-up.")] = 1e-5,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder of the reward model.")],
+    lr: Annotated[
+        float, typer.Option(min=0, help="Peak learning rate of AdamW, with warm-up and cosine decay.")
+    ] = 1e-5,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Weight decay of AdamW.")] = 0.0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the pairs.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Pairs an optimizer step.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pairs per optimizer step.")] = 64,
     micro_batch_size: Annotated[
-        int, typer.Option(min=1, help="Pairs a forward and backward pass; never changes the result.")
+        int, typer.Option(min=1, help="Pairs per forward and backward pass; never changes the result.")
     ] = 8,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of prompt and response; default: the model's positions.")
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of prompt and response; default: the model's number of positions."),
     ] = None,
-    held_out: Annotated[float, typer.Option(max=0.9, help="Share of prompts to measure on, above 0.")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the held-out prompts and of the order.")] = 1,
+    held_out: Annotated[float, typer.Option(max=0.9, help="Share of held-out prompts, above 0.")] = 0.1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out prompts and of the order of pairs.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Recompute activations in the backward pass: less memory, more time.")
     ] = False,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps from checkpoint to checkpoint.")] = 200,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
 ) -> None:
-    """Train a reward model on pairs (Bradley-Terry), before a run takes it as reward_model.model.path.
+    """Train a reward model on pairs (Bradley-Terry), for a run with reward_model.model.path.
 
-    Stopped, the same command goes on after the last checkpoint.
+    The same command resumes an interrupted training from its last checkpoint.
 
     For example: tether rm train pairs.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --out rm
     """
@@ -79,23 +82,23 @@ def train(
 def train_reward_model(
     model: str, pairs: list[str], out: Path, options: RewardTrainingOptions, save_every: int = 200
 ) -> list[float]:
-    """Train, and write a Hugging Face directory with the metrics beside it: whole, or not at all.
+    """Train a reward model, and write it with its metrics to a Hugging Face directory once it is complete.
 
-    A stopped training resumes from its last checkpoint, bitwise as if it had not been stopped.
+    An interrupted training resumes from its last checkpoint with bitwise the same result.
 
     Args:
         model: a causal LM or a reward model.
-        pairs: files.
-        out: does not exist yet.
-        options: of the training.
-        save_every: steps from checkpoint to checkpoint, in a hidden folder beside `out`.
+        pairs: files of pairs.
+        out: new folder of the reward model.
+        options: options of the training.
+        save_every: steps between checkpoints, which are in a hidden folder next to `out`.
 
     Returns:
         Held-out accuracy before the first step and after each epoch.
 
     Raises:
-        ValueError: unusable pairs, a model that cannot be trained, a training that was stopped and had
-            others, or one whose model became of no use.
+        ValueError: pairs are not usable, the model cannot be trained, an interrupted training had other arguments, or
+            the model diverged.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -125,12 +128,12 @@ def train_reward_model(
                 best.accuracies |= _accuracies(work)
                 engine.load_state(start / "training" / "rm.pt")
                 set_rng_state(load_state(start / "training" / "trainer.pt")["rng"])
-                screen.print(f"goes on after step {done}, from {start}", soft_wrap=True)
+                screen.print(f"resuming after step {done}, from {start}", soft_wrap=True)
             else:
                 best.clear()
             check_saving(work, {"reward model": engine})
-            learned, apart, steps = len(training.learned), len(training.held_out), training.total_steps
-            screen.print(f"{learned} pairs to learn from, {apart} held out, {steps} steps", soft_wrap=True)
+            num_learned, num_held_out, steps = len(training.learned), len(training.held_out), training.total_steps
+            screen.print(f"{num_learned} pairs to learn from, {num_held_out} held out, {steps} steps", soft_wrap=True)
             persistence = Persistence(store, identity | {_DATE: day}, json.dumps(asdict(options), indent=2))
             info = RunInfo(work, "rm", out.name, asdict(options), total_steps=steps, resumed_step=done or None)
             loggers, accuracy = build_loggers(("file",), info), ""
@@ -150,38 +153,39 @@ def train_reward_model(
                             )()
             finally:
                 loggers.close()
-            found = _accuracies(work)
-            kept, whole = best.kept()
-            shutil.copy(work / "metrics.jsonl", whole)
-            _move(whole, out)
+            accuracies = _accuracies(work)
+            best_step, folder = best.result()
+            shutil.copy(work / "metrics.jsonl", folder)
+            _move(folder, out)
             moved = True
         finally:
-            if moved or (store.last_saved() is None and not best.is_whole):
+            if moved or (store.last_saved() is None and not best.is_complete):
                 lock.remove_folder()
-    untrained = " (an untrained head gives both sides of a pair the same score)" if found[0] == 0 else ""
-    rest = "" if kept == steps else f", which is kept ({found[steps]:.3f} after step {steps}, the last)"
-    said = f"held-out accuracy: {found[0]:.3f} before{untrained}, {found[kept]:.3f} after step {kept}{rest}"
-    screen.print(said, soft_wrap=True)
-    if not beats_chance(1.0, apart):
-        warning = (
-            f"warning: only {apart} pairs are held out, and coins may rank all of them right: they are too few to tell "
-            "whether anything was learned. Raise --held-out, or give more pairs"
-        )
-        screen.print(warning, style="yellow", soft_wrap=True)
-    elif not beats_chance(found[kept], apart):
-        warning = (
-            f"warning: the held-out accuracy is {found[kept]:.3f} of {apart} pairs, no better than chance (0.5): the "
-            "model learned no preference that holds beyond its own pairs. Lower --lr, or give more pairs"
-        )
-        screen.print(warning, style="yellow", soft_wrap=True)
-    return list(found.values())
+    before, best_accuracy = accuracies[0], accuracies[best_step]
+    untrained = " (an untrained head gives both sides of a pair the same score)" if before == 0 else ""
+    last = "" if best_step == steps else f", which is kept ({accuracies[steps]:.3f} after step {steps}, the last)"
+    summary = f"held-out accuracy: {before:.3f} before{untrained}, {best_accuracy:.3f} after step {best_step}{last}"
+    screen.print(summary, soft_wrap=True)
+    if not beats_chance(best_accuracy, num_held_out):
+        if beats_chance(1.0, num_held_out):
+            problem = (
+                f"the held-out accuracy is {best_accuracy:.3f} of {num_held_out} pairs, no better than chance (0.5): "
+                "the model learned no preference that generalizes. Lower --lr, or give more pairs"
+            )
+        else:
+            problem = (
+                f"with only {num_held_out} held-out pairs, 100% accuracy is not distinguishable from chance. Raise "
+                "--held-out, or give more pairs"
+            )
+        screen.print(f"warning: {problem}", style="yellow", soft_wrap=True)
+    return list(accuracies.values())
 
 
 class _Best:
-    """The weights of the best held-out accuracy after an epoch, in a folder that is named by their step.
+    """Keeps the weights with the best held-out accuracy after an epoch, in a folder named by their step.
 
     Args:
-        work: the folder of the training.
+        work: folder of the training.
     """
 
     def __init__(self, work: Path) -> None:
@@ -189,7 +193,7 @@ class _Best:
         self.accuracies: dict[int, float] = {}
 
     def offer(self, step: int, accuracy: float, save: Callable[[Path], None]) -> None:
-        """Keep the weights of a step, unless those of an earlier one are better; not of the first, untrained ones."""
+        """Save the weights of a step unless an earlier step was better; the untrained weights of step 0 are ignored."""
         self.accuracies[step] = accuracy
         before = self._folders()
         if step == 0 or any(other < step and self.accuracies[other] > accuracy for other in before):
@@ -200,22 +204,22 @@ class _Best:
         shutil.rmtree(self._work / f"best-{step}", ignore_errors=True)
         partial.rename(self._work / f"best-{step}")
         for other, folder in before.items():
-            if other != step:  # a later one is of a training that was stopped, and comes again
+            if other != step:  # a later step belongs to an interrupted training, which repeats it
                 shutil.rmtree(folder)
 
-    def kept(self) -> tuple[int, Path]:
-        """The step, and its folder."""
-        (found,) = self._folders().items()
-        return found
+    def result(self) -> tuple[int, Path]:
+        """Return the best step and its folder."""
+        (best,) = self._folders().items()
+        return best
 
     def clear(self) -> None:
-        """Remove what a killed training left."""
+        """Remove the folders of a killed training."""
         for folder in self._folders().values():
             shutil.rmtree(folder)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether a training came to its end here: the metrics, which come last, are in a folder, too."""
+    def is_complete(self) -> bool:
+        """Return whether a training was completed: the metrics, which are copied last, are in its folder."""
         return any(self._work.glob("best-*/metrics.jsonl"))
 
     def _folders(self) -> dict[int, Path]:
@@ -223,7 +227,7 @@ class _Best:
 
 
 def _accuracies(work: Path) -> dict[int, float]:
-    """Step -> held-out accuracy, as it was logged."""
+    """Return step -> logged held-out accuracy."""
     from tether.metrics.loggers import read_metrics
     from tether.trainer.text import ACCURACY
 
@@ -233,21 +237,21 @@ def _accuracies(work: Path) -> dict[int, float]:
 
 def _refuse_existing(out: Path) -> None:
     if out.exists():
-        raise ValueError(f"--out={out}: is there already; name a folder that is not")
+        raise ValueError(f"--out={out}: exists already; name a new folder")
 
 
-def _move(whole: Path, out: Path) -> None:
+def _move(folder: Path, out: Path) -> None:
     try:
-        whole.rename(out)
+        folder.rename(out)
     except OSError as error:
         raise ValueError(
-            f"--out={out}: cannot be written ({error.strerror}): something else came there during the training. The "
-            f"trained model is in {whole}; move it to where it belongs"
+            f"--out={out}: cannot be written ({error.strerror}): something created it during the training. The "
+            f"trained model is in {folder}; move it to another place"
         ) from error
 
 
 def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> dict[str, str]:
-    """All that the result depends on, by option."""
+    """Return everything that the result depends on, by option."""
     from tether.checkpoints import sha256_of
     from tether.data.location import expand
 
@@ -255,18 +259,18 @@ def _identity(model: str, pairs: list[str], options: RewardTrainingOptions) -> d
     chosen = {f"--{key.replace('_', '-')}": str(value) for key, value in asdict(options).items() if key not in free}
     names = (Path(name) for spec in pairs for name in expand(spec))
     files = [file for file in names if file.is_file()]  # `load_pairs` reports the others
-    hashes = {f"the file {path}": found for path, found in zip(files, sha256_of(files), strict=True)}
+    hashes = {f"the file {path}": digest for path, digest in zip(files, sha256_of(files), strict=True)}
     return {"--model": model, "the files": " ".join(pairs)} | hashes | chosen
 
 
 def _check_same(start: Path, identity: Mapping[str, str]) -> dict[str, str]:
-    """Return what identifies the training that was stopped; refuses a different one."""
+    """Return the identity of an interrupted training, after a check that the arguments are the same."""
     from tether.runtime.disk import read_json
 
-    before: dict[str, str] = read_json(start / "identity.json", dict, "Delete the folder to begin again")
-    if changed := [key for key in identity if before.get(key) != identity[key]]:
+    previous: dict[str, str] = read_json(start / "identity.json", dict, "Delete the folder to begin again")
+    if changed := [key for key in identity if previous.get(key) != identity[key]]:
         raise ValueError(
-            f"{start.parent}: a training was stopped here, and {', '.join(changed)} was not as it is now. Give the "
-            "same to go on, or delete the folder to begin again"
+            f"{start.parent}: an interrupted training in this folder had another value of {', '.join(changed)}. Use "
+            "the same to resume it, or delete the folder to begin again"
         )
-    return before
+    return previous

@@ -1,4 +1,4 @@
-"""State of a run: its last logged step, and the ranks of a run on several devices."""
+"""`tether status`: the last logged step of a run, and the state of its ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tether.runtime.run_lock import owner_of
 from tether.runtime.terminal import Screen
 from tether.types import JsonObject
 
-DELETE = "Delete it; a run that is going on writes it again"
+DELETE = "Delete it; an active run writes it again"
 
 
 def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
-    """Show a run's last step, what its ranks do, and its last error."""
+    """Show the last step of a run, the activity of its ranks, and the last error."""
     show_status(run)
 
 
@@ -26,7 +26,7 @@ def show_status(folder: Path) -> None:
     """Print the state of the run in a folder.
 
     Raises:
-        ValueError: there is no run in it.
+        ValueError: there is no run in the folder.
     """
     from tether.metrics.loggers import METRICS_FILE, read_metrics
 

@@ -1,4 +1,4 @@
-"""Training, for the command line and for Python: to the last step, or to a signal; a rank that is lost is replaced."""
+"""Training for the command line and Python, with restarts after lost ranks and rollbacks after a collapse."""
 
 from __future__ import annotations
 
@@ -22,76 +22,80 @@ class _Lost:
     """An attempt that ended because a rank was lost."""
 
     step: int | None
-    """That was in progress; None: the models were being built."""
-    why: str
+    """Step in progress when the rank was lost; None: the models were being built."""
+    reason: str
     instead: tuple[str, int] | None = None
-    """See `RankLost`."""
+    """Key and value with which the same run fits into memory, as in `RankLost`."""
 
     @property
-    def place(self) -> str:
+    def when(self) -> str:
         return "while the models were built" if self.step is None else f"in step {self.step}"
 
 
 @dataclass(frozen=True)
-class _GoesBack:
+class _Rollback:
     """An attempt that ended because the policy has collapsed."""
 
     collapsed: int
-    to: Path
+    target: Path
     """Checkpoint of an earlier step."""
 
 
 @named_out_of_memory()
 def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingResult:
-    """Train what a configuration describes, and tell the callbacks; a run that was begun in its folder resumes.
+    """Train with a configuration; an existing run in its folder resumes.
 
-    When a rank is lost, all of them are started again from the last checkpoint; so it is when a rank has no memory for
-    a micro-batch, with half of it. A run whose policy has collapsed goes back with ``trainer.on_collapse=rollback``.
-    Callbacks hear of the steps since then a second time.
+    After a lost rank, all ranks are restarted from the last checkpoint; if a rank ran out of memory, with half of the
+    micro-batch. With ``trainer.on_collapse=rollback`` a run whose policy has collapsed returns to an earlier
+    checkpoint. Callbacks are then called again for repeated steps.
 
     Raises:
-        ValueError: unusable inputs, a checkpoint of another run, a preflight that refuses, or memory that ran out.
-        RankLost: more often than ``trainer.max_restarts``, or twice in the same step.
+        ValueError: inputs are not usable, a checkpoint belongs to another run, the preflight refuses the run, or memory
+            ran out.
+        RankLost: ranks were lost more often than ``trainer.max_restarts``, or twice in the same step.
     """
     screen, callbacks, earlier = Screen(), callbacks or Callbacks(), list[_Lost]()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
     while not isinstance(ended := _attempt(loaded, callbacks, screen), TrainingResult):
-        if isinstance(ended, _GoesBack):
+        if isinstance(ended, _Rollback):
             loaded = loaded.with_values({"trainer.resume_mode": "auto"}, "rollback")
-            screen.print(f"after step {ended.collapsed} the run goes back to {ended.to}", style="bold yellow")
+            screen.print(f"after step {ended.collapsed} the run goes back to {ended.target}", style="bold yellow")
             continue
-        most = loaded.config.trainer.max_restarts
-        if ended.instead and most:  # each is half of the one before, down to a single row
-            loaded, start = _resuming(loaded, ended)
+        max_restarts = loaded.config.trainer.max_restarts
+        if ended.instead and max_restarts:  # these do not count, because the value is halved until it is 1
+            loaded, start = _resume_config(loaded, ended)
             key, value = ended.instead
             loaded = loaded.with_values({key: value}, "what fits into memory")
             screen.print(
-                f"{ended.why}\nThat was {ended.place}. The run goes on {start} with {key}={value} and the same result; "
-                "write that to make it permanent",
+                f"{ended.reason}\nThat was {ended.when}. The run continues {start} with {key}={value} and the same "
+                "result; set that to make it permanent",
                 style="bold yellow",
                 soft_wrap=True,
             )
             continue
-        if again := [lost for lost in earlier if lost.step == ended.step]:
+        if previous := [lost for lost in earlier if lost.step == ended.step]:
             raise RankLost(
-                f"{ended.why}\nThat was {ended.place}, and so it was before ({again[0].why.splitlines()[0]}): the run "
-                "is not started again. The same command tries it once more"
+                f"{ended.reason}\nThat was {ended.when}, for the second time ({previous[0].reason.splitlines()[0]}): "
+                "the run is not restarted. The same command tries it once more"
             )
-        if len(earlier) == most:
-            raise RankLost(f"{ended.why}\nThat was {ended.place}; trainer.max_restarts={most} restarts are used up")
+        if len(earlier) == max_restarts:
+            raise RankLost(
+                f"{ended.reason}\nThat was {ended.when}; trainer.max_restarts={max_restarts} restarts are used up"
+            )
         earlier.append(ended)
-        loaded, start = _resuming(loaded, ended)
+        loaded, start = _resume_config(loaded, ended)
+        restart = f"Restart {len(earlier)} of {max_restarts} (trainer.max_restarts)"
         screen.print(
-            f"{ended.why}\nThat was {ended.place}. Restart {len(earlier)} of {most} (trainer.max_restarts), {start}",
+            f"{ended.reason}\nThat was {ended.when}. {restart}, {start}",
             style="bold yellow",
             soft_wrap=True,
         )
     return ended
 
 
-def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _GoesBack:
-    """Train with one set of processes, all of which have ended afterwards."""
+def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _Rollback:
+    """Train with one set of processes, which have all ended when this returns."""
     try:
         with Activity(screen) as activity:
             run = build(loaded, activity.begin)
@@ -105,7 +109,7 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
         if run.resumed_from:
             _show_resumed(screen, run.resumed_from, run.loaded, trainer.step_number, trainer.schedule.total_steps)
         elif loaded.config.trainer.preflight:
-            _check_first(run, screen)
+            _run_preflight(run, screen)
         with graceful_interrupt() as interrupted:
             if loaded.config.trainer.val_only:
                 metrics = trainer.evaluate()
@@ -123,7 +127,7 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
         assert trainer.alarms.collapsed_since is not None
         roll_back(trainer.persistence.store, trainer.goes_back_to, trainer.alarms.collapsed_since)
         if not interrupted():
-            return _GoesBack(trainer.step_number, trainer.goes_back_to)
+            return _Rollback(trainer.step_number, trainer.goes_back_to)
     return read_result(
         run.directory,
         step=trainer.step_number,
@@ -132,12 +136,9 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
     )
 
 
-def _resuming(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
-    """The configuration of the next attempt, and where it begins.
-
-    Until an attempt has been built, the checkpoints in the folder may be those of an earlier run; from then on they all
-    lead to this one.
-    """
+def _resume_config(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
+    """Return the configuration of the next attempt, and a text that says where it starts."""
+    # Until an attempt has been built, the checkpoints in the folder may belong to an earlier run.
     trainer = loaded.config.trainer
     saved = CheckpointStore(Path(trainer.default_local_dir)).last_saved()
     if lost.step is None or saved is None or trainer.val_only:
@@ -145,18 +146,18 @@ def _resuming(loaded: LoadedConfig, lost: _Lost) -> tuple[LoadedConfig, str]:
     return loaded.with_values({"trainer.resume_mode": "auto"}, "restart"), f"from {saved}"
 
 
-def _check_first(run: Run, screen: Screen) -> None:
-    """Sample before the first step, and refuse what cannot be meant."""
+def _run_preflight(run: Run, screen: Screen) -> None:
+    """Sample before the first step, and refuse a run that cannot be intended."""
     with Activity(screen) as activity:
         activity.begin("preflight: sampling")
         checked = run.preflight()
     checked.show(screen)
     if checked.refused:
-        raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it all the same.")
+        raise ValueError("preflight refuses the run; see above. trainer.preflight=False starts it anyway.")
 
 
 def _show_resumed(screen: Screen, checkpoint: Path, loaded: LoadedConfig, step: int, total_steps: int) -> None:
-    """Say where a run resumes, and which of its settings are not those of the checkpoint."""
+    """Print where a run resumes, and which settings differ from those of the checkpoint."""
     screen.print(f"resuming from {checkpoint}, step {step} of {total_steps}", soft_wrap=True)
     for change in changes_since(checkpoint / "run.yaml", loaded):
         screen.print(f"changed since that checkpoint: {change}", soft_wrap=True)

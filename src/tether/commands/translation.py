@@ -1,4 +1,4 @@
-"""Where a translated configuration goes."""
+"""Output of a translated configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tether.config import ConfigError, Problem
 
 
 def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None, source: Path) -> None:
-    """Write the translated YAML to a file, or print it; the listing goes to stderr.
+    """Write the translated YAML to a file, or print it; the listing of keys is printed to stderr.
 
     Raises:
-        ConfigError: there is no translation; one of its problems then says that `out` is not written.
-        ValueError: the file cannot be written, is the source of the translation, or holds something else already.
+        ConfigError: the translation failed; with `out`, an additional problem says that it was not written.
+        ValueError: the file cannot be written, is the source of the translation, or exists with other content.
     """
     if out is not None and out.exists() and out.samefile(source):
-        raise ValueError(f"--out {out}: is the file that is translated. give another one")
+        raise ValueError(f"--out {out}: is the file that is translated. Give another one")
     try:
         yaml, listing = translate()
     except ConfigError as error:
@@ -28,12 +28,12 @@ def write_translation(translate: Callable[[], tuple[str, str]], out: Path | None
         typer.echo(yaml)
     else:
         if out.is_file() and out.read_bytes() != yaml.encode():
-            raise ValueError(f"--out {out}: is there already, with other content. Name a new file, or delete this one")
+            raise ValueError(f"--out {out}: exists already with other content. Name a new file, or delete this one")
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(yaml, encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--out {out}: cannot be written ({error.strerror}). give a file") from None
+            raise ValueError(f"--out {out}: cannot be written ({error.strerror}). Give another file") from None
         typer.echo(f"written to {out}", err=True)
     if listing:
         typer.echo(listing, err=True)

@@ -1,8 +1,9 @@
-"""Rewards: rules, user functions, and the processes that run them. Imports no torch.
+"""Rewards: rules, user functions, and the processes that run them. This package does not import torch.
 
-A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts errors and stops a run above a
-set rate. `rules` has the built-in functions, `sandbox` runs the programs of responses, `judge` has models that are
-asked for a score, `service` has what calls them all, `audit` tries a reward on replies whose worth is known.
+A reward is a score, an abstention or an error (`RewardOutcome`); `RewardReport` counts the errors, and a run stops
+above a configured rate. `rules` has the built-in functions, `sandbox` runs programs in responses, `judge` queries
+language models for scores, `service` calls rewards for all responses, and `audit` tests a reward on replies of known
+quality.
 """
 
 from tether.rewards.outcome import (

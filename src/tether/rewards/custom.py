@@ -1,4 +1,4 @@
-"""A user's own reward function, loaded from a Python file and checked before anything expensive starts."""
+"""A user's reward function: loaded from a Python file and checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tether.spelling import did_you_mean
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LISTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Arguments of a function that scores all responses at once, one item a response."""
+"""Arguments of a function that scores all responses at once: lists with one item per response."""
 _KEY = "custom_reward_function"
 
 
 @dataclass(frozen=True)
 class CustomReward:
-    """Where a user's function is: `custom_reward_function.{path,name,reward_kwargs}`, or a part of a reward."""
+    """Location of a user's function: `custom_reward_function.{path,name,reward_kwargs}`, or a part of the reward."""
 
     path: str
     name: str = "compute_score"
@@ -30,7 +30,7 @@ class CustomReward:
     key: str = _KEY
     """Section of the configuration that names it, for messages."""
     arguments: tuple[str, ...] = ARGUMENTS
-    """By which it is called: those of one response, or `LISTS`."""
+    """Names of its arguments: those for one response, or `LISTS`."""
 
 
 def load_reward_function(
@@ -40,44 +40,44 @@ def load_reward_function(
     key: str = _KEY,
     arguments: Sequence[str] = ARGUMENTS,
 ) -> RewardFunction:
-    """Import the file and take the function out of it, with `reward_kwargs` bound; or take the object of this process.
+    """Load the function from a file or from the objects of this process, with `reward_kwargs` bound.
 
     Args:
-        path: of the file.
-        name: of the function.
-        reward_kwargs: more arguments of it.
+        path: path of the file.
+        name: name of the function.
+        reward_kwargs: additional arguments of the function.
         key: section of the configuration that names it, for messages.
-        arguments: by which it will be called.
+        arguments: names of the arguments of each call.
 
     Raises:
-        ValueError: no such file, the file cannot be imported, no such function in it, it is not callable, or it does
-            not take the arguments it will be called with.
+        ValueError: the file is missing or cannot be imported, or the function is missing, is not callable, or does not
+            accept the arguments.
     """
     if is_object(path):
-        found = held(str(path))
-        if not callable(found):
-            raise ValueError(f"reward={found!r:.80}: is no function; it is called as {_called(arguments)}")
-        name = getattr(found, "__name__", type(found).__name__)
-        check_call(inspect.signature(found), Path("reward"), name, reward_kwargs, arguments=arguments)
-        return functools.partial(found, **reward_kwargs)
+        function = held(str(path))
+        if not callable(function):
+            raise ValueError(f"reward={function!r:.80}: is not a function; it is called as {_call_syntax(arguments)}")
+        name = getattr(function, "__name__", type(function).__name__)
+        check_call(inspect.signature(function), Path("reward"), name, reward_kwargs, arguments=arguments)
+        return functools.partial(function, **reward_kwargs)
     module = import_python_file(path, f"{key}.path")
-    found = vars(module).get(name)
-    if found is None:
+    function = vars(module).get(name)
+    if function is None:
         raise ValueError(_missing(module, Path(path), name, key))
-    if not callable(found):
-        raise ValueError(f"{key}.name={name}: {path} defines it as {type(found).__name__}, not as a function")
-    check_call(inspect.signature(found), Path(path), name, reward_kwargs, key, arguments)
-    return functools.partial(found, **reward_kwargs)
+    if not callable(function):
+        raise ValueError(f"{key}.name={name}: {path} defines it as {type(function).__name__}, not as a function")
+    check_call(inspect.signature(function), Path(path), name, reward_kwargs, key, arguments)
+    return functools.partial(function, **reward_kwargs)
 
 
-def _called(arguments: Sequence[str]) -> str:
+def _call_syntax(arguments: Sequence[str]) -> str:
     return f"({', '.join(arguments)}, **reward_kwargs)"
 
 
 def _missing(module: ModuleType, path: Path, name: str, key: str) -> str:
-    there = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-    hint = did_you_mean(name, there)
-    return f"{key}.name={name}: {path} has no such function.{hint} It has: {', '.join(there) or 'no function at all'}"
+    names = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
+    hint = did_you_mean(name, names)
+    return f"{key}.name={name}: {path} has no such function.{hint} It has: {', '.join(names) or 'no function at all'}"
 
 
 def check_call(
@@ -88,19 +88,19 @@ def check_call(
     key: str = _KEY,
     arguments: Sequence[str] = ARGUMENTS,
 ) -> None:
-    """Refuse a function of this name and signature that does not take what rewards are called with.
+    """Check that a function accepts the arguments of reward functions.
 
     Raises:
-        ValueError: it takes other arguments; or an argument of the user's has the name of one that each row gives.
+        ValueError: the function has other parameters, or a name in `reward_kwargs` is one of `arguments`.
     """
     if clash := sorted(set(reward_kwargs) & set(arguments)):
-        raise ValueError(f"{key}.reward_kwargs: {', '.join(clash)} is given by the row; choose another name")
+        raise ValueError(f"{key}.reward_kwargs: {', '.join(clash)} comes from the row; choose another name")
     try:
         signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
-        given = f" with reward_kwargs {sorted(reward_kwargs)}" if reward_kwargs else ""
-        given += " by reward_model.reward_manager=batch" if tuple(arguments) == LISTS else ""
+        context = f" with reward_kwargs {sorted(reward_kwargs)}" if reward_kwargs else ""
+        context += " by reward_model.reward_manager=batch" if tuple(arguments) == LISTS else ""
         raise ValueError(
             f"{key}.name={name}: {path} defines {name}{signature}, which is called by keyword as "
-            f"{name}{_called(arguments)}{given}: {error}"
+            f"{name}{_call_syntax(arguments)}{context}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Generative judges: a prompt template that shows a language model a response, and a parser of what it answers."""
+"""Generative judges: a prompt template that shows a response to a language model, and a parser of the answer."""
 
 from __future__ import annotations
 
@@ -12,64 +12,66 @@ from tether.rewards.service.endpoint import Endpoint, EndpointError
 from tether.spelling import did_you_mean
 
 FIELDS = ("prompt", "response", "ground_truth", "data_source")
-"""Names that a template may have in braces."""
+"""Names that a template may contain in braces."""
 _BETWEEN = r"[-+/^*x×:±–—／∕⁄|→>]{1,9}|(?:points? )?[(\[]?(?:out of|of|to|or|and|in)\b"
 _ANOTHER = r"[-+−]?\.?\d\S*|(?:five|ten|(?:a |one )?hundred)\b"
 NUMBER = (
     r"Score:\s*([-+−]?\.?\d"
-    r"""(?:[^\s<]*[^\s<.,;:!?)\]}*"'`_])?"""  # what touches it, without the marks that end a sentence or emphasis
+    r"""(?:[^\s<]*[^\s<.,;:!?)\]}*"'`_])?"""  # adjacent characters, without the ends of a sentence or of emphasis
     r"""(?:[*_"'`]*[^\S\n]{0,9}(?:[%％‰]|(?<=\s)(?:per ?cent\b|"""
     rf"""(?:(?:{_BETWEEN})[^\S\n]{{0,9}})?(?:{_ANOTHER}))))?)"""
 )
-"""The parser by default. It takes all that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7."""
-_SHOWN = 200  # characters at the end of an answer that says nothing
+"""The default parser. It matches everything that may belong to a number: 1,000 and 7 out of 10 are errors, not 1 and 7.
+"""
+_SHOWN = 200  # characters at the end of an answer without a score
 _PARSER_SHOWN = 60
 Messages: TypeAlias = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Judge:
-    """How a model is asked, and how its answer is read."""
+    """The prompt of a judge and the parser of its answer."""
 
     prompt: str
-    """With `FIELDS` in braces; other braces are text."""
+    """Template with `FIELDS` in braces; other braces are text."""
     system: str | None = None
-    """A system message before it."""
+    """Template of a system message before the prompt."""
     parser: str = NUMBER
     """Regular expression with one group; its last match in an answer counts."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """Word -> score, where the group is a word; upper and lower case are one. Empty: it is a number."""
+    """Word -> score if the group matches words, ignoring case. Empty: the group matches a number."""
     range: tuple[float, float] | None = None
-    """Least and greatest number; what is beyond is an error."""
+    """Smallest and largest valid number; others are errors."""
 
     def check(self, key: str) -> None:
-        """Refuse a template or a parser that cannot work.
+        """Check the template and the parser.
+
+        Args:
+            key: section of the configuration, for messages.
 
         Raises:
-            ValueError: begins with `key`, the section of the configuration.
+            ValueError: the template or the parser cannot work.
         """
-        named = re.findall(r"\{(\w+)\}", f"{self.prompt} {self.system or ''}")
-        for name in named:
+        names = re.findall(r"\{(\w+)\}", f"{self.prompt} {self.system or ''}")
+        for name in names:
             if name not in FIELDS and not name.isdigit():
                 hint = did_you_mean(name, FIELDS) or f" There are {', '.join(FIELDS)}"
-                raise ValueError(f"{key}.prompt: {{{name}}} is nothing that it could show.{hint}")
-        if "response" not in named:
+                raise ValueError(f"{key}.prompt: {{{name}}} is not a field.{hint}")
+        if "response" not in names:
             raise ValueError(f"{key}.prompt: it does not show the response; write {{response}} where it belongs")
         try:
             groups = re.compile(self.parser).groups
         except re.error as error:
-            raise ValueError(f"{key}.parser: {self.parser} is no regular expression ({error})") from error
+            raise ValueError(f"{key}.parser: {self.parser} is not a regular expression ({error})") from error
         if groups != 1:
             raise ValueError(
-                f"{key}.parser: {self.parser} has {groups} groups; one gives the score, (?:...) the others"
+                f"{key}.parser: {self.parser} has {groups} groups; use one for the score, and (?:...) for others"
             )
         if self.range and self.range[0] >= self.range[1]:
-            raise ValueError(
-                f"{key}.range: [{self.range[0]:g}, {self.range[1]:g}] holds nothing; give [least, greatest]"
-            )
+            raise ValueError(f"{key}.range: [{self.range[0]:g}, {self.range[1]:g}] is empty; give [smallest, largest]")
 
     def messages(self, request: RewardRequest) -> Messages | RewardError:
-        """The conversation that shows the judge a response; an error where its prompt has no text."""
+        """Return the conversation that shows a response to the judge, or an error if the prompt has no text."""
         if request.dialogue is None or not request.dialogue.messages:
             return RewardError("the prompt is token ids without messages, which a judge cannot read")
         values = {
@@ -79,58 +81,59 @@ class Judge:
             "data_source": request.data_source,
         }
 
-        def filled(template: str) -> str:  # in one pass: braces in a response are text
-            return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+        def fill(template: str) -> str:  # in one pass, because braces in a response are text
+            return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
-        before = [{"role": "system", "content": filled(self.system)}] if self.system else []
-        return [*before, {"role": "user", "content": filled(self.prompt)}]
+        before = [{"role": "system", "content": fill(self.system)}] if self.system else []
+        return [*before, {"role": "user", "content": fill(self.prompt)}]
 
     def read(self, answer: str) -> RewardOutcome:
-        """The score in an answer, behind its reasoning (``<think>``) if it has any, or the error that it has none."""
+        """Parse the score in an answer, after its reasoning (``<think>``) if there is any; an error if it has none."""
         answer = answer.rpartition("</think>")[2]
         if answer.lstrip().startswith("<think>"):
             return RewardError("the judge did not end its reasoning (<think>)")
-        found = re.findall(self.parser, answer)
-        if not found:
-            return RewardError(f"the judge's answer has {self._nothing}; it ends in {end_of(answer)!r}")
-        text = found[-1].strip()
+        matches = re.findall(self.parser, answer)
+        if not matches:
+            return RewardError(f"the judge's answer has {self._no_match}; it ends in {end_of(answer)!r}")
+        text = matches[-1].strip()
         if self.scores:
-            known = {word.casefold(): score for word, score in self.scores.items()}
-            if text.casefold() not in known:
-                return RewardError(f"the judge said {text[:_SHOWN]!r}, which is none of {', '.join(self.scores)}")
-            return outcome_of(known[text.casefold()])
+            scores = {word.casefold(): score for word, score in self.scores.items()}
+            if text.casefold() not in scores:
+                return RewardError(f"the judge answered {text[:_SHOWN]!r}, which is none of {', '.join(self.scores)}")
+            return outcome_of(scores[text.casefold()])
         try:
-            score = float(text.replace("_", "?"))  # Python reads 1_000
+            score = float(text.replace("_", "?"))  # float() accepts 1_000
         except ValueError:
-            return RewardError(f"the judge said {text[:_SHOWN]!r}, which is no number")
+            return RewardError(f"the judge answered {text[:_SHOWN]!r}, which is not a number")
         if self.range and not self.range[0] <= score <= self.range[1]:
-            return RewardError(f"the judge said {score:g}, which is beyond [{self.range[0]:g}, {self.range[1]:g}]")
+            interval = f"[{self.range[0]:g}, {self.range[1]:g}]"
+            return RewardError(f"the judge answered {score:g}, which is outside {interval}")
         return outcome_of(score)
 
     @property
-    def _nothing(self) -> str:
-        """The missing part of an answer without a score, for messages."""
+    def _no_match(self) -> str:
+        """Describe what an answer without a score lacks, for messages."""
         if self.parser == NUMBER:
             return "no `Score: NUMBER`"
         shown = self.parser if len(self.parser) <= _PARSER_SHOWN else f"{self.parser[:_PARSER_SHOWN]}..."
-        return f"nothing that its parser {shown} matches"
+        return f"no match of its parser {shown}"
 
 
 @dataclass(frozen=True)
 class RemoteJudge:
-    """Asks an endpoint that speaks OpenAI's chat completions about one response."""
+    """Queries a server with OpenAI's chat completions about one response."""
 
     judge: Judge
     endpoint: Endpoint
-    """Its ``.../chat/completions``."""
+    """The server's ``.../chat/completions``."""
     options: Mapping[str, Any]
-    """Of the body beside the messages: model, temperature, max_tokens, ..."""
+    """Fields of the request besides the messages: model, temperature, max_tokens, ..."""
 
     def __call__(self, request: RewardRequest) -> RewardOutcome:
         """Score a response.
 
         Raises:
-            EndpointError: no answer, or one that is not in OpenAI's layout or not whole.
+            EndpointError: there is no answer, or it is not in OpenAI's layout.
         """
         messages = self.judge.messages(request)
         if isinstance(messages, RewardError):
@@ -139,59 +142,59 @@ class RemoteJudge:
         match answer:
             case {"choices": [{"message": {"content": str(text), **message}, **choice}, *_], **body}:
                 if failed := next(filter(None, map(_failure, (body, choice, message))), None):
-                    return RewardError(f"the judge gave no answer but {failed[:_SHOWN]}")
+                    return RewardError(f"the judge returned no answer but {failed[:_SHOWN]}")
                 reason = choice.get("finish_reason")
-                if reason not in (None, "stop"):  # half an answer may end in half a number
-                    how = f"did not end its answer by itself (finish_reason is {reason})"
+                if reason not in (None, "stop"):  # a truncated answer may end in a truncated number
+                    how = f"did not complete its answer (finish_reason is {reason})"
                     return RewardError(f"the judge {how}; it ends in {end_of(text)!r}")
                 return self.judge.read(text)
-        raise EndpointError(f"the server at {self.endpoint.url} gave no chat completion: {str(answer)[:300]}")
+        raise EndpointError(f"the server at {self.endpoint.url} returned no chat completion: {str(answer)[:300]}")
 
 
 def end_of(answer: str) -> str:
-    """The last words of a judge's answer, for messages."""
+    """Return the last words of a judge's answer, for messages."""
     return " ".join(answer.split())[-_SHOWN:]
 
 
-def _failure(part: Mapping[Any, Any]) -> str | None:
-    """The reason why a part of a chat completion makes it invalid, whatever its text; None: it does not."""
+def _failure(section: Mapping[Any, Any]) -> str | None:
+    """Return why a section of a chat completion makes it invalid, whatever its text; None if it does not."""
     for key in ("error", "refusal", "tool_calls", "function_call"):
-        if part.get(key):
-            return f"{key}: {part[key]}"
+        if section.get(key):
+            return f"{key}: {section[key]}"
     for key in ("object", "status"):
-        if part.get(key) == "error":
+        if section.get(key) == "error":
             return f"{key}: error"
-    role = part.get("role")
+    role = section.get("role")
     return None if role in (None, "assistant") else f"a message of the role {role}"
 
 
 AnswerAll: TypeAlias = Callable[[Sequence[Messages]], Sequence[str | RewardError]]
-"""Conversations -> the answer to each, or why there is none."""
+"""Conversations -> the answer to each, or an error."""
 
 
 @dataclass(frozen=True)
 class BatchJudge:
-    """Asks a model of this process about all responses of a step."""
+    """Queries a model in this process about all responses of a step."""
 
     judge: Judge
     answer_all: AnswerAll
     as_text: Callable[[str], str] = str
-    """Marks what is no more than text in a response, so that `answer_all` reads it as that."""
+    """Marks a response as plain text, so that `answer_all` does not read special tokens in it."""
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Outcome of each request, in order."""
+        """Return the outcome of each request, in order."""
         marked = (replace(request, solution_str=self.as_text(request.solution_str)) for request in requests)
-        shown = [self.judge.messages(request) for request in marked]
-        asked = [messages for messages in shown if not isinstance(messages, RewardError)]
-        answers = iter(self.answer_all(asked) if asked else [])
-        return [messages if isinstance(messages, RewardError) else self._read(next(answers)) for messages in shown]
+        prompts = [self.judge.messages(request) for request in marked]
+        conversations = [messages for messages in prompts if not isinstance(messages, RewardError)]
+        answers = iter(self.answer_all(conversations) if conversations else [])
+        return [messages if isinstance(messages, RewardError) else self._read(next(answers)) for messages in prompts]
 
     def _read(self, answer: str | RewardError) -> RewardOutcome:
         return answer if isinstance(answer, RewardError) else self.judge.read(answer)
 
 
 def _text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A prompt as text: the content of a single message, else each after the name of its role."""
+    """Convert a prompt to text: the content of a single message; several are preceded by their roles."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

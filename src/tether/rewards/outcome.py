@@ -1,4 +1,4 @@
-"""The outcome of a reward: a score, an abstention or an error, and never a number that stands for a failure."""
+"""The outcome of a reward: a score, an abstention or an error. A failure is never represented by a number."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tether.types import ExtraInfo, Message
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MAX_ANSWER = 1 << 24
-"""Bytes of the longest answer that a reward process gives."""
-_INTEGER_BITS = 1024  # more than any float has; the text of far longer ones takes long to write
+"""Maximum length of an answer of a reward process, in bytes."""
+_INTEGER_BITS = 1024  # more than any float has; converting far longer integers to text is slow
 _MAX_DEPTH = 64
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -29,10 +29,10 @@ class Dialogue:
     """Inputs of a reward model besides the text of a response."""
 
     messages: Sequence[Message]
-    """Before the response."""
+    """Messages before the response."""
     prompt_ids: Iterable[int]
     response_ids: Iterable[int] | None = None
-    """As the policy sampled them; None: it did not."""
+    """Token ids as the policy sampled them; None: the response was not sampled."""
 
 
 @dataclass(frozen=True)
@@ -45,40 +45,40 @@ class RewardRequest:
     ground_truth: object
     extra_info: ExtraInfo = field(default_factory=dict)
     dialogue: Dialogue | None = field(default=None, compare=False, repr=False)
-    """For reward models; functions do not see it."""
+    """Conversation for reward models; functions do not receive it."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """The function gave a finite number."""
+    """A finite number from the reward."""
 
     value: float
     extra: ExtraInfo = field(default_factory=dict)
-    """The other keys of a dict result, as plain Python values."""
+    """Other keys of a dict result, as plain Python values."""
 
 
 @dataclass(frozen=True)
 class Abstention:
-    """The function returned None: it has no verdict on this response."""
+    """The reward returned None: it does not score this response."""
 
 
 @dataclass(frozen=True)
 class RewardError:
-    """There is no score, and why."""
+    """The reason why there is no score."""
 
     message: str
     traceback: str = ""
-    """The end of the traceback, where there is one."""
+    """End of the traceback, if there is one."""
 
 
 RewardOutcome: TypeAlias = Score | Abstention | RewardError
 
 
 def outcome_of(value: object) -> RewardOutcome:
-    """Read what a reward function returned.
+    """Convert the result of a reward function to an outcome.
 
-    A number (int, float, bool, a zero-dimensional array or tensor) is a score, a dict is its "score" and extra keys,
-    None is an abstention. Everything else is an error that shows the value.
+    A number (int, float, bool, a zero-dimensional array or tensor) is a score, a dict has the "score" and extra keys,
+    and None is an abstention. Everything else is an error that shows the value.
     """
     if isinstance(value, dict):
         if "score" not in value:
@@ -94,19 +94,17 @@ def outcome_of(value: object) -> RewardOutcome:
         shown = f"{type(value).__name__} {_SHORT.repr(value)}"
         return RewardError(f'the reward function returned {shown}; return a number, a dict with "score", or None')
     if not is_float32(number):
-        return RewardError(
-            f"the reward function returned {plain(number)}, which is no score: a score is finite and fits into float32"
-        )
+        return RewardError(f"the reward function returned {plain(number)}; a score must be finite and fit into float32")
     return Score(float(number), extra)
 
 
 def is_float32(number: Any) -> bool:
-    """Whether a number is finite in float32, in which scores and components of rewards are computed."""
+    """Return whether a number is finite in float32, the precision of scores."""
     return bool(-_FLOAT32_MAX <= number <= _FLOAT32_MAX)
 
 
 def plain(value: object, depth: int = 0) -> Any:
-    """`value` as exact Python numbers, strings, lists and dicts, which JSON can hold; other objects as text."""
+    """Convert `value` to Python numbers, strings, lists and dicts for JSON; other objects become text."""
     value = _unwrapped(value)
     if value is None or isinstance(value, bool):
         return value
@@ -125,7 +123,7 @@ def plain(value: object, depth: int = 0) -> Any:
 
 
 def dump_answer(outcome: RewardOutcome, seconds: float) -> bytes:
-    """An outcome and the seconds of its call as JSON; an error in its place where it is too long."""
+    """Serialize an outcome and the seconds of its call to JSON; an outcome that is too long becomes an error."""
     match outcome:
         case Score(value, extra):
             fields: list[object] = ["score", value, extra]
@@ -135,16 +133,16 @@ def dump_answer(outcome: RewardOutcome, seconds: float) -> bytes:
             fields = ["abstention", "", ""]
     answer = json.dumps([*fields, seconds]).encode()
     if len(answer) > MAX_ANSWER:
-        size = f"{len(answer) / 2**20:.0f} MiB, and at most {MAX_ANSWER / 2**20:.0f} MiB are taken"
+        size = f"{len(answer) / 2**20:.0f} MiB; the limit is {MAX_ANSWER / 2**20:.0f} MiB"
         return dump_answer(RewardError(f"the reward function returned {size}"), seconds)
     return answer
 
 
 def load_answer(answer: bytes) -> tuple[RewardOutcome, float]:
-    """Read `dump_answer`.
+    """Parse the result of `dump_answer`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `answer` is something else.
     """
     try:
         fields = json.loads(answer)
@@ -161,10 +159,10 @@ def load_answer(answer: bytes) -> tuple[RewardOutcome, float]:
 
 
 def _text(value: object) -> str:
-    """Exactly a str, also of a subclass such as a StrEnum."""
+    """Convert a value to exactly str, also from a subclass such as StrEnum."""
     return str.__str__(value) if isinstance(value, str) else str.__str__(str(value))
 
 
 def _unwrapped(value: Any) -> Any:
-    """The Python number in a NumPy scalar or a zero-dimensional array or tensor (no need to import either library)."""
+    """Return the Python number in a NumPy scalar or a zero-dimensional array or tensor, without importing them."""
     return value.item() if getattr(value, "shape", None) == () else value

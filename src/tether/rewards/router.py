@@ -1,4 +1,4 @@
-"""Which rule scores which `data_source`."""
+"""Selection of the rule that scores a `data_source`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from tether.rewards.rules.extract import required
 from tether.rewards.rules.search import answers_of
-from tether.rewards.sandbox.cases import parse_tests, refuse_filled
+from tether.rewards.sandbox.cases import parse_tests, refuse_converted
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.runtime.install import pip_install
 from tether.spelling import ask, closest
 from tether.types import ExtraInfo
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; see `outcome_of` for the result."""
+"""``fn(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``; `outcome_of` converts the result."""
 
 _MATH = "tether.rewards.rules.math:boxed"
 _DAPO = "tether.rewards.rules.math:dapo"
@@ -51,17 +51,17 @@ REWARDS_BY_PREFIX: dict[str, str] = {
 
 
 def import_path(data_source: str) -> str | None:
-    """``module:function`` of the rule for `data_source`, or None if there is none."""
+    """Return ``module:function`` of the rule for `data_source`, or None if there is none."""
     by_prefix = (path for prefix, path in REWARDS_BY_PREFIX.items() if data_source.startswith(prefix))
     return REWARDS.get(data_source) or next(by_prefix, None)
 
 
 def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None:
-    """Refuse data that no rule can score, before anything is loaded. Not for runs with a function of their own.
+    """Check that rules can score all data, before anything is loaded. Runs with a user's function do not need this.
 
     Raises:
-        ValueError: sources without a rule (all of them named, with the nearest known names), a rule whose optional
-            dependency is not installed, or programs that cannot be run as `programs` says.
+        ValueError: sources have no rule (the message names all and suggests similar names), an optional dependency of
+            a rule is not installed, or programs cannot run with these options.
     """
     sources = sorted(set(data_sources))
     unknown = [source for source in sources if import_path(source) is None]
@@ -74,39 +74,39 @@ def check_sources(data_sources: Iterable[str], programs: ProgramOptions) -> None
 
 
 def check_source(data_source: str) -> None:
-    """Refuse a row that no rule scores.
+    """Check that a rule scores a row.
 
     Raises:
-        ValueError: with the nearest known names.
+        ValueError: there is no rule; the message suggests similar names.
     """
     if import_path(data_source) is None:
         raise ValueError(_no_rule([data_source]))
 
 
 def has_tests(data_source: str) -> bool:
-    """Whether the ground truth of a row is tests for a program, which are no answer."""
+    """Return whether the ground truth of a row consists of tests for a program, and is not an answer."""
     return import_path(data_source) == _PROGRAM
 
 
 def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *, from_columns: bool = False) -> None:
-    """Refuse a row that its rule, if there is one, can give no score.
+    """Check that the rule for a row, if there is one, can score it.
 
-    An empty answer, as two rows of MATH have it, is an error of its row when it is scored.
+    An empty answer is accepted here, because two rows of MATH have one; it is an error when the row is scored.
 
     Args:
-        data_source: of the row.
-        ground_truth: of the row.
-        extra_info: of the row.
-        from_columns: the row may come from columns, which change values to those of one type (`refuse_filled`).
+        data_source: data source of the row.
+        ground_truth: ground truth of the row.
+        extra_info: extra information of the row.
+        from_columns: whether the row may come from columns, which convert values to one type (`refuse_converted`).
 
     Raises:
-        ValueError: what is wrong with its answer or its tests.
+        ValueError: the answer or the tests of the row are invalid.
     """
     path = import_path(data_source)
     if path == _PROGRAM:
         tests = parse_tests(ground_truth)
         if from_columns:
-            refuse_filled(ground_truth, tests)
+            refuse_converted(ground_truth, tests)
     elif ground_truth in (None, ""):
         return
     elif path == _SEARCH:
@@ -114,8 +114,8 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
     elif path == _REASONING_GYM:
         if not isinstance(extra_info.get("reasoning_gym"), dict):
             raise ValueError(
-                f"{data_source} is scored by what a `reasoning_gym:TASK` in data.train_files puts into "
-                "extra_info.reasoning_gym, which the row does not have; name the task so, or give another data_source"
+                f"{data_source} is scored with extra_info.reasoning_gym, which the row does not have. A "
+                "`reasoning_gym:TASK` in data.train_files adds it; use that, or another data_source"
             )
     elif path is not None:
         required(ground_truth)
@@ -123,29 +123,29 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
 
 @lru_cache
 def find_reward(data_source: str, programs: ProgramOptions) -> RewardFunction:
-    """The rule for `data_source`, imported when first asked for.
+    """Return the rule for `data_source`, which is imported at the first call.
 
     Args:
-        data_source: of a row.
-        programs: how programs are run, where that is the rule.
+        data_source: data source of a row.
+        programs: options of programs, for rules that run them.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no rule.
     """
     path = import_path(data_source)
     if path is None:
         raise ValueError(_no_rule([data_source]))
     module, name = path.split(":")
-    found = getattr(importlib.import_module(module), name)
-    function: RewardFunction = found(programs) if path == _PROGRAM else found
+    rule = getattr(importlib.import_module(module), name)
+    function: RewardFunction = rule(programs) if path == _PROGRAM else rule
     return function
 
 
 def _no_rule(sources: list[str]) -> str:
-    known = [*REWARDS, *(f"{prefix}*" for prefix in REWARDS_BY_PREFIX)]
-    hint = ask(sorted({name for source in sources for name in closest(source, known)}))
+    names = [*REWARDS, *(f"{prefix}*" for prefix in REWARDS_BY_PREFIX)]
+    hint = ask(sorted({name for source in sources for name in closest(source, names)}))
     return (
-        f"no reward for data_source {', '.join(map(repr, sources))}.{hint} Known: {', '.join(known)}. "
+        f"no reward for data_source {', '.join(map(repr, sources))}.{hint} Known: {', '.join(names)}. "
         "For your own reward set custom_reward_function.path to a Python file and custom_reward_function.name to "
         "a function fn(data_source, solution_str, ground_truth, extra_info) in it."
     )

@@ -1,4 +1,4 @@
-"""Summary of a batch of rewards: scores, counts, the errors themselves, and numbers to log."""
+"""Summary of the rewards of a batch: scores, counts, examples of errors, and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_TEXT = 400  # characters at the end of a response
 
 @dataclass(frozen=True)
 class ErrorSample:
-    """A response without a score, and why."""
+    """A response without a score, and the error."""
 
     row: int
     request: RewardRequest
@@ -39,25 +39,25 @@ class RewardReport:
     """The rewards of one batch."""
 
     scores: list[float]
-    """One for each row; NaN where the reward abstained or failed."""
+    """Score of each row; NaN if the reward abstained or failed."""
     num_scored: int
     num_abstained: int
     num_failed: int
     error_samples: tuple[ErrorSample, ...]
-    """The first errors, to be shown."""
+    """The first errors, for messages."""
     metrics: dict[str, float]
     """`reward/error_rate`, `reward/abstain_rate`, `reward/call_s/p50` and `p99`, and those of `extra_metrics`."""
 
     @property
     def error_rate(self) -> float:
-        """Failed calls as a share of all."""
+        """Return the share of calls that failed."""
         return self.metrics["reward/error_rate"]
 
 
 def summarize(
     requests: Sequence[RewardRequest], outcomes: Sequence[RewardOutcome], durations: Sequence[float]
 ) -> RewardReport:
-    """Sum up one batch, at least one row long: what was asked, what came back, and the seconds that each call took."""
+    """Summarize the requests, outcomes and durations of a batch, which has at least one row."""
     rows = list(zip(requests, outcomes, strict=True))
     errors = [ErrorSample(row, request, o) for row, (request, o) in enumerate(rows) if isinstance(o, RewardError)]
     num_abstained = sum(isinstance(outcome, Abstention) for outcome in outcomes)
@@ -79,10 +79,10 @@ def summarize(
 
 
 def extra_metrics(outcomes: Iterable[RewardOutcome]) -> dict[str, float]:
-    """Return `reward/extra/<key>/mean` of each number that rewards returned beside the score.
+    """Return `reward/extra/<key>/mean` of each number that rewards returned in addition to the score.
 
-    It is over the rows that have the key; `reward/extra/<key>/missing_fraction` is the share of scored rows without it,
-    where there are any. True counts as 1, and what is no finite number is left out.
+    The mean is over the rows that have the key; `reward/extra/<key>/missing_fraction` is the share of scored rows
+    without it, if there are any. True counts as 1, and values other than finite numbers are ignored.
     """
     scored = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     values: dict[str, list[float]] = defaultdict(list)
@@ -99,7 +99,7 @@ def extra_metrics(outcomes: Iterable[RewardOutcome]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all values do not exceed (nearest rank)."""
+    """Return the smallest value that at least `percent` of all values do not exceed (nearest rank)."""
     rank = max(math.ceil(percent / 100 * len(values)), 1)
     return sorted(values)[rank - 1]
 
@@ -108,12 +108,12 @@ def check_error_rate(report: RewardReport, max_error_rate: float) -> None:
     """Stop a run whose reward fails too often.
 
     Raises:
-        RewardFailure: the share of failed calls is above `max_error_rate`; shows the first of them.
+        RewardFailure: the share of failed calls is above `max_error_rate`; the message shows the first of them.
     """
     if report.error_rate <= max_error_rate:
         return
     shown = "\n".join(str(sample) for sample in report.error_samples)
     raise RewardFailure(
-        f"{report.num_failed} of {len(report.scores)} rewards failed ({report.error_rate:.1%}; at most "
-        f"{max_error_rate:.1%} may). The first {len(report.error_samples)}:\n{shown}"
+        f"{report.num_failed} of {len(report.scores)} rewards failed ({report.error_rate:.1%}; the limit is "
+        f"{max_error_rate:.1%}). The first {len(report.error_samples)}:\n{shown}"
     )

@@ -1,7 +1,7 @@
-"""Tools and environments that a policy talks to between its turns: what they are, and the processes that they run in.
+"""Tools and environments that reply to the policy between its turns, and the processes that run them.
 
-It imports no torch: the processes start in a fraction of a second. `verifiers_environment` needs the library
-verifiers, `mcp_servers` the package mcp.
+This package does not import torch, so that the processes start in a fraction of a second. `verifiers_environment`
+requires the library verifiers, `mcp_servers` the package mcp.
 """
 
 from tether.tools.calls import FORMATS, Call, shortened
@@ -9,7 +9,7 @@ from tether.tools.pool import CallRequest, Reply, StepRequest, ToolPool
 from tether.tools.spec import (
     LIBRARY,
     EnvironmentSpec,
-    Talkers,
+    ResponderSpecs,
     ToolSpec,
     class_problem,
     environment_named,
@@ -24,8 +24,8 @@ __all__ = [
     "CallRequest",
     "EnvironmentSpec",
     "Reply",
+    "ResponderSpecs",
     "StepRequest",
-    "Talkers",
     "ToolPool",
     "ToolSpec",
     "class_problem",

@@ -1,4 +1,4 @@
-"""Calls of tools in the words of a model, and the length of what comes back."""
+"""Parsing of tool calls in a model's text, and truncation of the tools' answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CUT = "...(truncated)..."
 
 @dataclass(frozen=True)
 class Call:
-    """One call; `problem` says what is wrong with how it is written."""
+    """A tool call; `problem` describes an error of its syntax."""
 
     name: str = ""
     arguments: dict[str, object] = field(default_factory=dict)
@@ -21,48 +21,48 @@ class Call:
 
 
 def after_thought(text: str) -> str:
-    """What a turn says after its last thought, ``<think>...</think>``; nothing of one that does not end."""
+    """Return the text after the last ``<think>...</think>``; empty if the reasoning does not end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def hermes(text: str) -> list[Call]:
-    """Calls as Qwen and Hermes write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    """Parse calls of Qwen and Hermes models: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     return [_call(inner) for inner in _HERMES.findall(after_thought(text))]
 
 
 def llama3_json(text: str) -> list[Call]:
-    """One call as Llama 3 writes it: the whole turn is ``{"name": ..., "parameters": {...}}``."""
+    """Parse the call of a Llama 3 model, whose entire turn is ``{"name": ..., "parameters": {...}}``."""
     inner = after_thought(text).strip().removeprefix("<|python_tag|>").strip()
     return [_call(inner)] if inner.startswith("{") and inner.endswith("}") else []
 
 
 FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes, "llama3_json": llama3_json}
-"""`multi_turn.format` -> what it finds in a turn of the policy."""
+"""`multi_turn.format` -> parser of the calls in a turn of the policy."""
 
 
 def _call(inner: str) -> Call:
     try:
-        found = json.loads(inner)
+        call = json.loads(inner)
     except (ValueError, RecursionError) as error:
         return Call(problem=f"the call is not valid JSON ({error})")
-    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, Mapping) else None
+    arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, Mapping) else None
     if isinstance(arguments, str):  # some models write JSON inside JSON
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str) or not isinstance(arguments, dict):
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         return Call(problem='the call is not of the form {"name": "...", "arguments": {...}}')
-    return Call(found["name"], arguments)
+    return Call(call["name"], arguments)
 
 
 def shortened(text: str, limit: int, side: str) -> str:
-    """At most `limit` characters of a text and a mark where it was cut, as verl has it.
+    """Truncate a text to `limit` characters plus a mark at the cut, as verl does.
 
     Args:
-        text: of a tool.
-        limit: characters.
-        side: the part that is kept: `left`, `right`, or both ends (`middle`).
+        text: a tool's answer.
+        limit: maximum number of characters.
+        side: which end is kept: `left`, `right`, or both (`middle`).
     """
     if len(text) <= limit:
         return text

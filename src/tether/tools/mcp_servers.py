@@ -1,4 +1,4 @@
-"""Tools of servers that speak the Model Context Protocol (MCP), by the package `mcp`; each worker connects."""
+"""Tools of servers of the Model Context Protocol (MCP), through the package `mcp`; each worker connects to them."""
 
 from __future__ import annotations
 
@@ -19,59 +19,61 @@ from tether.tools.spec import McpSpec
 from tether.types import JsonObject
 
 CONNECT_SECONDS = 60.0
-"""In which a server must have told its tools."""
+"""Timeout for connecting to a server and listing its tools, in seconds."""
 
 
 class McpServer:
-    """One server, connected for as long as this process lives, by an event loop in a thread of its own.
+    """A server, connected until this process ends through an event loop in a separate thread.
 
     Args:
-        where: see `McpSpec.servers`.
+        settings: settings of the connection, a value of `McpSpec.servers`.
     """
 
-    def __init__(self, where: Mapping[str, Any]) -> None:
-        self._where, self._loop = where, asyncio.new_event_loop()
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings, self._loop = settings, asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._connect()
 
     def tools(self) -> dict[str, JsonObject]:
-        """By name: as OpenAI's functions have it.
+        """Return each tool by its name, in the layout of OpenAI's functions.
 
         Raises:
-            Exception: whatever the connection raises, or `TimeoutError`.
+            Exception: any error of the connection, or `TimeoutError`.
         """
         return {
             tool.name: {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-            for tool in self._listed()
+            for tool in self._list_tools()
         }
 
     def _connect(self) -> None:
         self._client: Future[Client] = Future()
-        self._staying = asyncio.run_coroutine_threadsafe(self._stay(self._client), self._loop)
+        self._connection = asyncio.run_coroutine_threadsafe(self._stay_connected(self._client), self._loop)
 
-    async def _stay(self, opened: Future[Client]) -> None:
-        """Hold the connection; one task opens it and would close it, as the package demands."""
+    async def _stay_connected(self, opened: Future[Client]) -> None:
+        # The package requires that one task both opens and closes a connection.
         try:
-            async with Client(_transport(self._where)) as client:
+            async with Client(_transport(self._settings)) as client:
                 opened.set_result(client)
                 await asyncio.Event().wait()
-        except Exception as error:  # noqa: BLE001 - of the package, or of a server that is another's
+        except Exception as error:  # noqa: BLE001 - the package or a foreign server may raise anything
             if not opened.done():
                 opened.set_exception(error)
 
-    def _listed(self) -> Sequence[Tool]:
-        asked = _all_tools(self._client.result(CONNECT_SECONDS))
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(CONNECT_SECONDS)
+    def _list_tools(self) -> Sequence[Tool]:
+        tools = _all_tools(self._client.result(CONNECT_SECONDS))
+        return asyncio.run_coroutine_threadsafe(tools, self._loop).result(CONNECT_SECONDS)
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """A tool's answer. A call in which the server is lost is not made again, but the next one finds it connected.
+        """Call a tool and return its answer.
+
+        A call that loses the connection is not repeated, but the server is connected again for the next one.
 
         Raises:
-            RuntimeError: the tool failed, with its words.
+            RuntimeError: the tool failed; the message is its answer.
         """
         try:
-            asked = self._client.result(CONNECT_SECONDS).call_tool(name, arguments)
-            result = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+            call = self._client.result(CONNECT_SECONDS).call_tool(name, arguments)
+            result = asyncio.run_coroutine_threadsafe(call, self._loop).result()
         except Exception:
             self._connect_if_lost()
             raise
@@ -82,54 +84,58 @@ class McpServer:
 
     def _connect_if_lost(self) -> None:
         try:
-            self._listed()
-        except Exception:  # noqa: BLE001 - whatever it is, it does not answer
-            self._staying.cancel()
+            self._list_tools()
+        except Exception:  # noqa: BLE001 - any error means that the server does not answer
+            self._connection.cancel()
             self._connect()
 
 
 async def _all_tools(client: Client) -> list[Tool]:
-    """The tools of all pages."""
-    found: list[Tool] = []
+    """List the tools of all pages."""
+    tools: list[Tool] = []
     cursor, seen = None, set[str | None]()
-    while cursor not in seen:  # a server that begins again has no more
+    while cursor not in seen:  # some servers return to the first page after the last one
         seen.add(cursor)
         page = await client.list_tools(cursor=cursor)
-        found += page.tools
+        tools += page.tools
         if (cursor := page.next_cursor) is None:
             break
-    return found
+    return tools
 
 
 def as_text(result: CallToolResult) -> str:
-    """All that a tool said: what is no text is named, and structured content is JSON where no text says the same."""
-    texts = [part.text for part in result.content if part.type == "text"]
-    parts = [_part(part) for part in result.content]
-    if result.structured_content is not None and not _says(texts, result.structured_content):
-        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return "\n".join(parts)
+    """Return a tool's result as text.
+
+    Content other than text is named, and structured content is added as JSON unless a text repeats it.
+    """
+    texts = [block.text for block in result.content if block.type == "text"]
+    blocks = [_block_text(block) for block in result.content]
+    if result.structured_content is not None and not _repeats(texts, result.structured_content):
+        blocks.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(blocks)
 
 
-def _part(part: ContentBlock) -> str:
-    if part.type == "text":
-        return part.text
-    if part.type == "resource":
-        about = f"resource {part.resource.uri}"
-        text = getattr(part.resource, "text", None)
-        kind = part.resource.mime_type or "bytes"
-        return f"[{about}]\n{text}" if text is not None else f"[{about}: {kind}, which cannot be shown as text]"
-    if part.type == "resource_link":
-        return f"[link to {part.title or part.name}: {part.uri}{f' ({part.description})' if part.description else ''}]"
-    return f"[{part.type}: {part.mime_type}, which cannot be shown as text]"
+def _block_text(block: ContentBlock) -> str:
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        resource = f"resource {block.resource.uri}"
+        text = getattr(block.resource, "text", None)
+        kind = block.resource.mime_type or "bytes"
+        return f"[{resource}]\n{text}" if text is not None else f"[{resource}: {kind}, which cannot be shown as text]"
+    if block.type == "resource_link":
+        description = f" ({block.description})" if block.description else ""
+        return f"[link to {block.title or block.name}: {block.uri}{description}]"
+    return f"[{block.type}: {block.mime_type}, which cannot be shown as text]"
 
 
-def _says(texts: Sequence[str], structured: object) -> bool:
-    """Whether texts say what is structured: as JSON, or as the result that servers wrap as ``{"result": ...}``."""
+def _repeats(texts: Sequence[str], structured: object) -> bool:
+    """Return whether texts repeat the structured content: as JSON, or the value that servers wrap in ``result``."""
     wrapped = isinstance(structured, dict) and structured.keys() == {"result"}
     result = structured["result"] if isinstance(structured, dict) and wrapped else structured
     values = [_value(text) for text in texts]
-    every: list[object] = [*texts, *values, list(texts), values]
-    return structured in every or result in every or (len(texts) == 1 and str(result) == texts[0])
+    candidates: list[object] = [*texts, *values, list(texts), values]
+    return structured in candidates or result in candidates or (len(texts) == 1 and str(result) == texts[0])
 
 
 def _value(text: str) -> object:
@@ -140,37 +146,38 @@ def _value(text: str) -> object:
 
 
 class McpTool:
-    """One tool of a server, with the method that tools have."""
+    """A tool of a server, with the interface of other tools."""
 
     def __init__(self, server: McpServer, name: str) -> None:
         self._server, self._name = server, name
 
     def call(self, /, **arguments: object) -> str:
-        """See `McpServer.call`."""
+        """Call the tool on its server, as `McpServer.call` does."""
         return self._server.call(self._name, arguments)
 
 
-Found = list[tuple[str, JsonObject]]
-"""Names of servers, each with the schema of one of its tools."""
+ServerTools = list[tuple[str, JsonObject]]
+"""The name of a server with the schema of one of its tools, for each tool."""
 
 
-def connected(spec: McpSpec, known: Found | None) -> list[tuple[str, JsonObject, McpTool]]:
-    """The tools of an entry, each with the name of its server and its schema.
+def connect(spec: McpSpec, server_tools: ServerTools | None) -> list[tuple[str, JsonObject, McpTool]]:
+    """Connect to the servers of an entry; return the name of the server, the schema and the object of each tool.
 
     Args:
         spec: the entry.
-        known: what this found in another process. No server is waited for then: until one answers, its calls fail.
+        server_tools: the tools that another process listed. With them this does not wait for the servers: calls of a
+            tool fail until its server answers.
 
     Raises:
-        ValueError: a server that cannot be reached, or has not the tools that are selected; two that have one name.
+        ValueError: a server cannot be reached or lacks a selected tool, or two tools have the same name.
     """
-    servers = {name: McpServer(where) for name, where in spec.servers.items()}
-    found = _asked(spec, servers) if known is None else known
-    return [(name, schema, McpTool(servers[name], schema["function"]["name"])) for name, schema in found]
+    servers = {name: McpServer(settings) for name, settings in spec.servers.items()}
+    tools = _select_tools(spec, servers) if server_tools is None else server_tools
+    return [(name, schema, McpTool(servers[name], schema["function"]["name"])) for name, schema in tools]
 
 
-def _asked(spec: McpSpec, servers: Mapping[str, McpServer]) -> Found:
-    found: dict[str, tuple[str, JsonObject]] = {}
+def _select_tools(spec: McpSpec, servers: Mapping[str, McpServer]) -> ServerTools:
+    available: dict[str, tuple[str, JsonObject]] = {}
     for name, server in servers.items():
         try:
             tools = server.tools()
@@ -178,23 +185,23 @@ def _asked(spec: McpSpec, servers: Mapping[str, McpServer]) -> Found:
             why = f"mcpServers.{name} does not answer as an MCP server ({words_of(error)})"
             raise ValueError(f"{spec.file}: {why}") from error
         for tool, function in tools.items():
-            if tool in found and (not spec.selected or tool in spec.selected):
+            if tool in available and (not spec.selected or tool in spec.selected):
                 raise ValueError(
-                    f"{spec.file}: mcpServers.{found[tool][0]} and mcpServers.{name} both have a tool named {tool}. "
-                    "Rename it in one of them, or leave it out by mcp.tool_selected_list"
+                    f"{spec.file}: mcpServers.{available[tool][0]} and mcpServers.{name} both have a tool named "
+                    f"{tool}. Rename it in one of them, or exclude it with mcp.tool_selected_list"
                 )
-            found[tool] = (name, {"type": "function", "function": function})
-    if missing := [tool for tool in spec.selected if tool not in found]:
-        there = f"{spec.file} has {', '.join(found) or 'none'}"
-        raise ValueError(f"{spec.place}.mcp.tool_selected_list: there is no tool {missing[0]}; {there}")
-    return [found[tool] for tool in spec.selected or found]
+            available[tool] = (name, {"type": "function", "function": function})
+    if missing := [tool for tool in spec.selected if tool not in available]:
+        names = f"{spec.file} has {', '.join(available) or 'none'}"
+        raise ValueError(f"{spec.place}.mcp.tool_selected_list: there is no tool {missing[0]}; {names}")
+    return [available[tool] for tool in spec.selected or available]
 
 
-def _transport(where: Mapping[str, Any]) -> Any:
-    """Transport of `Client`."""
-    if "command" in where:
-        return StdioServerParameters(**{key: where[key] for key in ("command", "args", "env", "cwd") if key in where})
-    headers = dict(where.get("headers") or {})
-    if where.get("auth_token"):
-        headers["Authorization"] = f"Bearer {where['auth_token']}"
-    return streamable_http_client(where["url"], http_client=create_mcp_http_client(headers=headers))
+def _transport(settings: Mapping[str, Any]) -> Any:
+    if "command" in settings:
+        keys = [key for key in ("command", "args", "env", "cwd") if key in settings]
+        return StdioServerParameters(**{key: settings[key] for key in keys})
+    headers = dict(settings.get("headers") or {})
+    if settings.get("auth_token"):
+        headers["Authorization"] = f"Bearer {settings['auth_token']}"
+    return streamable_http_client(settings["url"], http_client=create_mcp_http_client(headers=headers))

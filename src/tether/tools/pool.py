@@ -1,4 +1,4 @@
-"""The processes that run tools and environments: each call has a deadline, and what exceeds it is killed."""
+"""The processes that run tools and environments: each call has a deadline, and a process that exceeds it is killed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tether.runtime.worker_pool import Work, WorkerPool
-from tether.tools.spec import Talkers
+from tether.tools.spec import ResponderSpecs
 from tether.types import ExtraInfo, JsonObject, Message
 
 MAX_ANSWER = 1 << 22
-"""Bytes of the longest answer of a process."""
+"""Maximum length of an answer of a process, in bytes."""
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a turn, or to one call in it."""
+    """The reply to a turn of the policy, or to one call in it."""
 
     messages: list[dict[str, str]] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     error: str = ""
-    """Why there is no answer: it raised, took too long, or ended its process."""
+    """Reason why there is no reply: the call raised, timed out, or ended its process."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,28 @@ class CallRequest:
     name: str
     arguments: dict[str, object]
     kwargs: ExtraInfo
-    """Arguments that the row adds for this tool."""
+    """Additional arguments from the row for this tool."""
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Step an environment. The whole conversation goes along, so that any process can take it up."""
+    """Step an environment. The request contains the entire conversation, so that any process can continue it."""
 
     name: str
     batch: int
-    """Number of the rollout; sessions of another one are dropped."""
+    """Index of the rollout; sessions of earlier ones are dropped."""
     row: int
-    about: ExtraInfo
+    row_info: ExtraInfo
     """`data_source`, `ground_truth` and `extra_info` of the row."""
     messages: Sequence[Message]
-    """The prompt."""
+    """Messages of the prompt."""
     turns: Sequence[Sequence[Message]]
-    """Messages since: replies to the turn before, then the turn, as often as the policy had one."""
+    """Messages after the prompt; each item has the replies to the previous turn, followed by a turn of the policy."""
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """See whether the class of an environment can be loaded."""
+    """Check that the class of an environment can be loaded."""
 
     name: str
 
@@ -65,19 +65,21 @@ class ToolPool(WorkerPool[Reply]):
     """Worker processes with all tools and environments of a run.
 
     Args:
-        talkers: what they run.
-        num_workers: processes.
-        timeout: seconds that a call or a step may take.
-        startup_timeout: seconds that loading a class may take.
+        specs: the tools and environments.
+        num_workers: number of processes.
+        timeout: maximum seconds of a call or a step.
+        startup_timeout: maximum seconds to load a class.
 
     Raises:
-        ValueError: a class cannot be loaded or made.
+        ValueError: a class cannot be loaded or instantiated.
     """
 
-    def __init__(self, talkers: Talkers, *, num_workers: int, timeout: float, startup_timeout: float = 60.0) -> None:
+    def __init__(
+        self, specs: ResponderSpecs, *, num_workers: int, timeout: float, startup_timeout: float = 60.0
+    ) -> None:
         work = Work(
             serve="tether.tools.worker:serve",
-            begin=lambda told: (talkers, told["of_servers"] if told else {}, timeout),
+            begin=lambda about: (specs, about["server_tools"] if about else {}, timeout),
             name="tools and environments",
             load=_load,
             failed=lambda reason, _: Reply(error=reason),
@@ -89,21 +91,21 @@ class ToolPool(WorkerPool[Reply]):
 
     @property
     def schemas(self) -> list[JsonObject]:
-        """Of the tools, as a chat template takes them."""
+        """Return the schemas of the tools, in the layout of chat templates."""
         schemas: list[JsonObject] = self.about["schemas"]
         return list(schemas)
 
     def ask(self, request: CallRequest | StepRequest | LoadRequest, worker: int | None = None) -> int:
-        """Have a request answered; `take` waits for the answer to the number that this returns."""
+        """Submit a request and return its index, for which `take` returns the reply."""
         self._next_index += 1
         self.put(self._next_index, pickle.dumps(request), worker)
         return self._next_index
 
     def check(self, name: str) -> None:
-        """Load an environment that a row names.
+        """Check that an environment that a row names can be loaded.
 
         Raises:
-            ValueError: it cannot be loaded.
+            ValueError: the environment cannot be loaded.
         """
         if error := self.take(self.ask(LoadRequest(name))).error:
             raise ValueError(error)
@@ -117,6 +119,6 @@ def _load(answer: bytes) -> Reply:
     match fields:
         case [list(messages), float(reward), bool(done), str(problem)]:
             if not (math.isfinite(reward) and abs(reward) <= _FLOAT32_MAX):
-                return Reply(error=f"its reward is {reward}; a reward is finite and fits into float32")
+                return Reply(error=f"its reward is {reward}; a reward must be finite and fit into float32")
             return Reply(messages, reward, done, problem)
     raise ValueError("not the answer of a tool")

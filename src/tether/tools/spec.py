@@ -1,6 +1,6 @@
-"""Which tools and environments there are, read from files of verl's layout.
+"""Specifications of tools and environments, read from files in verl's layout.
 
-Tools (`multi_turn.tool_config_path`); `tool_schema` may be left out where the class has a `schema`::
+Tools (`multi_turn.tool_config_path`); `tool_schema` is optional if the class has a `schema`::
 
     tools:
       - class_name: tools.py:Calculator        # or package.module.Class
@@ -9,13 +9,13 @@ Tools (`multi_turn.tool_config_path`); `tool_schema` may be left out where the c
           type: function
           function: {name: calculator, description: ..., parameters: {type: object, properties: {...}}}
 
-Or the tools of MCP servers, in verl's layout, whose `class_name` has no effect here::
+Tools of MCP servers, also in verl's layout; their `class_name` has no effect here::
 
       - config: {type: mcp}
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}     # without the list: all
     # servers.json: {"mcpServers": {"name": {"command": "python", "args": ["server.py"]}, "other": {"url": ...}}}
 
-Environments (`multi_turn.interaction_config_path`); rows name theirs in `extra_info.interaction_kwargs.name`::
+Environments (`multi_turn.interaction_config_path`); a row names its own in `extra_info.interaction_kwargs.name`::
 
     interaction:
       - {name: referee, class_name: "referee.py:Referee", config: {}}
@@ -42,14 +42,14 @@ TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interac
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """One entry of a tool configuration."""
+    """An entry of a tool configuration."""
 
     class_name: str
     config: JsonObject
     schema: JsonObject | None
-    """As OpenAI's functions have it; None: the class has one."""
+    """Schema in the layout of OpenAI's functions; None: the class has one."""
     place: str
-    """Of the entry, for messages."""
+    """Position of the entry, for messages."""
 
 
 @dataclass(frozen=True)
@@ -57,66 +57,67 @@ class McpSpec:
     """An entry for the tools of MCP servers."""
 
     servers: Mapping[str, JsonObject]
-    """By name: ``command`` with ``args`` and ``env``, or ``url``, maybe with ``auth_token``."""
+    """Connection settings by the server's name: ``command`` with ``args`` and ``env``, or ``url`` with an optional
+    ``auth_token``."""
     selected: tuple[str, ...]
-    """Names of tools; none: all."""
+    """Names of the tools to use; empty: all."""
     file: str
-    """That names the servers."""
+    """Path of the file that lists the servers."""
     place: str
-    """Of the entry, for messages."""
+    """Position of the entry, for messages."""
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """A class that answers every turn."""
+    """A class that replies to every turn of the policy."""
 
     class_name: str
     config: JsonObject = field(default_factory=dict)
     place: str = f"{SECTION} agent_name"
-    """Where it is named, for messages."""
+    """Position of the name, for messages."""
     library_name: str = ""
-    """Of an environment of a library, as `environment_named` takes it; its class is tether's then."""
+    """Name of a library's environment, as passed to `environment_named`; the class is then tether's adapter."""
 
     @property
     def title(self) -> str:
-        """The name that the user gave."""
+        """Return the name that the user configured."""
         return self.library_name or self.class_name
 
 
 @dataclass(frozen=True)
-class Talkers:
-    """Everything that answers the policy in a run."""
+class ResponderSpecs:
+    """The tools and environments that reply to the policy in a run."""
 
     tools: tuple[ToolSpec | McpSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
-    """By the name that rows give."""
+    """Environments by the name in the rows."""
     call_format: str = "hermes"
-    """How the policy writes calls of tools, a key of `tether.tools.FORMATS`."""
+    """Format of the policy's tool calls, a key of `tether.tools.FORMATS`."""
 
 
 LIBRARY = "verifiers:"
-"""Begins the name of an environment of that library: ``verifiers:NAME?argument=value``."""
+"""Prefix of the names of environments of that library: ``verifiers:NAME?argument=value``."""
 
 
 def environment_named(name: str, call_format: str, place: str = f"{SECTION} agent_name") -> EnvironmentSpec:
-    """The class, or the environment of a library, of a name.
+    """Return the specification of an environment by its name.
 
     Args:
-        name: ``FILE.py:Class``, or see `LIBRARY`.
-        call_format: how the policy writes calls of tools.
-        place: where it is named, for messages.
+        name: ``FILE.py:Class``, or a library's environment with the prefix `LIBRARY`.
+        call_format: format of the policy's tool calls.
+        place: position of the name, for messages.
     """
     if not name.startswith(LIBRARY):
         return EnvironmentSpec(name, place=place)
     config = {"environment": name.removeprefix(LIBRARY), "call_format": call_format}
-    return EnvironmentSpec("tether.tools.verifiers_environment.Rollout", config, place, name)
+    return EnvironmentSpec("tether.tools.verifiers_environment.VerifiersConversation", config, place, name)
 
 
 def read_tools(path: str) -> tuple[ToolSpec | McpSpec, ...]:
     """Read a tool configuration.
 
     Raises:
-        ValueError: the file is not there, is no YAML or not of the layout above.
+        ValueError: the file is missing, is not YAML, or has another layout than the one above.
     """
     return tuple(
         _mcp(entry, place)
@@ -127,9 +128,9 @@ def read_tools(path: str) -> tuple[ToolSpec | McpSpec, ...]:
 
 
 def _mcp(entry: JsonObject, place: str) -> McpSpec:
-    about = entry.get("mcp")
-    file = about.get("mcp_servers_config_path") if isinstance(about, dict) else None
-    if not isinstance(about, dict) or not isinstance(file, str):
+    options = entry.get("mcp")
+    file = options.get("mcp_servers_config_path") if isinstance(options, dict) else None
+    if not isinstance(options, dict) or not isinstance(file, str):
         raise ValueError(f"{place}.mcp.mcp_servers_config_path is missing. Name the JSON file of the MCP servers")
     if not Path(file).expanduser().is_file():
         raise ValueError(f"{place}.mcp.mcp_servers_config_path={missing_file(Path(file).expanduser())}")
@@ -139,16 +140,16 @@ def _mcp(entry: JsonObject, place: str) -> McpSpec:
         servers = None
     if not isinstance(servers, dict) or not servers:
         raise ValueError(f'{file}: no JSON of the form {{"mcpServers": {{NAME: {{...}}}}}}')
-    for name, where in servers.items():
-        if not isinstance(where, dict) or not any(isinstance(where.get(way), str) for way in ("command", "url")):
+    for name, settings in servers.items():
+        if not isinstance(settings, dict) or not any(isinstance(settings.get(key), str) for key in ("command", "url")):
             raise ValueError(f"{file}: mcpServers.{name} has neither `command` (with `args`) nor `url`")
-        way = "command" if "command" in where else "url"
-        _check_known(where, _SERVER_KEYS[way], f"{file}: mcpServers.{name}")
-        if where.get("type", _TRANSPORTS[way][0]) not in _TRANSPORTS[way]:
-            kinds = ", ".join(_TRANSPORTS[way])
-            raise ValueError(f"{file}: mcpServers.{name}.type={where['type']!r}: with `{way}` it is one of {kinds}")
-    _check_known(about, ("mcp_servers_config_path", "tool_selected_list"), f"{place}.mcp")
-    selected = about.get("tool_selected_list") or []
+        key = "command" if "command" in settings else "url"
+        _check_keys(settings, _SERVER_KEYS[key], f"{file}: mcpServers.{name}")
+        if settings.get("type", _TRANSPORTS[key][0]) not in _TRANSPORTS[key]:
+            kinds = ", ".join(_TRANSPORTS[key])
+            raise ValueError(f"{file}: mcpServers.{name}.type={settings['type']!r}: with `{key}` it is one of {kinds}")
+    _check_keys(options, ("mcp_servers_config_path", "tool_selected_list"), f"{place}.mcp")
+    selected = options.get("tool_selected_list") or []
     if not isinstance(selected, list) or not all(isinstance(tool, str) for tool in selected):
         raise ValueError(f"{place}.mcp.tool_selected_list is {str(selected)[:80]!r}, not a list of names")
     return McpSpec(servers, tuple(selected), file, place)
@@ -156,13 +157,13 @@ def _mcp(entry: JsonObject, place: str) -> McpSpec:
 
 _SERVER_KEYS = {"command": ("command", "args", "env", "cwd", "type"), "url": ("url", "auth_token", "headers", "type")}
 _TRANSPORTS = {"command": ("stdio",), "url": ("http", "streamable-http", "streamable_http")}
-"""What `type` may say of a server, which other clients ask for."""
+"""Accepted values of a server's `type`, which other MCP clients require."""
 
 
-def _check_known(entry: Mapping[str, object], known: Collection[str], place: str) -> None:
+def _check_keys(entry: Mapping[str, object], valid_keys: Collection[str], place: str) -> None:
     for key in entry:
-        if key not in known:
-            hint = did_you_mean(str(key), known) or f" Leave it out; there are {', '.join(known)}."
+        if key not in valid_keys:
+            hint = did_you_mean(str(key), valid_keys) or f" Leave it out; there are {', '.join(valid_keys)}."
             raise ValueError(f"{place}.{key} has no effect.{hint}")
 
 
@@ -170,50 +171,50 @@ def read_environments(path: str) -> dict[str, EnvironmentSpec]:
     """Read a configuration of environments.
 
     Raises:
-        ValueError: as `read_tools`, or two have one name.
+        ValueError: as for `read_tools`, or two environments have the same name.
     """
-    found: dict[str, EnvironmentSpec] = {}
+    environments: dict[str, EnvironmentSpec] = {}
     for entry, place in _entries(path, "interaction", ENVIRONMENTS_KEY):
         name = entry.get("name")
-        if not isinstance(name, str) or not name or name in found:
+        if not isinstance(name, str) or not name or name in environments:
             raise ValueError(f"{place}.name is {name!r}. Give each environment a name of its own")
-        found[name] = EnvironmentSpec(_class_name(entry, place), _config(entry, place), place)
-    return found
+        environments[name] = EnvironmentSpec(_class_name(entry, place), _config(entry, place), place)
+    return environments
 
 
-def class_problem(spec: ToolSpec | EnvironmentSpec, names: Collection[str], takes: Signature | None) -> str:
-    """The fault of the class of an entry; empty if there is none.
+def class_problem(spec: ToolSpec | EnvironmentSpec, names: Collection[str], signature: Signature | None) -> str:
+    """Describe the problem with the class of an entry; empty if there is none.
 
     Args:
         spec: the entry.
-        names: that the class has.
-        takes: the arguments of the class, where they are known.
+        names: names of the attributes of the class.
+        signature: signature of the class, if it is known.
     """
     if isinstance(spec, ToolSpec):
-        is_own, lacks = "call" in names, "has no method `call` (or `execute`, as verl's have)"
+        is_native, problem = "call" in names, "has no method `call` (or `execute`, as verl's tools have)"
         is_verls = "execute" in names
     else:
-        is_own, lacks = {"reset", "step"} <= {*names}, "has no methods `reset` and `step`"
+        is_native, problem = {"reset", "step"} <= {*names}, "has no methods `reset` and `step`"
         is_verls = {"start_interaction", "generate_response"} <= {*names}
-    if not is_own and not is_verls:
-        return lacks
-    if is_own and takes is not None:
+    if not is_native and not is_verls:
+        return problem
+    if is_native and signature is not None:
         try:
-            takes.bind(**spec.config)
+            signature.bind(**spec.config)
         except TypeError as error:
-            return f"cannot be made with config {spec.config} (TypeError: {error})"
+            return f"cannot be created with config {spec.config} (TypeError: {error})"
     return ""
 
 
 def schema_problem(schema: object) -> str:
-    """The fault of a tool's schema; empty if there is none."""
+    """Describe the problem with a tool's schema; empty if there is none."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     if not isinstance(function, Mapping):
         return "no mapping with `type: function` and `function: {name, description, parameters}`"
     if not isinstance(function.get("name"), str) or not function["name"]:
         return "function.name is missing: the model calls the tool by it"
     if not isinstance(function.get("parameters", {}), Mapping):
-        return "function.parameters is no mapping (a JSON schema)"
+        return "function.parameters is not a mapping (a JSON schema)"
     return ""
 
 
@@ -241,8 +242,8 @@ def _entries(path: str, section: str, key: str) -> Iterator[tuple[JsonObject, st
         raise ValueError(
             f"{key}={path}: no list under `{section}:`.{hint} It holds entries {{class_name, config, ...}}"
         )
-    for number, entry in enumerate(entries):
-        place = f"{key}={path}: {section}[{number}]"
+    for index, entry in enumerate(entries):
+        place = f"{key}={path}: {section}[{index}]"
         if not isinstance(entry, dict):
             raise ValueError(f"{place} is {str(entry)[:80]!r}, not a mapping {{class_name, config, ...}}")
         yield entry, place
@@ -265,5 +266,5 @@ def _config(entry: Mapping[str, object], place: str) -> JsonObject:
         raise ValueError(f"{place}.config is {str(config)[:80]}, not a mapping of the arguments of the class")
     kind = config.get("type", "native")
     if kind != "native":
-        raise ValueError(f"{place}.config.type={kind!r}: tether calls Python classes (`native`), so far nothing else")
+        raise ValueError(f"{place}.config.type={kind!r}: only `native` (Python classes) and `mcp` are supported")
     return {key: value for key, value in config.items() if key != "type"}

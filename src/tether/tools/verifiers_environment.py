@@ -1,8 +1,8 @@
 """Environments of the library `verifiers`, stepped turn by turn.
 
-The library drives a conversation itself, and asks a client for each turn of the model. Here the client is the policy:
-the library's own loop runs up to where it asks, and goes on once the policy has said its turn. What an environment
-does between turns, when it ends, and how its rubric scores is thus its own code, whatever it overrides.
+The library drives a conversation itself and requests each turn of the model from a client. Here the client is the
+policy: the library's loop runs until it requests a turn, and continues once the policy has sampled it. What an
+environment does between turns, when it ends, and how its rubric scores is therefore its own code, including overrides.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from tether.tools.calls import FORMATS, Call
 from tether.tools.spec import LIBRARY
 from tether.types import JsonObject, Message
 
-_LOOP = asyncio.new_event_loop()  # of all conversations: each would hold three files open
-_RUNNING = "the policy"  # name of the model, which some environments look at
+_LOOP = asyncio.new_event_loop()  # shared by all conversations, because each loop keeps three files open
+_MODEL_NAME = "the policy"  # some environments read the name of the model
 
 
-class Rollout:
-    """One conversation with an environment; its reward is that of the rubric, at the end.
+class VerifiersConversation:
+    """A conversation with an environment; its reward is the rubric's score at the end.
 
     Args:
         environment: ``NAME?argument=value&...``.
-        call_format: how the policy writes calls of tools, see `tether.tools.FORMATS`.
+        call_format: format of the policy's tool calls, a key of `tether.tools.FORMATS`.
     """
 
     @classmethod
     def prepare(cls, environment: str, call_format: str) -> None:
-        """Load the environment, once in each process.
+        """Load the environment, once per process.
 
         Raises:
-            ValueError: it is not installed, or refuses its arguments.
+            ValueError: the environment is not installed, or refuses its arguments.
         """
         load(environment)
 
@@ -63,15 +63,14 @@ class Rollout:
             self._task.cancel()
 
     def reset(self, messages: list[Message], row: JsonObject) -> None:
-        """Begin the conversation: the environment runs up to where it asks for the first turn.
+        """Begin the conversation: the environment runs until it requests the first turn.
 
         Raises:
-            ValueError: it asks otherwise than the row does.
+            ValueError: the environment's first request differs from the row's prompt.
         """
         extra = row.get("extra_info") or {}
-        known = extra.get("verifiers", {}).get("row") or {"answer": row.get("ground_truth"), "info": dict(extra)}
-        given = {"example_id": 0, **known, "prompt": messages}
-        self._task = _LOOP.create_task(self._converse(given))
+        columns = extra.get("verifiers", {}).get("row") or {"answer": row.get("ground_truth"), "info": dict(extra)}
+        self._task = _LOOP.create_task(self._converse({"example_id": 0, **columns, "prompt": messages}))
         added = self._added(messages)
         if added is None:
             raise ValueError(f"the environment ends before the first turn ({self._ended()['stop_condition']})")
@@ -79,11 +78,14 @@ class Rollout:
             raise ValueError(f"the environment begins with what its dataset does not have: {added[0]!r:.200}")
 
     def step(self, messages: list[Message]) -> tuple[list[dict[str, str]], float, bool]:
-        """Say the last message; what is answered, the reward of the rubric, and whether the conversation is over.
+        """Submit the last message as the policy's turn.
+
+        Returns:
+            The environment's reply, the reward of the rubric, and whether the conversation is over.
 
         Raises:
-            ValueError: the environment changes what was said before.
-            RuntimeError: it failed, or a function of its rubric did.
+            ValueError: the environment changed earlier messages.
+            RuntimeError: the environment or a function of its rubric failed.
         """
         self._client.turns.put_nowait(_response(messages[-1]["content"], self._find_calls))
         added = self._added(messages)
@@ -92,7 +94,7 @@ class Rollout:
         return [], float(self._ended()["reward"]), True
 
     def _ended(self) -> State:
-        """The state at the end."""
+        """Return the state at the end of the conversation."""
         assert self._task is not None
         state = self._task.result()
         if state["error"] is not None:
@@ -101,107 +103,104 @@ class Rollout:
 
     async def _converse(self, row: JsonObject) -> State:
         environment = self._environment
-        state = await environment.rollout(row, self._client, _RUNNING, {})
+        state = await environment.rollout(row, self._client, _MODEL_NAME, {})
         if state.get("error") is None:
             await environment.rubric.score_rollout(state)
         await environment.rubric.cleanup(state)
         return state
 
     def _added(self, messages: Sequence[Message]) -> list[dict[str, str]] | None:
-        """Let the environment go on until it asks for a turn; what it adds to these messages; None: it ended."""
-        shown = _LOOP.run_until_complete(self._asked())
-        if shown is None:
+        """Run the environment until it requests a turn; return the messages that it added, or None if it ended."""
+        requested = _LOOP.run_until_complete(self._next_prompt())
+        if requested is None:
             return None
-        if len(shown) < len(messages):
-            raise ValueError(f"the environment leaves out {len(messages) - len(shown)} messages that were said before")
-        told = [{"role": message.role, "content": _text(message.content)} for message in shown]
-        for before, now in zip(messages, told, strict=False):
-            # Of a turn with calls the library keeps the calls apart from the words.
+        if len(requested) < len(messages):
+            num_missing = len(messages) - len(requested)
+            raise ValueError(f"the environment left out {num_missing} earlier messages of the conversation")
+        prompt = [{"role": message.role, "content": _text(message.content)} for message in requested]
+        for before, now in zip(messages, prompt, strict=False):
+            # The library stores the calls of an assistant's turn separately from its content.
             if before["role"] != now["role"] or (now["role"] != "assistant" and before["content"] != now["content"]):
-                raise ValueError(f"the environment changes what was said before: {before!r:.200} to {now!r:.200}")
-        return told[len(messages) :]
+                raise ValueError(f"the environment changed an earlier message: {before!r:.200} became {now!r:.200}")
+        return prompt[len(messages) :]
 
-    async def _asked(self) -> Messages | None:
+    async def _next_prompt(self) -> Messages | None:
         assert self._task is not None
-        asked = asyncio.ensure_future(self._client.asked.get())
-        await asyncio.wait({asked, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+        prompt = asyncio.ensure_future(self._client.prompts.get())
+        await asyncio.wait({prompt, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if prompt.done():
+            return prompt.result()
+        prompt.cancel()
         return None
 
 
 class _Policy(Client):
-    """A client whose answers are the turns that were put in."""
+    """A client that answers with the turns in its queue."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.asked: asyncio.Queue[Messages] = asyncio.Queue()
+        self.prompts: asyncio.Queue[Messages] = asyncio.Queue()
         self.turns: asyncio.Queue[Response] = asyncio.Queue()
 
     def setup_client(self, config: object) -> None:
-        """See `Client`: there is nothing to set up."""
+        pass
 
     async def to_native_tool(self, tool: Tool) -> Tool:
-        """See `Client`: the chat template lists tools."""
-        return tool
+        return tool  # unused: the chat template lists the tools
 
     async def to_native_prompt(self, messages: Messages) -> tuple[Messages, JsonObject]:
-        """See `Client`."""
         return messages, {}
 
     async def get_native_response(self, prompt: Messages, *args: object, **kwargs: object) -> Response:
-        """The next turn of the policy."""
-        self.asked.put_nowait(prompt)
+        self.prompts.put_nowait(prompt)
         return await self.turns.get()
 
     async def raise_from_native_response(self, response: Response) -> None:
-        """See `Client`: a turn is always one."""
+        pass
 
     async def from_native_response(self, response: Response) -> Response:
-        """See `Client`."""
         return response
 
     async def close(self) -> None:
-        """See `Client`: there is nothing to close."""
+        pass
 
 
-def _response(said: str, find_calls: Callable[[str], list[Call]]) -> Response:
-    """A turn of the policy as the library has it, with its calls of tools."""
+def _response(turn: str, find_calls: Callable[[str], list[Call]]) -> Response:
+    """Convert a turn of the policy, with its tool calls, to the library's type."""
     calls = [
-        # What cannot be read reaches the environment as it is; it answers what is wrong.
-        ToolCall(id=f"call_{at}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
-        for at, call in enumerate(find_calls(said))
+        # A call that cannot be parsed is passed on, so that the environment can reply with the problem.
+        ToolCall(id=f"call_{index}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
+        for index, call in enumerate(find_calls(turn))
     ]
-    thought, mark, spoken = said.rpartition("</think>")  # which may have drafts of calls
-    words = (thought + mark + spoken.split("<tool_call>")[0]).rstrip() if calls else said
+    reasoning, end_tag, answer = turn.rpartition("</think>")  # reasoning may contain drafts of calls
+    content = (reasoning + end_tag + answer.split("<tool_call>")[0]).rstrip() if calls else turn
     message = ResponseMessage(
-        content=words, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop", is_truncated=False
+        content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop", is_truncated=False
     )
-    return Response(id="turn", created=int(time.time()), model=_RUNNING, message=message)
+    return Response(id="turn", created=int(time.time()), model=_MODEL_NAME, message=message)
 
 
 def _text(content: MessageContent | None) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
-    parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
-    if any(part.get("type") != "text" for part in parts):
-        raise ValueError("the environment shows pictures or sounds, and the policy reads text alone")
-    return "".join(part["text"] for part in parts)
+    blocks = [block if isinstance(block, Mapping) else block.model_dump() for block in content]
+    if any(block.get("type") != "text" for block in blocks):
+        raise ValueError("the environment shows images or audio, but the policy reads only text")
+    return "".join(block["text"] for block in blocks)
 
 
 @functools.cache
 def load(spec: str) -> verifiers.Environment:
-    """The environment of ``NAME?argument=value&...``.
+    """Load the environment of ``NAME?argument=value&...``.
 
     Raises:
-        ValueError: it is not installed, refuses its arguments, or scores several responses together.
+        ValueError: the environment is not installed, refuses its arguments, or scores several responses together.
     """
     name, _, query = spec.partition("?")
     arguments = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     logging.getLogger("verifiers").setLevel(logging.CRITICAL)
     try:
-        found = verifiers.load_environment(name, **arguments)
+        environment = verifiers.load_environment(name, **arguments)
     except Exception as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and missing.name == name.replace("-", "_").split("/")[-1]:
@@ -210,15 +209,17 @@ def load(spec: str) -> verifiers.Environment:
                 f"pip install {name.split('/')[-1]}, or prime env install OWNER/{name.split('/')[-1]}"
             ) from error
         raise ValueError(f"{LIBRARY}{spec}: the environment cannot be loaded: {missing or error!r}") from error
-    if found.rubric.has_group_rewards:
-        raise ValueError(f"{LIBRARY}{spec}: its rubric scores the responses to a prompt together; tether asks for each")
-    for rubric in _rubrics(found.rubric):
+    if environment.rubric.has_group_rewards:
+        raise ValueError(
+            f"{LIBRARY}{spec}: its rubric scores all responses to a prompt together, but tether scores each separately"
+        )
+    for rubric in _rubrics(environment.rubric):
         rubric.funcs = [_strict(function) for function in rubric.funcs]
-    return found
+    return environment
 
 
 def tools_of(environment: verifiers.Environment) -> list[JsonObject]:
-    """Schemas of an environment's tools, as a chat template takes them."""
+    """Return the schemas of an environment's tools in the layout of chat templates."""
     return [
         {
             "type": "function",
@@ -236,22 +237,22 @@ def _value(text: str) -> object:
 
 
 def _rubrics(rubric: verifiers.Rubric) -> list[verifiers.Rubric]:
-    parts = getattr(rubric, "rubrics", None)
-    return [rubric] if parts is None else [leaf for part in parts for leaf in _rubrics(part)]
+    group = getattr(rubric, "rubrics", None)
+    return [rubric] if group is None else [leaf for member in group for leaf in _rubrics(member)]
 
 
 class _RewardFailed(BaseException):
-    """Not an `Exception`: the library takes those of a reward function for a score of 0."""
+    """A reward function failed. Not an `Exception`, because the library scores a response 0 after one."""
 
 
 def _strict(function: RewardFunc) -> RewardFunc:
-    """The function of a rubric, whose error ends the row without a score instead of scoring 0."""
+    """Wrap a function of a rubric so that its error ends the row without a score instead of scoring 0."""
 
     @functools.wraps(function)
     async def strict(*args: object, **kwargs: object) -> float:
         try:
-            found = function(*args, **kwargs)
-            return await found if asyncio.iscoroutine(found) else found
+            score = function(*args, **kwargs)
+            return await score if asyncio.iscoroutine(score) else score
         except Exception as error:
             raise _RewardFailed(f"{getattr(function, '__name__', 'a function')} of the rubric: {error!r}") from error
 

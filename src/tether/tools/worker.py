@@ -1,6 +1,6 @@
-"""The process that runs tools and environments. Loads no torch.
+"""The process that runs tools and environments. It does not import torch.
 
-Requests come as pickles of the trainer's own data; answers are JSON, since what a user's code returned must not run
+Requests are pickles of the trainer's own data. Answers are JSON, because objects returned by user code must not execute
 code in the trainer.
 """
 
@@ -27,7 +27,7 @@ from tether.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepR
 from tether.tools.spec import (
     EnvironmentSpec,
     McpSpec,
-    Talkers,
+    ResponderSpecs,
     ToolSpec,
     class_problem,
     environment_named,
@@ -39,23 +39,26 @@ _MESSAGE_HEAD = 500  # characters
 
 
 def serve(channel: Channel) -> None:
-    """Answer requests until the trainer is gone: first the pickled arguments of `Desk` and the seconds of a call."""
+    """Answer requests until the trainer is gone.
+
+    The first message has the pickled arguments of `RequestHandler` and the timeout of a call.
+    """
     first = channel.receive()
     if first is None:
         return
-    talkers, known, timeout = pickle.loads(first)
-    asyncio.set_event_loop(event_loop())  # for classes that ask for it when they are made
+    specs, server_tools, timeout = pickle.loads(first)
+    asyncio.set_event_loop(event_loop())  # for classes whose constructors get the current loop
     print_harmlessly()
     try:
-        desk = Desk(talkers, known, loads=lambda what: channel.send(json.dumps([what]).encode()))
+        handler = RequestHandler(specs, server_tools, report=lambda what: channel.send(json.dumps([what]).encode()))
     except ValueError as error:
         channel.send(json.dumps(str(error)).encode())
         return
-    channel.send(json.dumps({"schemas": desk.schemas, "of_servers": desk.of_servers}).encode())
+    channel.send(json.dumps({"schemas": handler.schemas, "server_tools": handler.server_tools}).encode())
     while (message := channel.receive()) is not None:
         for payload in pickle.loads(message):
-            channel.beat(timeout)  # begun: a call that ends this process is not made again
-            channel.send(_dumped(desk.reply(pickle.loads(payload), lambda: channel.beat(timeout))))
+            channel.beat(timeout)  # marks the request as begun: a call that ends this process is not repeated
+            channel.send(_dumped(handler.reply(pickle.loads(payload), lambda: channel.beat(timeout))))
 
 
 def _dumped(reply: Reply) -> bytes:
@@ -67,57 +70,60 @@ def _dumped(reply: Reply) -> bytes:
 
 @dataclass
 class _Session:
-    """An environment in the middle of a conversation."""
+    """An environment during a conversation."""
 
     step: Callable[[Sequence[Message]], Reply]
     turns: int = 0
 
 
-class Desk:
-    """Where tools are called and environments stepped.
+class RequestHandler:
+    """Calls tools and steps environments.
 
     Args:
-        talkers: which.
-        known: `of_servers` of another process, which this one replaces.
-        loads: called before a class is loaded, with its place and name.
+        specs: the tools and environments.
+        server_tools: `server_tools` of the process that this one replaces; empty for the first one.
+        report: called with a description before a class is loaded.
 
     Raises:
-        ValueError: a class that cannot be loaded or made.
+        ValueError: a class cannot be loaded or instantiated.
     """
 
     def __init__(
-        self, talkers: Talkers, known: Mapping[str, list[tuple[str, JsonObject]]], loads: Callable[[str], None]
+        self,
+        specs: ResponderSpecs,
+        server_tools: Mapping[str, list[tuple[str, JsonObject]]],
+        report: Callable[[str], None],
     ) -> None:
-        self._environments, self._call_format = dict(talkers.environments), talkers.call_format
+        self._environments, self._call_format = dict(specs.environments), specs.call_format
         self._classes: dict[str, Any] = {}
         for name, environment in self._environments.items():
-            loads(f"{environment.place}: loading {environment.title}")
+            report(f"{environment.place}: loading {environment.title}")
             self._classes[name] = _load(environment)
         self._tools: JsonObject = {}
         self._sessions: dict[int, _Session] = {}
         self._batch = -1
         self.schemas: list[JsonObject] = []
-        self.of_servers: dict[str, list[tuple[str, JsonObject]]] = {}
-        """Of each entry for MCP servers: tools, each with the name of its server."""
-        for spec in talkers.tools:
+        self.server_tools: dict[str, list[tuple[str, JsonObject]]] = {}
+        """Tools of each entry for MCP servers: the name of the server and the schema."""
+        for spec in specs.tools:
             if isinstance(spec, McpSpec):
-                loads(f"{spec.place}: connecting to {', '.join(spec.servers)}")
-                found = _connected(spec, known.get(spec.place))
-                self.of_servers[spec.place] = [(server, schema) for server, schema, _ in found]
-                for _, schema, tool in found:
-                    self._keep(schema, tool, spec.place)
+                report(f"{spec.place}: connecting to {', '.join(spec.servers)}")
+                tools = _connect(spec, server_tools.get(spec.place))
+                self.server_tools[spec.place] = [(server, schema) for server, schema, _ in tools]
+                for _, schema, tool in tools:
+                    self._register(schema, tool, spec.place)
             else:
-                loads(f"{spec.place}: loading {spec.class_name}")
-                self._add(spec)
+                report(f"{spec.place}: loading {spec.class_name}")
+                self._load_tool(spec)
 
-    def _keep(self, schema: JsonObject, tool: object, place: str) -> None:
+    def _register(self, schema: JsonObject, tool: object, place: str) -> None:
         name = schema["function"]["name"]
         if name in self._tools:
-            raise ValueError(f"{place}: a tool named {name} is there already. Rename one of the two")
+            raise ValueError(f"{place}: another tool is already named {name}. Rename one of the two")
         self._tools[name] = tool
         self.schemas.append(json.loads(json.dumps(schema)))
 
-    def _add(self, spec: ToolSpec) -> None:
+    def _load_tool(self, spec: ToolSpec) -> None:
         tool_class = _load(spec)
         schema = spec.schema if spec.schema is not None else getattr(tool_class, "schema", None)
         if problem := schema_problem(schema):
@@ -125,27 +131,27 @@ class Desk:
         assert isinstance(schema, dict)
         is_verls = not hasattr(tool_class, "call")
         arguments = {"config": spec.config, "tool_schema": schema} if is_verls else spec.config
-        self._keep(schema, _made(tool_class, arguments, spec), spec.place)
+        self._register(schema, _instantiate(tool_class, arguments, spec), spec.place)
 
     def reply(self, request: CallRequest | StepRequest | LoadRequest, beat: Callable[[], None]) -> Reply:
-        """Answer a request; whatever a user's code raises is an error of the reply."""
-        own = os.getpid()
+        """Answer a request; any exception of user code becomes the error of the reply."""
+        pid = os.getpid()
         try:
             if isinstance(request, LoadRequest):
-                return self._load_more(request)
+                return self._check_loads(request)
             if isinstance(request, CallRequest):
                 random.seed(repr((request.name, request.arguments)))
                 return _call(self._tools[request.name], request)
             return self._step(request, beat)
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
-            # What a tool raises is read by the policy, which must not depend on where files lie.
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
+            # The policy reads the errors of tools, which must not depend on the paths of files.
             place = place_of(error) if isinstance(request, StepRequest) else ""
             return Reply(error=words_of(error)[:_MESSAGE_HEAD] + place)
         finally:
-            if os.getpid() != own:
-                os._exit(0)  # a copy of the worker, forked by a tool, that came back from the call
+            if os.getpid() != pid:
+                os._exit(0)  # a tool forked the worker, and the copy returned from the call
 
-    def _load_more(self, request: LoadRequest) -> Reply:
+    def _check_loads(self, request: LoadRequest) -> Reply:
         try:
             self._class_of(request.name)
         except ValueError as error:
@@ -159,7 +165,7 @@ class Desk:
         return self._classes[name]
 
     def _step(self, request: StepRequest, beat: Callable[[], None]) -> Reply:
-        """Step the conversation's environment; one that is not here is brought to where it was."""
+        """Step the environment of the conversation; if this process does not have it, replay the earlier turns."""
         if request.batch != self._batch:
             self._sessions.clear()
             self._batch = request.batch
@@ -171,7 +177,7 @@ class Desk:
             session.turns += 1
             beat()
             messages = [*request.messages, *(m for turn in request.turns[: session.turns] for m in turn)]
-            random.seed(repr(messages))  # the same numbers whenever and wherever it is stepped
+            random.seed(repr(messages))  # the same random numbers in any process and after a restart
             reply = session.step(messages)
         return reply
 
@@ -181,40 +187,40 @@ class Desk:
         if not hasattr(environment_class, "step"):
             return _verls_session(environment_class(spec.config), request, f"{spec.title}.generate_response")
         environment = environment_class(**spec.config)
-        finished(environment.reset([dict(message) for message in request.messages], dict(request.about)))
+        finished(environment.reset([dict(message) for message in request.messages], dict(request.row_info)))
         step = f"{spec.title}.step"
         return _Session(lambda messages: _stepped(finished(environment.step([dict(m) for m in messages])), step))
 
 
 def _verls_session(interaction: Any, request: StepRequest, method: str) -> _Session:
-    """An interaction with verl's methods, of which this one is stepped."""
-    extra = request.about.get("extra_info") or {}
+    """Begin a session of an interaction with verl's methods."""
+    extra = request.row_info.get("extra_info") or {}
     kwargs = {key: value for key, value in (extra.get("interaction_kwargs") or {}).items() if key != "name"}
     instance = finished(interaction.start_interaction(None, **kwargs))
 
     def step(messages: Sequence[Message]) -> Reply:
-        found = finished(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
-        if not isinstance(found, tuple) or len(found) != 4:
-            raise TypeError(f"{method} returned {str(found)[:100]!r}, not (done, reply, reward, data)")
-        done, text, reward, _ = found
+        result = finished(interaction.generate_response(instance, [dict(m) for m in messages], **kwargs))
+        if not isinstance(result, tuple) or len(result) != 4:
+            raise TypeError(f"{method} returned {str(result)[:100]!r}, not (done, reply, reward, data)")
+        done, text, reward, _ = result
         return _stepped((text, reward, done), method)
 
     return _Session(step)
 
 
 def _stepped(result: Any, method: str) -> Reply:
-    """The reply of a step; errors name the method, of a class that a file or module has."""
+    """Convert the result of a step to a reply; errors name the method."""
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(f"{method} returned {str(result)[:100]!r}, not (reply, reward, done)")
-    said, reward, done = result
-    if not isinstance(said, str | list | tuple | None):
-        raise TypeError(f"{method} returned the reply {str(said)[:100]!r}, neither text nor a list of messages")
-    messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
+    content, reward, done = result
+    if not isinstance(content, str | list | tuple | None):
+        raise TypeError(f"{method} returned the reply {str(content)[:100]!r}, neither text nor a list of messages")
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content or ())
     for message in messages:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise TypeError(f"{method} returned the message {str(message)[:100]!r}, not {{role, content}}")
     if not messages and not done:
-        raise TypeError(f"{method} returned neither a reply nor done=True, so the policy could not go on")
+        raise TypeError(f"{method} returned neither a reply nor done=True, so the policy could not continue")
     if done not in (None, False, True):
         raise TypeError(f"{method} returned done={str(done)[:100]!r}, neither True nor False")
     messages = [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -224,8 +230,8 @@ def _stepped(result: Any, method: str) -> Reply:
 def _reward(reward: Any, method: str) -> float:
     if reward is None:
         return 0.0
-    if not hasattr(reward, "__float__"):  # a number of any library; a string is none
-        raise TypeError(f"{method} returned the reward {str(reward)[:100]!r}, which is no number")
+    if not hasattr(reward, "__float__"):  # accepts numbers of any library, but no strings
+        raise TypeError(f"{method} returned the reward {str(reward)[:100]!r}, which is not a number")
     return float(reward)
 
 
@@ -245,22 +251,22 @@ def _call(tool: Any, request: CallRequest) -> Reply:
 
 
 def _as_text(value: Any) -> str:
-    """Return what a tool returned as the model reads it: structures as JSON; pictures of verl's tools are named."""
+    """Convert a tool's result to text for the model: structures become JSON; images of verl's tools are only named."""
     if isinstance(getattr(value, "text", 0), str | None):  # verl's ToolResponse
-        unseen = [kind for kind in ("image", "video") if getattr(value, kind, None)]
+        omitted = [kind for kind in ("image", "video") if getattr(value, kind, None)]
         return "\n".join(
-            [*filter(None, [value.text]), *(f"[{kind}, which cannot be shown as text]" for kind in unseen)]
+            [*filter(None, [value.text]), *(f"[{kind}, which cannot be shown as text]" for kind in omitted)]
         )
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, bool | Mapping | list | tuple | set) or hasattr(value, "model_dump") or is_dataclass(value):
-        with suppress(TypeError, ValueError, RecursionError):  # keys that JSON has not, or a structure within itself
+        with suppress(TypeError, ValueError, RecursionError):  # keys that are invalid in JSON, or a cycle
             return json.dumps(value, ensure_ascii=False, default=_plain)
     return str(value)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in the place of a pydantic model, a dataclass, a set or an array; text of anything else."""
+    """Convert a pydantic model, a dataclass, a set or an array to a JSON value; other objects become text."""
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if is_dataclass(value) and not isinstance(value, type):
@@ -273,73 +279,73 @@ def _plain(value: Any) -> Any:
 
 
 def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
-    takes = inspect.signature(tool.create).parameters
-    return {"create_kwargs": kwargs} if "create_kwargs" in takes else kwargs
+    parameters = inspect.signature(tool.create).parameters
+    return {"create_kwargs": kwargs} if "create_kwargs" in parameters else kwargs
 
 
 def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
-    """The class of an entry.
+    """Load the class of an entry.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the class is missing or cannot be loaded.
     """
     file, _, name = spec.class_name.rpartition(":")
     if file:
         try:
-            found = definition(spec.class_name, "class_name")
+            loaded = definition(spec.class_name, "class_name")
         except ValueError as error:
             raise ValueError(f"{spec.place}: {error}") from error
     else:
         module, _, name = spec.class_name.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name)
+            loaded = getattr(importlib.import_module(module), name)
         except Exception as error:
             if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
                 raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
             what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
-    if not inspect.isclass(found):
-        raise ValueError(f"{spec.place}: {spec.class_name} is a {type(found).__name__}, not a class")
-    if problem := class_problem(spec, dir(found), _takes(found)):
+    if not inspect.isclass(loaded):
+        raise ValueError(f"{spec.place}: {spec.class_name} is a {type(loaded).__name__}, not a class")
+    if problem := class_problem(spec, dir(loaded), _signature(loaded)):
         raise ValueError(f"{spec.place}: {spec.class_name} {problem}")
-    if isinstance(spec, EnvironmentSpec) and hasattr(found, "prepare"):
+    if isinstance(spec, EnvironmentSpec) and hasattr(loaded, "prepare"):
         try:
-            found.prepare(**spec.config)
+            loaded.prepare(**spec.config)
         except Exception as error:
             if spec.library_name and raised_by_tether(error):
                 place = "" if spec.place == spec.library_name else f"{spec.place}: "
                 raise ValueError(f"{place}{error}") from error
             what = f"{spec.place}: {spec.title} cannot be prepared"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
-    return found
+    return loaded
 
 
-def _takes(found: type) -> inspect.Signature | None:
+def _signature(loaded_class: type) -> inspect.Signature | None:
     try:
-        return inspect.signature(found)
-    except (TypeError, ValueError):  # of a class that is written in C
+        return inspect.signature(loaded_class)
+    except (TypeError, ValueError):  # some classes written in C have none
         return None
 
 
-def _connected(spec: McpSpec, known: object) -> list[tuple[str, JsonObject, Any]]:
-    """See `tether.tools.mcp_servers.connected`, which needs an extra.
+def _connect(spec: McpSpec, server_tools: object) -> list[tuple[str, JsonObject, Any]]:
+    """Call `tether.tools.mcp_servers.connect`, which requires an optional package.
 
     Raises:
-        ValueError: it is not installed, or there.
+        ValueError: the package is not installed, or `connect` failed.
     """
     try:
         servers = importlib.import_module("tether.tools.mcp_servers")
     except ModuleNotFoundError as error:
         what = f"{spec.place}: tools of MCP servers need the package {error.name}, which is not installed"
         raise ValueError(f"{what}. Run: {pip_install('mcp')}") from error
-    found: list[tuple[str, JsonObject, Any]] = servers.connected(spec, known)
-    return found
+    tools: list[tuple[str, JsonObject, Any]] = servers.connect(spec, server_tools)
+    return tools
 
 
-def _made(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
+def _instantiate(tool_class: Any, arguments: JsonObject, spec: ToolSpec) -> Any:
     try:
         return tool_class(**arguments)
     except Exception as error:
-        what = f"{spec.place}: {spec.class_name} cannot be made with config {spec.config}"
+        what = f"{spec.place}: {spec.class_name} cannot be created with config {spec.config}"
         raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error

@@ -176,7 +176,5 @@ def test_a_file_that_was_edited_is_not_written_over(tmp_path):
     native.write_text(edited)
     refused = run(PAGE, "-o", str(native)).exception
     assert isinstance(refused, ValueError)
-    assert str(refused) == (
-        f"--out {native}: is there already, with other content. Name a new file, or delete this one"
-    )
+    assert str(refused) == (f"--out {native}: exists already with other content. Name a new file, or delete this one")
     assert native.read_text() == edited

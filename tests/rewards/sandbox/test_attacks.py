@@ -65,8 +65,8 @@ def below(spared):
 
 def assert_nothing_left(host):
     end = time.monotonic() + 10
-    while left := list(filter(runs, below(host["spared"]))):
-        assert time.monotonic() < end, f"processes are left: {left}"
+    while remaining := list(filter(runs, below(host["spared"]))):
+        assert time.monotonic() < end, f"processes are left: {remaining}"
         time.sleep(0.02)
 
 

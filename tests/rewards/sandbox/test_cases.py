@@ -12,7 +12,7 @@ from decimal import Decimal
 import pytest
 
 from tether.rewards.sandbox import cases
-from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_filled
+from tether.rewards.sandbox.cases import AssertTest, CallTest, StdioTest, parse_tests, refuse_converted
 
 STDIN = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 FUNCTIONAL = {"input": "[1, 2]\n7", "output": "9", "testtype": "functional"}
@@ -23,7 +23,7 @@ def packed(value):
 
 
 def refuse_columns(tests):
-    refuse_filled(tests, parse_tests(tests))
+    refuse_converted(tests, parse_tests(tests))
 
 
 def test_apps_taco_and_verl_rows():
@@ -34,8 +34,8 @@ def test_apps_taco_and_verl_rows():
 
 
 def test_calls():
-    found = parse_tests({"fn_name": "add", "inputs": [[1, {"2": 3}], "[1, 2]\n7"], "outputs": [[3], "9"]})
-    assert found == [CallTest("add", [1, {2: 3}], [3]), CallTest("add", [[1, 2], 7], 9)]
+    tests_of_row = parse_tests({"fn_name": "add", "inputs": [[1, {"2": 3}], "[1, 2]\n7"], "outputs": [[3], "9"]})
+    assert tests_of_row == [CallTest("add", [1, {2: 3}], [3]), CallTest("add", [[1, 2], 7], 9)]
 
 
 def test_texts_that_are_returned_stay_texts():
@@ -54,10 +54,10 @@ def test_keys_that_other_layouts_have_are_null_in_a_column():
 def test_mappings_with_null_are_refused_where_a_column_may_have_filled_them():
     refuse_columns({"fn_name": "f", "inputs": [[None, [None]]], "outputs": [None]})
     for value in ({"a": None}, [[{"": None}]], {"a": {"b": [1, {"c": None}]}}):
-        for given, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
-            tests = {"fn_name": "f", "inputs": [[1], [given]], "outputs": [{"a": 1}, expected]}
+        for argument, expected, what in ((value, 1, "input 1"), (1, value, "output 1")):
+            tests = {"fn_name": "f", "inputs": [[1], [argument]], "outputs": [{"a": 1}, expected]}
             refuse_columns(json.dumps(tests))
-            with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a text of JSON"):
+            with pytest.raises(ValueError, match=rf"^{what} has a mapping with null for '.?'.*a JSON text"):
                 refuse_columns(tests)
 
 
@@ -74,7 +74,7 @@ def test_whole_numbers_that_a_column_may_have_made_decimal_are_refused():
     """A function of a whole number fails at 2.0, and 10000000007.0 is near 10000000008."""
     for tests in DECIMAL:
         refuse_columns(json.dumps(tests))
-        with pytest.raises(ValueError, match=r"the tests have 2\.0 as a decimal number.*a text of JSON"):
+        with pytest.raises(ValueError, match=r"the tests have 2\.0 as a decimal number.*a JSON text"):
             refuse_columns(tests)
         refuse_columns(json.loads(json.dumps(tests).replace("2.0", "2.5")) | {"time_limit": 2.0})
 
@@ -91,10 +91,10 @@ NOT_JSON = [
 
 def test_values_that_json_does_not_have_are_refused():
     """A column may hold them: they would reach the answer as something else, and no result is equal to them."""
-    for value, said in NOT_JSON:
-        for given, expected, what in ((value, 1, "input 0"), (1, value, "output 0")):
-            with pytest.raises(ValueError, match=f"^{what} has {said}"):
-                parse_tests({"fn_name": "f", "inputs": [[given]], "outputs": [expected]})
+    for value, problem in NOT_JSON:
+        for argument, expected, what in ((value, 1, "input 0"), (1, value, "output 0")):
+            with pytest.raises(ValueError, match=f"^{what} has {problem}"):
+                parse_tests({"fn_name": "f", "inputs": [[argument]], "outputs": [expected]})
 
 
 def test_a_function_may_be_named_as_a_builtin():
@@ -171,7 +171,7 @@ def test_assertions_have_the_imports_and_the_setup_of_their_row():
 
 def test_an_assertion_that_uses_nothing_of_the_answer_is_refused():
     for line in ("assert 1", "assert math.pi > 3", "assert sum([1]) == 1 if len([]) else True"):
-        with pytest.raises(ValueError, match="assertion 0 uses nothing of the answer"):
+        with pytest.raises(ValueError, match="assertion 0 uses no function of the answer"):
             parse_tests({"test_list": [line], "test_setup_code": "sum = len = print"})
 
 
@@ -199,14 +199,16 @@ PICKLES = [
 def test_a_pickle_of_anything_but_a_text_is_refused_unread():
     for content in PICKLES:
         begun = time.process_time()
-        with pytest.raises(ValueError, match=r"private_test_cases is (neither|no) JSON|more than 100,000 digits"):
+        with pytest.raises(
+            ValueError, match=r"private_test_cases is (neither|not valid) JSON|more than 100,000 digits"
+        ):
             parse_tests(of_bytes(content))
         assert time.process_time() - begun < 0.5, content[:20]
 
 
 def test_packed_tests_have_a_largest_size(monkeypatch):
-    monkeypatch.setattr(cases, "_MOST_UNPACKED", 1 << 20)
-    with pytest.raises(ValueError, match="private_test_cases is packed and more than 1 MiB"):
+    monkeypatch.setattr(cases, "_MAX_UNPACKED", 1 << 20)
+    with pytest.raises(ValueError, match="private_test_cases is packed and unpacks to more than 1 MiB"):
         parse_tests(of_bytes(bytes(1 << 21)))
     with pytest.raises(ValueError, match="neither JSON nor"):
         parse_tests({"public_test_cases": base64.b64encode(zlib.compress(pickle.dumps("[]" * 999))[:-9]).decode()})
@@ -227,7 +229,7 @@ def test_whole_numbers_have_a_largest_length():
     for row in WITH_NUMBERS:
         text = row if isinstance(row, str) else json.dumps(row)
         parse_tests(text % ("9" * 100_000))
-        with pytest.raises(ValueError, match="a whole number of more than 100,000 digits"):
+        with pytest.raises(ValueError, match="an integer of more than 100,000 digits"):
             parse_tests(text % ("9" * 100_001))
 
 
@@ -259,7 +261,7 @@ def test_values_are_nested_as_deep_as_they_can_travel():
         (nested(101, "{}"), 1, "input 0"), (json.dumps(nested(101, "1")), "1", "input 0"),
         ([1], nested(102, ""), "output 0"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"{what} is nested more than 100 deep"):
+        with pytest.raises(ValueError, match=f"{what} is nested more than 100 levels deep"):
             parse_tests({"fn_name": "f", "inputs": [inputs], "outputs": [outputs]})
 
 
@@ -269,7 +271,7 @@ class Evil:
 
 
 UNREADABLE = [
-    ("not json", "ground_truth is no JSON"),
+    ("not json", "ground_truth is not valid JSON"),
     (None, "no known layout: NoneType"),
     ({"a": 1}, r"no known layout: \['a'\]"),
     ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
@@ -277,18 +279,18 @@ UNREADABLE = [
     ({"inputs": ["1", "2"], "outputs": [3, None]}, "output 1 is 'None', not a text or its lines"),
     ({"inputs": ["1", ["2", {"a": 1}]], "outputs": ["3", "4"]}, "input 1 is .*, not a text or its lines"),
     ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "input 0 is '1', not a list of arguments"),
-    ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is no JSON"),
+    ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "input 0 is not valid JSON"),
     ({"inputs": [[1]], "outputs": [1], "fn_name": 3}, "fn_name is 3"),
-    ({"inputs": ["\ud800"], "outputs": ["1"]}, "input 0 has half a character"),
-    ([FUNCTIONAL], r'test 0 is functional, and no function is named: give it "metadata": {"func_name": NAME}'),
-    ({"public_test_cases": [FUNCTIONAL]}, r'the row a column `metadata` with {"func_name": NAME}'),
+    ({"inputs": ["\ud800"], "outputs": ["1"]}, "input 0 has an unpaired surrogate"),
+    ([FUNCTIONAL], r'test 0 is functional, but its function is missing: add "metadata": {"func_name": NAME}'),
+    ({"public_test_cases": [FUNCTIONAL]}, r'a column `metadata` with {"func_name": NAME} to the row'),
     ([{"input": 3}], "test 0 is"),
-    ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is no Python"),
-    ({"assert_case": ["assert ("]}, "assertion 0 of the row is no Python"),
+    ({"prompt": "", "entry_point": "f", "test": "def check("}, "test of the row is not valid Python"),
+    ({"assert_case": ["assert ("]}, "assertion 0 of the row is not valid Python"),
     ({"public_test_cases": "!!"}, "neither JSON nor LiveCodeBench's packed form"),
     (
         {"public_test_cases": packed(Evil())},
-        "packed form: it is no pickle of a text",
+        "packed form: it is not a pickle of a text",
     ),
     ({"public_test_cases": "[]"}, "has no test"),
 ]

@@ -58,7 +58,7 @@ def test_calls_and_assertions_run_there_too(server):
 def test_a_program_that_takes_too_long_is_wrong(server):
     tests = {"inputs": ["", ""], "outputs": ["1", "1"]}
     got = score(server, "```python\nimport time\ntime.sleep(60)\n```", tests, seconds=1.0)
-    assert got == {"score": 0.0, "acc": False, "timed_out": True, "reason": "its program went beyond its limit of time"}
+    assert got == {"score": 0.0, "acc": False, "timed_out": True, "reason": "the program exceeded its limit of time"}
 
 
 def test_a_program_that_does_not_compile_is_wrong(server):
@@ -91,12 +91,12 @@ FAILURES = [
     ({"status": "Success", "run_result": RAN | {"stderr": ["no"]}}, "ran no program"),
     ({"status": "Success", "run_result": RAN | {"return_code": False}}, "ran no program"),
     ({"status": "Success", "run_result": RAN | {"return_code": "0"}}, "ran no program"),
-    ({"status": "Success", "run_result": RAN | {"stdout": "\ud83d"}}, "half a character"),
+    ({"status": "Success", "run_result": RAN | {"stdout": "\ud83d"}}, "an unpaired surrogate"),
     ({"status": "Failed", "run_result": None, "compile_result": RAN}, "ran no program"),
     ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": None}}, "ran no program"),
     ({"status": "Failed", "run_result": None, "compile_result": RAN | {"return_code": True}}, "ran no program"),
     (301, "HTTP 301"),
-    (b"[" * 100_000, "no JSON"),
+    (b"[" * 100_000, "not JSON"),
     (b" " * (1 << 24) + b"{}", "more than 16 MiB"),
     (None, "IncompleteRead"),
     ([1, 2], "ran no program"),
@@ -147,8 +147,8 @@ def test_in_the_pool_each_row_has_its_outcome(server):
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(server):
     check_sources(["apps"], options(server.url))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as unused_server:
+        port = unused_server.getsockname()[1]
     dead = f"http://127.0.0.1:{port}/run_code"
     with pytest.raises(ValueError, match=rf"sandbox_fusion.url: nothing answers at {dead}"):
         check_sources(["apps"], options(dead))

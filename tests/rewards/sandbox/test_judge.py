@@ -58,8 +58,8 @@ RESPONSES = [
 
 
 def test_the_program_of_a_response():
-    found = [find_answer(response, languages) for response, languages, _ in RESPONSES]
-    assert found == [expected and Answer(*expected) for _, _, expected in RESPONSES]
+    answers = [find_answer(response, languages) for response, languages, _ in RESPONSES]
+    assert answers == [expected and Answer(*expected) for _, _, expected in RESPONSES]
 
 
 def test_a_response_without_end_is_read_soon():
@@ -132,7 +132,7 @@ COLLIDING = [n * (2**61 - 1) for n in range(1, 20001)]  # hashes of whole number
 EXPECTED = [1, [1], {"1": 2}, [[n] for n in range(30000)], dict.fromkeys(map(str, COLLIDING))]
 PRINTED = [
     f'{{"complex": [1{"0" * 400}]}}', '{"complex": [null]}', '{"complex": {"a": 1}}', '{"bytes": "0"}', '{"int": "1"',
-    '{"int": "0x"}', '{"held": 0}', '{"value": ["fractions.Fraction", {"tuple": ["1/1"]}]}', '{"set": [[1]]}', "{}",
+    '{"int": "0x"}', '{"remote": 0}', '{"value": ["fractions.Fraction", {"tuple": ["1/1"]}]}', '{"set": [[1]]}', "{}",
     '{"dict": [[{"dict": []}, 1]]}', '{"dict": [[[], 1]]}', '{"dict": 1}', '{"tuple": null}', '"\\ud800"', "1 1",
     f'{{"int": "0x{"f" * 200000}"}}', f'{{"dict": [[{{"int": "0x{"f" * 200000}"}}, 1]]}}', "9" * 5000,
     "[" * 100000 + "]" * 100000, '{"tuple":[' * 400 + "]}" * 400, f"[{'[],' * 2600000}[]]",
@@ -140,9 +140,9 @@ PRINTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon(part):
-    for expected, printed in itertools.product(EXPECTED, PRINTED[part::3]):
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon(offset):
+    for expected, printed in itertools.product(EXPECTED, PRINTED[offset::3]):
         job, begun = job_for(CallTest("f", [], expected), Answer("python", "")), time.process_time()
         assert not job.passed(Finished("exit", 0, printed.encode(), b"", 0.0)), printed[:40]
         assert time.process_time() - begun < 1, printed[:40]

@@ -68,30 +68,35 @@ def test_every_language_reads_and_prints(language, unconfined):
 
 def test_an_answer_without_a_program_says_why():
     """No sandbox is needed for that."""
-    for tag, tests, languages, said in (
-        ("c++", SUMS, ("python",), "its block of code is in cpp, and reward_model.sandbox.languages has python"),
+    for tag, tests, languages, expected_reason in (
+        ("c++", SUMS, ("python",), "the code block is in cpp, but reward_model.sandbox.languages has python"),
         ("rust", SUMS, ("python", "c"),
-         "its block of code is in rust, and reward_model.sandbox.languages has python, c"),
-        ("cpp", HUMANEVAL, ("python", "cpp"), "its block of code is in cpp, and functions are called in Python only"),
-        (None, SUMS, ("python",), "it has no block of code"),
+         "the code block is in rust, but reward_model.sandbox.languages has python, c"),
+        ("cpp", HUMANEVAL, ("python", "cpp"), "the code block is in cpp, but only functions in Python can be called"),
+        (None, SUMS, ("python",), "the response has no code block"),
     ):  # fmt: skip
         reward = ProgramReward(ProgramOptions(languages=languages))
         response = f"Thus:\n```{tag}\nint main() {{}}\n```" if tag else "The sum of both."
-        assert reward("apps", response, tests, {}) == {"score": 0.0, "acc": False, "timed_out": False, "reason": said}
+        assert reward("apps", response, tests, {}) == {
+            "score": 0.0,
+            "acc": False,
+            "timed_out": False,
+            "reason": expected_reason,
+        }
 
 
 @needs_prlimit
-@pytest.mark.parametrize(("language", "code", "said"), [
+@pytest.mark.parametrize(("language", "code", "expected_reason"), [
     ("java", "class A { }\npublic class Sum { }", "Main.java:2: error: class Sum is public, should be declared"),
     ("cpp", "int f() {}\nint main() { return x; }", "answer.cpp:2:21: error: 'x' was not declared"),
-    ("python", "print(3)\nprint(missing)", "its program ended with 1: NameError: name 'missing' is not defined"),
-    ("bash", "exit 3", "its program ended with 3"),
+    ("python", "print(3)\nprint(missing)", "the program ended with exit code 1: NameError: name 'missing' is not"),
+    ("bash", "exit 3", "the program ended with exit code 3"),
 ])  # fmt: skip
-def test_a_program_that_fails_says_how(language, code, said):
+def test_a_program_that_fails_says_how(language, code, expected_reason):
     if missing := [name for name in LANGUAGES[language].needs if not shutil.which(name, path=bubblewrap.PATH)]:
         pytest.skip(f"not installed: {missing}")
     got = score(code, SUMS, tag=language, languages=(language,), unconfined=True)
-    assert said in got["reason"].replace("\u2018", "'").replace("\u2019", "'")
+    assert expected_reason in got["reason"].replace("\u2018", "'").replace("\u2019", "'")
 
 
 CALLED = [
@@ -344,10 +349,10 @@ def test_an_answer_cannot_look_at_its_tests(file):
 
 @confined
 def test_limits_are_a_wrong_answer_and_said():
-    loop = {"score": 0.0, "acc": False, "timed_out": True, "reason": "its program went beyond its limit of time"}
+    loop = {"score": 0.0, "acc": False, "timed_out": True, "reason": "the program exceeded its limit of time"}
     assert score("while True: pass", SUMS, limits=SHORT) == loop
     full = score("x = bytearray(1 << 30)", SUMS, limits=SHORT)
-    assert full == loop | {"timed_out": False, "reason": "its program ended with 1: MemoryError"}
+    assert full == loop | {"timed_out": False, "reason": "the program ended with exit code 1: MemoryError"}
     after_one = "n = int(input().split()[0])\nprint(3)\nwhile n > 1: pass"
     assert score(after_one, SUMS, limits=SHORT) == loop | {"score": 0.5}
 
@@ -390,7 +395,7 @@ def test_a_kernel_that_does_not_allow_it_is_refused_with_its_words(nothing_insta
 
 
 @pytest.mark.parametrize(
-    ("languages", "message"), [((), "names no language"), (("cobol",), "cobol is not one of python")]
+    ("languages", "message"), [((), "the list is empty"), (("cobol",), "cobol is not one of python")]
 )
 def test_languages_are_checked(languages, message):
     with pytest.raises(ValueError, match=message):
@@ -414,20 +419,22 @@ def test_what_programs_need_is_found_before_anything_is_loaded(tmp_path, monkeyp
     truths = ['{"inputs": ["1"], "outputs": ["1"]}', "no tests", "nor these"]
     file = tmp_path / "rows.jsonl"
 
-    def problems(*given):
-        rows = [{"data_source": "apps", "prompt": "?", "reward_model": {"ground_truth": truth}} for truth in given[0]]
+    def problems(*arguments):
+        rows = [
+            {"data_source": "apps", "prompt": "?", "reward_model": {"ground_truth": truth}} for truth in arguments[0]
+        ]
         file.write_text("\n".join(map(json.dumps, rows)))
         data = [f"data.train_files={file}", "data.val_files=[]"]
-        config = load_config(None, [*data, f"actor_rollout_ref.model.path={tmp_path}", *given[1:]]).config
+        config = load_config(None, [*data, f"actor_rollout_ref.model.path={tmp_path}", *arguments[1:]]).config
         return [str(problem) for problem in missing_inputs(config, ("data.", "reward_model."))]
 
     monkeypatch.setattr(bubblewrap, "why_not", lambda: None)
     assert problems(truths[:1]) == []
     (unknown,) = problems(truths[:1], "reward_model.sandbox.languages=[rust]")
     assert unknown.startswith("reward_model.sandbox: languages: rust is not one of python")
-    (found,) = problems(truths)
-    assert "row 1: ground_truth is no JSON" in found
-    assert "(1 more of these rows have problems)" in found
+    (problems_found,) = problems(truths)
+    assert "row 1: ground_truth is not valid JSON" in problems_found
+    assert "(1 more of these rows have problems)" in problems_found
     monkeypatch.setattr(bubblewrap, "why_not", lambda: "no namespaces here")
     assert problems(truths[:1]) == ["reward_model.sandbox: no namespaces here."]
 
@@ -435,9 +442,9 @@ def test_what_programs_need_is_found_before_anything_is_loaded(tmp_path, monkeyp
 @confined
 @pytest.mark.parametrize("word", ["--no-such-option", "--ro-bind"])
 def test_a_sandbox_that_fails_is_an_error_and_never_a_score(word, monkeypatch):
-    whole = bubblewrap.command
-    monkeypatch.setattr(bubblewrap, "command", lambda *a, **k: [*whole(*a, **k)[:1], word, *whole(*a, **k)[1:]])
-    with pytest.raises(SandboxError, match="could not be set up"):
+    original = bubblewrap.command
+    monkeypatch.setattr(bubblewrap, "command", lambda *a, **k: [*original(*a, **k)[:1], word, *original(*a, **k)[1:]])
+    with pytest.raises(SandboxError, match="could not start"):
         score("print(3)", SUMS)
 
 
@@ -468,7 +475,7 @@ def test_in_the_pool_a_slow_program_is_wrong_and_its_row_no_error():
     with RewardPool(num_workers=2, timeout=0.5, programs=options) as pool:
         right, slow, broken = pool.score(rows)
     assert right == Score(1.0, {"acc": True, "timed_out": False})
-    why = "its program went beyond its limit of time"
+    why = "the program exceeded its limit of time"
     assert slow == Score(0.0, {"acc": False, "timed_out": True, "reason": why})
     assert isinstance(broken, RewardError)
     assert "no known layout" in broken.message
@@ -500,12 +507,12 @@ def test_config_check_says_what_this_machine_lacks_and_a_run_is_refused(nothing_
     """A login node has no sandbox, and does not train."""
     ended = {}
     for words in (["config", "check"], ["train"]):
-        given = [
+        arguments = [
             *base_overrides(write_inputs(tmp_path), tmp_path / "run"),
             f"data.train_files={problems_file(tmp_path)}",
         ]
-        given = [word for word in given if not word.startswith("custom_reward_function")]
-        ended[words[0]] = CliRunner().invoke(app, [*words, *given, "data.val_files=[]", "trainer.test_freq=-1"])
+        arguments = [word for word in arguments if not word.startswith("custom_reward_function")]
+        ended[words[0]] = CliRunner().invoke(app, [*words, *arguments, "data.val_files=[]", "trainer.test_freq=-1"])
     lacks = "reward_model.sandbox: bwrap is not installed"
     assert f"note: this machine cannot train it: {lacks}" in ended["config"].output
     assert ended["config"].exit_code == 0

@@ -13,7 +13,7 @@ from tether.rewards import RewardError
 from tether.rollout.turns import Conversations
 from tether.rollout.turns.conversations import TurnLimits
 from tether.rollout.turns.template import TurnTemplate
-from tether.tools import FORMATS, EnvironmentSpec, Talkers, ToolPool
+from tether.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool
 
 END = ID["<|im_end|>"]
 
@@ -54,7 +54,7 @@ def test_a_reply_that_fills_the_room_many_times_is_not_tokenized_whole(
     monkeypatch.setattr("tether.rollout.turns.conversations.tokenize", watched)
     monkeypatch.setattr("tether.rollout.turns.template.tokenize", watched)
     ends = []
-    with ToolPool(Talkers((), {"talks": EnvironmentSpec(f"{file}:Talks")}), num_workers=1, timeout=20) as pool:
+    with ToolPool(ResponderSpecs((), {"talks": EnvironmentSpec(f"{file}:Talks")}), num_workers=1, timeout=20) as pool:
         for length in (5, 100, 3_000_000):
             row = {"length": length}
             prompt = Prompt([ID["?"]], "game", None, extra_info=row, messages=({"role": "user", "content": "?"},))
@@ -74,7 +74,7 @@ def test_a_row_whose_environment_fails_has_an_error_and_no_score(tmp_path: Path)
         "    def reset(self, messages, row): pass\n"
         "    def step(self, messages): raise RuntimeError('the game is gone')\n"
     )
-    with ToolPool(Talkers((), {"lost": EnvironmentSpec(f"{file}:Lost")}), num_workers=1, timeout=20) as pool:
+    with ToolPool(ResponderSpecs((), {"lost": EnvironmentSpec(f"{file}:Lost")}), num_workers=1, timeout=20) as pool:
         talk = replace(conversations(pool), default_agent="lost").begin(
             [Prompt([ID["?"]], "game", None, messages=({"role": "user", "content": "?"},))], n=1
         )

@@ -1,6 +1,6 @@
-"""Built-in reward functions, chosen by the data source of a prompt (`tether.rewards.router`).
+"""Built-in reward functions, selected by the data source of a prompt (`tether.rewards.router`).
 
-Each takes a solution and a ground truth, as verl's do, and returns a score.
+Each has the arguments of verl's reward functions and returns a score.
 """
 
 from tether.rewards.rules.extract import last_boxed

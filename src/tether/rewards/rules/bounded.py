@@ -1,4 +1,4 @@
-"""Work on an answer that may take for ever: a tower of powers is a short text, and its value fills any memory."""
+"""Limits for the evaluation of an answer: a tower of powers is a short text, but its value exceeds any memory."""
 
 from __future__ import annotations
 
@@ -10,68 +10,69 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_SECONDS = 2.0
-"""Of processor time. Comparisons of answers to MATH take a hundredth of a second, and the first ones one."""
-MOST_MEMORY = 1 << 30
-"""Bytes beside those that the process has."""
-_BY_THE_ANSWER = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)  # a stack that overflows is its doing, too
+MAX_SECONDS = 2.0
+"""Limit of processor time. A comparison of answers to MATH takes 10 ms, the first one in a process a second."""
+MAX_MEMORY = 1 << 30
+"""Limit of memory, in bytes, in addition to the memory of the calling process."""
+_LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT)  # an answer may also overflow the stack
 
 
-class TooMuch(Exception):
-    """It took more than it may have."""
+class LimitExceeded(Exception):
+    """The function exceeded `MAX_SECONDS` or `MAX_MEMORY`."""
 
 
-class Ended(RuntimeError):
-    """Others ended its process."""
+class BoundedProcessKilled(RuntimeError):
+    """The process was killed for another reason than its limits."""
 
 
-def bounded(work: Callable[..., bool | float], *arguments: Any) -> Any:
-    """The result of a function, called in a copy of this process, since no signal ends a power of large numbers.
+def bounded(function: Callable[..., bool | float], *arguments: Any) -> Any:
+    """Call a function in a fork of this process and return its result.
 
-    The copy costs 5 to 15 ms in a reward worker, and 200 where torch and a gigabyte are loaded, so what is known to end
-    soon is better called here.
+    A fork costs 5 to 15 ms in a reward worker, and 200 ms in a process with torch and a gigabyte of memory, so a
+    function that is certain to end soon should be called directly.
 
     Args:
-        work: what it returns is all that arrives.
-        arguments: of it.
+        function: function whose result can be converted to JSON; its side effects are lost.
+        arguments: arguments of the function.
 
     Raises:
-        TooMuch: beyond `MOST_SECONDS` or `MOST_MEMORY`.
-        RuntimeError: it raised something.
-        Ended: its process was ended by others.
+        LimitExceeded: the function exceeded `MAX_SECONDS` or `MAX_MEMORY`.
+        RuntimeError: the function raised an exception.
+        BoundedProcessKilled: the process was killed for another reason.
     """
+    # A fork, because no signal interrupts a power of large numbers in this process.
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            os.write(writing, json.dumps(_limited(work, *arguments)).encode())
+            os.write(writing, json.dumps(_limited(function, *arguments)).encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        answer = pipe.read()
     status = os.waitpid(child, 0)[1]
-    if not said:
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _BY_THE_ANSWER:
-            raise TooMuch
-        raise Ended(f"the process that looks at an answer ended with status {status}")
-    kind, result = json.loads(said)
-    if kind == "much":
-        raise TooMuch
+    if not answer:
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _LIMIT_SIGNALS:
+            raise LimitExceeded
+        raise BoundedProcessKilled(f"the process that evaluates an answer ended with status {status}")
+    kind, result = json.loads(answer)
+    if kind == "limit":
+        raise LimitExceeded
     if kind == "raised":
         raise RuntimeError(result)
     return result
 
 
-def _limited(work: Callable[..., bool | float], *arguments: Any) -> tuple[str, object]:
+def _limited(function: Callable[..., bool | float], *arguments: Any) -> tuple[str, object]:
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a profiler may have a handler, which would not end this process
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
-    resource.setrlimit(resource.RLIMIT_DATA, (data + MOST_MEMORY, data + MOST_MEMORY))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the handler of a profiler would not end this process
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    resource.setrlimit(resource.RLIMIT_DATA, (data + MAX_MEMORY, data + MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        return "result", work(*arguments)
+        return "result", function(*arguments)
     except (MemoryError, RecursionError):
-        return "much", None
-    except Exception as error:  # noqa: BLE001 - of a library, on what a policy wrote
+        return "limit", None
+    except Exception as error:  # noqa: BLE001 - a library may raise anything on a policy's answer
         return "raised", f"{type(error).__name__}: {error}"[:500]

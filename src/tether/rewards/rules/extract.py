@@ -1,10 +1,10 @@
-"""Finding the answer in a reply."""
+"""Extraction of the answer from a reply."""
 
 from __future__ import annotations
 
 import re
 
-# A sign counts only where it does not follow a digit: "7-3" holds 7 and 3, "= -3" holds -3.
+# A sign counts only if it does not follow a digit: "7-3" contains 7 and 3, "= -3" contains -3.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _WORD = re.compile(r"\w+(?:[-'’]\w+)*")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -12,25 +12,25 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def last_number(text: str) -> str | None:
-    """The last integer or decimal of `text`, without "+", "$" and the commas between thousands; None without one."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace("$", "").replace(",", "").removeprefix("+") if found else None
+    """Return the last number of `text`, without "+", "$" and thousands separators; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    return numbers[-1].replace("$", "").replace(",", "").removeprefix("+") if numbers else None
 
 
 def first_word(text: str) -> str | None:
-    """The first word of `text`, without the marks around it; None without one. A hyphen or apostrophe joins a word."""
-    found = _WORD.search(text)
-    return found[0] if found else None
+    """Return the first word of `text`, which may contain hyphens and apostrophes; None if there is none."""
+    match = _WORD.search(text)
+    return match[0] if match else None
 
 
 def answer_tag(text: str) -> str | None:
-    """The content of the last ``<answer>...</answer>``, stripped; None without one."""
-    found = _ANSWER_TAG.findall(text)
-    return found[-1].strip() if found else None
+    """Return the content of the last ``<answer>...</answer>``, stripped; None if there is none."""
+    answers = _ANSWER_TAG.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}``, whose braces may nest; None without one, or if it never closes."""
+    r"""Return the content of the last ``\boxed{...}``, with nested braces; None if it is missing or not closed."""
     starts = [match.end() for match in _BOXED.finditer(text)]
     if not starts:
         return None
@@ -43,10 +43,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def required(ground_truth: object) -> str:
-    """`ground_truth` as text; of a list with one answer that one, and 72 of 72.0.
+    """Convert `ground_truth` to text; a list with one answer to that answer, and 72.0 to 72.
 
     Raises:
-        ValueError: nothing could ever be equal to it: it is None, empty, or no text or number.
+        ValueError: no answer could equal it, because it is None, empty, or neither text nor a number.
     """
     answer = ground_truth[0] if isinstance(ground_truth, list) and len(ground_truth) == 1 else ground_truth
     if isinstance(answer, float) and answer.is_integer():

@@ -12,11 +12,11 @@ _MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
 
 
 def strict(data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo) -> float:
-    """1.0 if the last ``#### number`` of the final 300 characters is `ground_truth`, character by character.
+    """Return 1.0 if the last ``#### number`` of the final 300 characters equals `ground_truth` as a string.
 
-    Commas and "$" are taken out first. The rule checks the format too: exactly one space after the marks, and a full
-    stop behind the number makes it another string. This is verl's rule, except that verl finds no number after "$".
+    Commas and "$" are removed first. The format counts, too: there is exactly one space after the marks, and a full
+    stop after the number makes it wrong. This is verl's rule, except that verl matches no number after "$".
     """
     expected = required(ground_truth)
-    found = _MARKED.findall(solution_str[-_WINDOW:])
-    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == expected)
+    answers = _MARKED.findall(solution_str[-_WINDOW:])
+    return float(bool(answers) and answers[-1].replace(",", "").replace("$", "") == expected)

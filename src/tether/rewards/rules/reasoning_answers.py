@@ -1,4 +1,4 @@
-"""Answers that scorers of reasoning-gym would run, hang on, or take for right."""
+"""Checks for answers that scorers of reasoning-gym would execute, hang on, or wrongly accept."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-BY_EVAL = frozenset(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"))
-"""Tasks whose scorers call Python's `eval` on an answer that is not the expected text: it may be a list."""
-OF_NUMBERS = frozenset(("countdown", "puzzle24"))
-"""Those that call SymPy's `parse_expr`, which is `eval`, too, on what shall be made of + - * / and numbers."""
-BY_SYMPY = frozenset(("polynomial_multiplication", "simple_integration", "intermediate_integration"))
-"""Those that call it on other expressions."""
-WITHOUT_END = BY_SYMPY | {"coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"}
-"""Tasks whose scorers a short answer keeps busy for ever: ``1e999999999``, a nested formula, ``U99999999``."""
-_SUM = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub, ast.Constant)
+EVALUATED_TASKS = frozenset(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"))
+"""Tasks whose scorers call Python's `eval` on an answer that differs from the expected text; it may be a list."""
+NUMBER_TASKS = frozenset(("countdown", "puzzle24"))
+"""Tasks whose scorers call SymPy's `parse_expr`, which calls `eval`, on sums and products of numbers."""
+EXPRESSION_TASKS = frozenset(("polynomial_multiplication", "simple_integration", "intermediate_integration"))
+"""Tasks whose scorers call SymPy's `parse_expr` on other expressions."""
+UNBOUNDED_TASKS = EXPRESSION_TASKS | {"coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks whose scorers do not end for some short answers: ``1e999999999``, a nested formula, ``U99999999``."""
 _ARITHMETIC = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.UAdd, ast.USub, ast.Constant,
+)  # fmt: skip
+_EXPRESSION = (
     ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.Constant, ast.Name,
     ast.Call,
 )  # fmt: skip
@@ -25,28 +27,28 @@ _FUNCTIONS = frozenset((
     "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sign", "floor", "ceiling", "factorial", "erf", "gamma",
     "Rational",
 ))  # fmt: skip
-"""Not SymPy's `Integral`, which would repeat the question."""
+"""Functions that an answer may call. SymPy's `Integral` is not among them, because it would repeat the question."""
 
 
 def may_be_scored(task: str, answer: str) -> bool:
-    """Whether the task's scorer may see an answer other than the expected text; else there is none."""
-    if task in BY_EVAL:
+    """Return whether an answer other than the expected text may be passed to the task's scorer."""
+    if task in EVALUATED_TASKS:
         return _is_value_or_text(answer)
-    if task in OF_NUMBERS:
-        return _sum(answer) is not None
-    return task not in BY_SYMPY or _is_arithmetic(answer)
+    if task in NUMBER_TASKS:
+        return _parse_arithmetic(answer) is not None
+    return task not in EXPRESSION_TASKS or _is_expression(answer)
 
 
 def is_right(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether an answer to which the task's scorer gave all points deserves them."""
-    return task not in _RIGHT or _RIGHT[task](answer, entry)
+    """Return whether an answer that the task's scorer accepts is really right."""
+    return task not in _CHECKS or _CHECKS[task](answer, entry)
 
 
-def _is_the_sum(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Each of the row's numbers once, and exactly the target: the scorer of puzzle24 takes any four numbers, and 24.5,
-    and that of countdown sees no `3_0_9`."""
-    tree = _sum(answer)
-    assert tree is not None  # else nobody would have scored it
+def _reaches_target(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Return whether an expression uses each of the row's numbers once and equals the target exactly."""
+    # The scorer of puzzle24 accepts any four numbers, and 24.5; the one of countdown ignores `3_0_9`.
+    tree = _parse_arithmetic(answer)
+    assert tree is not None  # otherwise the scorer would not have been called
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     used = [value for value in values if isinstance(value, int | float)]
     metadata = entry["metadata"]
@@ -73,26 +75,26 @@ def _value(node: ast.AST) -> Fraction:
 
 
 def _is_near(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Not only a beginning of the expected digits, as 0 is of every probability."""
-    found, expected = (float(Fraction(text.replace(",", ""))) for text in (answer, entry["answer"]))
-    return abs(found - expected) <= 1e-4
+    """Return whether a number is near the expected one. The scorer accepts any prefix of its digits, such as 0."""
+    number, expected = (float(Fraction(text.replace(",", ""))) for text in (answer, entry["answer"]))
+    return abs(number - expected) <= 1e-4
 
 
-_RIGHT: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+_CHECKS: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "coin_flip": _is_near,
     "complex_arithmetic": lambda answer, _: "nan" not in answer.lower(),  # min(1.0, nan) is 1.0
-    "countdown": _is_the_sum,
-    # the scorer compares bool(answer), and every text but "" is true
+    "countdown": _reaches_target,
+    # the scorer compares bool(answer), and every text except "" is true
     "game_of_life_halting": lambda answer, entry: answer.strip().lower() == str(entry["answer"]).lower(),
-    "number_sorting": lambda answer, _: "nan" not in answer.lower(),  # is farther than 1 from no number
-    # words are no solution, and where there is none they are as many as expected
+    "number_sorting": lambda answer, _: "nan" not in answer.lower(),  # abs(nan - x) > 1 is False for every x
+    # the scorer ignores words, so that they pass if no solution is expected
     "polynomial_equations": lambda answer, entry: bool(entry["answer"]) or not any(map(str.isalnum, answer)),
-    "puzzle24": _is_the_sum,
+    "puzzle24": _reaches_target,
 }
 
 
 def _is_value_or_text(answer: str) -> bool:
-    """Whether evaluating an answer gives a list or another plain value, or fails before anything is run."""
+    """Return whether `eval` of an answer returns a plain value such as a list, or fails before it executes anything."""
     try:
         ast.literal_eval(answer)
     except SyntaxError:
@@ -109,21 +111,21 @@ def _tree(answer: str) -> ast.Expression | None:
         return None
 
 
-def _sum(answer: str) -> ast.Expression | None:
-    """An answer that is made of + - * / and numbers without letters: no `0x10`, no `1e999999999`."""
+def _parse_arithmetic(answer: str) -> ast.Expression | None:
+    """Parse an expression of + - * / and numbers without letters (no `0x10` or `1e999999999`); None for other text."""
     tree = None if any(map(str.isalpha, answer)) else _tree(answer)
-    made_of = tree is not None and all(
-        isinstance(node, _SUM) and (not isinstance(node, ast.Constant) or isinstance(node.value, int | float))
+    is_valid = tree is not None and all(
+        isinstance(node, _ARITHMETIC) and (not isinstance(node, ast.Constant) or isinstance(node.value, int | float))
         for node in ast.walk(tree)
     )
-    return tree if made_of else None
+    return tree if is_valid else None
 
 
-def _is_arithmetic(answer: str) -> bool:
-    """Whether an answer is made of numbers, names, operators and functions of numbers: no text, attribute or item."""
+def _is_expression(answer: str) -> bool:
+    """Return whether an answer consists of numbers, names, operators and `_FUNCTIONS`."""
     tree = _tree(answer)
     return tree is not None and all(
-        isinstance(node, _ARITHMETIC)
+        isinstance(node, _EXPRESSION)
         and not (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
         and not (isinstance(node, ast.Call) and (node.keywords or not _is_function(node.func)))
         for node in ast.walk(tree)

@@ -1,6 +1,6 @@
-"""Rewards that run programs against tests: confined on this machine, or on a SandboxFusion server.
+"""Rewards that run programs against tests: in a sandbox on this machine, or on a SandboxFusion server.
 
-`ProgramOptions` says how; `tether.rewards.router` names the data whose responses are programs.
+`ProgramOptions` has the settings; `tether.rewards.router` lists the data sources whose responses are programs.
 """
 
 from tether.rewards.sandbox.limits import Limits

@@ -1,4 +1,4 @@
-"""The command line that confines a program, and whether this machine can do that."""
+"""The command line of bubblewrap that confines a program, and a check that this machine supports it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tether.rewards.sandbox.limits import Limits
 from tether.rewards.sandbox.seccomp import is_known_processor, seccomp_filter
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
-"""Where programs inside find others: all of it is in /usr, of which they see a read-only view."""
+"""PATH inside the sandbox. Everything in it is in /usr, which is mounted read-only."""
 NOBODY = 65534
 FOLDER = "/tmp"
-"""Where a program runs. It is in memory and gone with the program."""
-_WITHOUT_INIT = ("--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
-"""bwrap's own process is outside of the limits, and its memory could be written in ``/proc/1/mem``."""
-_ETC = ("alternatives", "ld.so.cache", "java-*")  # what links of /usr lead to
+"""Working directory of a program. It is in memory and disappears with the program."""
+_HIDDEN_INIT = ("--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+"""Hides bwrap's process, which is outside the limits, so that a program cannot write to ``/proc/1/mem``."""
+_ETC = ("alternatives", "ld.so.cache", "java-*")  # targets of symbolic links in /usr
 _SUGGESTION = (
-    "Code would run with the rights of this process: give reward_model.sandbox_fusion.url, or, where all of this "
-    "machine may be lost, reward_model.sandbox.unconfined=true."
+    "Programs would run with the permissions of this process: set reward_model.sandbox_fusion.url, or, if nothing on "
+    "this machine needs protection, reward_model.sandbox.unconfined=true."
 )
 _PROBE = (
     "import os, sys, time\n"
@@ -39,38 +39,35 @@ _PROBE = (
 
 
 def command(argv: tuple[str, ...], files: dict[str, int], limits: Limits, *, status: int, seccomp: int) -> list[str]:
-    """Run `argv` in namespaces of its own: no network, only /usr of the file system, nothing of the environment.
+    """Return the command that runs `argv` in new namespaces: no network, only /usr, and an empty environment.
 
     Args:
-        argv: the program, which sees itself in `FOLDER`.
-        files: name -> descriptor of a file that is copied there.
-        limits: of the program.
-        status: descriptor that bwrap reports to, as JSON.
-        seccomp: descriptor that holds `seccomp_filter`.
+        argv: command of the program, whose working directory is `FOLDER`.
+        files: name -> descriptor of a file that is copied to `FOLDER`.
+        limits: limits of the program.
+        status: descriptor for the JSON reports of bwrap.
+        seccomp: descriptor of a file with `seccomp_filter`.
     """
     size = ["--size", str(limits.files)]
     copies = [word for name, source in files.items() for word in _copy(source, f"{FOLDER}/{name}")]
     return [
-        _found("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL",
+        _executable("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", *_environment(), *_system(),
-        "--proc", "/proc", *_WITHOUT_INIT, "--dev", "/dev", *size, "--tmpfs", FOLDER, *size, "--tmpfs", "/dev/shm",
+        "--proc", "/proc", *_HIDDEN_INIT, "--dev", "/dev", *size, "--tmpfs", FOLDER, *size, "--tmpfs", "/dev/shm",
         *copies, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
         "--seccomp", str(seccomp), "--json-status-fd", str(status),
-        _found("prlimit"), *limits.arguments(confined=True), *argv,
+        _executable("prlimit"), *limits.arguments(confined=True), *argv,
     ]  # fmt: skip
 
 
 def plain_user() -> dict[str, Any]:
-    """Arguments of `subprocess.Popen`: root has no limit on processes, so programs are another user's."""
+    """Return arguments of `subprocess.Popen` that switch from root, which has no limit on processes, to `NOBODY`."""
     return {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
 
 
 @cache
 def why_not() -> str | None:
-    """Why programs cannot be confined on this machine, with what to do; None where they can.
-
-    A program that makes 64 processes is run, and has to be stopped at 16.
-    """
+    """Return why programs cannot be confined on this machine, and what to do; None if they can be."""
     if missing := missing_package(("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("python3", "python3")):
         return f"{missing}. {_SUGGESTION}"
     if not is_known_processor():
@@ -82,7 +79,7 @@ def why_not() -> str | None:
 
 
 def missing_package(*needed: tuple[str, str]) -> str | None:
-    """The message where one of these commands, given with its package, is not installed; None where all are."""
+    """Return a message if one of these commands, listed with their packages, is not installed; None if all are."""
     for name, package in needed:
         if shutil.which(name, path=PATH) is None:
             return f"{name} is not installed in {PATH} (apt-get install {package})"
@@ -90,6 +87,7 @@ def missing_package(*needed: tuple[str, str]) -> str | None:
 
 
 def _probe() -> str | None:
+    # The program tries to start 64 processes, and must be stopped at 16.
     with os.fdopen(os.memfd_create("seccomp"), "wb+") as seccomp, open(os.devnull, "wb") as status:
         seccomp.write(seccomp_filter())
         seccomp.flush()
@@ -98,20 +96,20 @@ def _probe() -> str | None:
         descriptors = (status.fileno(), seccomp.fileno())
         words = command(("python3", "-I", "-c", _PROBE), {}, limits, status=descriptors[0], seccomp=descriptors[1])
         try:
-            ended = subprocess.run(
+            result = subprocess.run(
                 words, capture_output=True, timeout=60, pass_fds=descriptors, env={}, text=True, **plain_user()
             )
         except subprocess.TimeoutExpired:
             return "it does not start within 60 s"
         except OSError as error:
             return str(error)
-    if ended.returncode == 3:
+    if result.returncode == 3:
         return "the number of processes is not limited"
-    return None if ended.returncode == 0 else ended.stderr.strip()[-300:] or f"exit code {ended.returncode}"
+    return None if result.returncode == 0 else result.stderr.strip()[-300:] or f"exit code {result.returncode}"
 
 
-def _copy(source: int, place: str) -> list[str]:
-    return ["--perms", "0755", "--file", str(source), place]
+def _copy(source: int, path: str) -> list[str]:
+    return ["--perms", "0755", "--file", str(source), path]
 
 
 def _environment() -> list[str]:
@@ -119,24 +117,24 @@ def _environment() -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """All variables that a program sees. Hashes of strings are the same in every run."""
+    """Return the environment variables of a program. Hashes of strings are the same in every run."""
     return {"PATH": PATH, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 @cache
 def _system() -> tuple[str, ...]:
-    """The read-only view of /usr and what belongs to it, in the shape that it has here."""
+    """Return the arguments that mount /usr read-only, with the same links to it as on this machine."""
     words = ["--ro-bind", "/usr", "/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        place = Path("/", name)
-        if place.is_symlink():
-            words += ["--symlink", os.readlink(place), str(place)]
-        elif place.is_dir():
-            words += ["--ro-bind", str(place), str(place)]
+        path = Path("/", name)
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            words += ["--ro-bind", str(path), str(path)]
     for pattern in _ETC:
-        words += [word for found in sorted(Path("/etc").glob(pattern)) for word in ("--ro-bind", *[str(found)] * 2)]
+        words += [word for path in sorted(Path("/etc").glob(pattern)) for word in ("--ro-bind", *[str(path)] * 2)]
     return tuple(words)
 
 
-def _found(name: str) -> str:
+def _executable(name: str) -> str:
     return shutil.which(name, path=PATH) or name

@@ -1,4 +1,4 @@
-"""Programs on a SandboxFusion server (github.com/bytedance/SandboxFusion), by its HTTP protocol."""
+"""Execution of programs on a SandboxFusion server (github.com/bytedance/SandboxFusion) over HTTP."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BUSY = 504
 
 
 def run_remotely(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
-    """Run every job on the server, as many at once as it may have; in their order.
+    """Run all jobs on the server, with up to `concurrency` requests at once; results are in the order of the jobs.
 
     Raises:
-        SandboxError: the server failed at one of them, so nothing is known about that program.
+        SandboxError: the server failed for a job, so the result of its program is unknown.
     """
     assert options.server
     with ThreadPoolExecutor(min(options.server.concurrency, len(jobs))) as pool:
@@ -39,9 +39,9 @@ def _run(job: Job, options: ProgramOptions, server: Server) -> Finished:
         "files": {},
         "fetch_files": [],
     }
-    begun = time.monotonic()
+    start = time.monotonic()
     answer = _post(server.url, body, options)
-    return _finished(answer, time.monotonic() - begun)
+    return _parse_answer(answer, time.monotonic() - start)
 
 
 def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
@@ -57,7 +57,7 @@ def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
             try:
                 return json.loads(answer.body)
             except (ValueError, RecursionError):
-                problem = f"an answer that is no JSON: {_beginning(answer.body)}"
+                problem = f"an answer that is not JSON: {_beginning(answer.body)}"
                 break
         problem = f"HTTP {answer.status} {_beginning(answer.body)}"
         if answer.status != _BUSY:
@@ -65,11 +65,11 @@ def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
     raise SandboxError(f"the server at {url} gave {problem}")
 
 
-def _finished(answer: object, seconds: float) -> Finished:
-    """Read an answer: a program that fails, does not compile or takes too long has an end; a server that fails has not.
+def _parse_answer(answer: object, seconds: float) -> Finished:
+    """Convert an answer to the result of a program, which may have failed, not compiled, or exceeded its time limit.
 
     Raises:
-        SandboxError: the server failed, or the answer is none of its protocol.
+        SandboxError: the server failed, or the answer does not follow its protocol.
     """
     match answer:
         case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"}}:
@@ -95,7 +95,7 @@ def _finished(answer: object, seconds: float) -> Finished:
 
 
 def _is_text(*printed: object) -> bool:
-    """The server writes null for nothing."""
+    # The server sends null for empty output.
     return all(text is None or isinstance(text, str) for text in printed)
 
 
@@ -103,7 +103,7 @@ def _bytes(printed: str | None) -> bytes:
     try:
         return (printed or "").encode()
     except UnicodeEncodeError as error:
-        raise SandboxError("the server gave output with half a character, which no program can have printed") from error
+        raise SandboxError("the server returned output with an unpaired surrogate, which is invalid Unicode") from error
 
 
 def _beginning(body: bytes) -> str:

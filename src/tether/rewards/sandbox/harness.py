@@ -1,9 +1,9 @@
-"""The program beside an answer that is called: it runs as text in the sandbox, and imports nothing of tether.
+"""The program that calls the code of an answer. Its source is executed in the sandbox, so it does not import tether.
 
-Standard input holds a JSON object: ``code``, and ``function`` and ``arguments`` of a call, or ``tests``, a program in
-which the names of ``functions`` stand for functions and classes of the code. The first prints the result; the second
-prints ``proof`` if `tests` runs through. There the code is in a process of its own, which sees neither the tests nor
-the proof; an exit code alone could come from any process that the code gets hold of.
+Standard input is a JSON object with ``code``, and either ``function`` and ``arguments`` of a call, or ``tests``, a
+program in which the names of ``functions`` represent functions and classes of the code. The former prints the result;
+the latter prints ``proof`` if `tests` succeeds. The code then runs in a separate process, which sees neither the tests
+nor the proof; an exit code would be no proof, because the code may control any process that it can reach.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 _IMPORTS = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys"
 MODULES = _IMPORTS[len("import ") :].split(", ")
-MOST_NESTED = 100  # lists around a value
-MOST_CALLS = 50_000  # within each other, as in LiveCodeBench
-_PLAIN_BITS = 4096  # of whole numbers that JSON may hold: some readers refuse thousands of digits
+MAX_NESTING = 100  # lists around a value
+MAX_RECURSION = 50_000  # as in LiveCodeBench
+_MAX_PLAIN_BITS = 4096  # of integers in JSON, because some parsers refuse thousands of digits
 _VALUES = {"builtins.range", "fractions.Fraction", "decimal.Decimal", *(f"datetime.{name}" for name in (
     "date", "datetime", "time", "timedelta", "timezone"))}  # fmt: skip
 _KINDS: Any = (("tuple", tuple), ("set", set), ("frozenset", frozenset))
@@ -35,41 +35,42 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
 }  # fmt: skip
 
 
-class Held:
-    """An object in the process of the code, seen from the tests: all that they do with it is done there.
+class RemoteObject:
+    """A proxy in the tests for an object in the process of the code, which executes all operations on it.
 
-    It is equal to nothing else, whatever its own class says.
+    It is equal to nothing else, whatever its class defines.
     """
 
-    answers: Answers
-    number: int
+    code: CodeProcess
+    index: int
 
-    def __init__(self, answers: Answers, number: int) -> None:
-        self.__dict__.update(answers=answers, number=number)
+    def __init__(self, code: CodeProcess, index: int) -> None:
+        self.__dict__.update(code=code, index=index)
 
     def __getattr__(self, name: str) -> object:
-        return self.answers.ask("getattr", self, name)
+        return self.code.operate("getattr", self, name)
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
-        """Call it there."""
-        return self.answers.call(self, *arguments, **keywords)
+        """Call the object in its process."""
+        return self.code.call(self, *arguments, **keywords)
 
 
 def _forward(operation: str) -> None:
-    setattr(Held, f"__{operation}__", lambda self, *arguments: self.answers.ask(operation, self, *arguments))
+    setattr(RemoteObject, f"__{operation}__", lambda self, *arguments: self.code.operate(operation, self, *arguments))
 
 
 for _operation in set(_OPERATIONS) - {"getattr"}:
     _forward(_operation)
 
 
-def encode(value: object, depth: int = 0, held: list[object] | None = None) -> object:
-    """Plain data as JSON, with the kinds that it cannot hold; of any other object only its class, by name.
+def encode(value: object, depth: int = 0, objects: list[object] | None = None) -> object:
+    """Encode plain data as JSON, including types that JSON does not have.
 
     Args:
         value: the data.
-        depth: of the lists around it.
-        held: takes up other objects, which are encoded as their place in it.
+        depth: number of lists around the value.
+        objects: list to which other objects are appended; they are encoded as their index. None: only the names of
+            their classes are encoded.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -78,81 +79,81 @@ def encode(value: object, depth: int = 0, held: list[object] | None = None) -> o
             return plain(value)
     if isinstance(value, int):
         number = int(value)
-        return number if number.bit_length() < _PLAIN_BITS else {"int": hex(number)}
+        return number if number.bit_length() < _MAX_PLAIN_BITS else {"int": hex(number)}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if isinstance(value, Held):
-        return {"held": value.number}
-    if depth > MOST_NESTED:
+    if isinstance(value, RemoteObject):
+        return {"remote": value.index}
+    if depth > MAX_NESTING:
         return {"other": "nested too deeply"}
     if isinstance(value, list):
-        return [encode(item, depth + 1, held) for item in value]
+        return [encode(item, depth + 1, objects) for item in value]
     for name, kind in _KINDS:
         if isinstance(value, kind):
-            return {name: [encode(item, depth + 1, held) for item in value]}
+            return {name: [encode(item, depth + 1, objects) for item in value]}
     if isinstance(value, dict):
-        pairs = [[encode(key, depth + 1, held), encode(item, depth + 1, held)] for key, item in value.items()]
+        pairs = [[encode(key, depth + 1, objects), encode(item, depth + 1, objects)] for key, item in value.items()]
         return {"dict": pairs}
     if hasattr(value, "shape") and hasattr(value, "tolist"):  # NumPy
-        return encode(value.tolist(), depth + 1, held)
+        return encode(value.tolist(), depth + 1, objects)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if name in _VALUES:
-        return {"value": [name, encode(list(value.__reduce__()[1]), depth + 1, held)]}
-    if held is None:
+        return {"value": [name, encode(list(value.__reduce__()[1]), depth + 1, objects)]}
+    if objects is None:
         return {"other": type(value).__name__}
-    held.append(value)
-    return {"held": len(held) - 1}
+    objects.append(value)
+    return {"remote": len(objects) - 1}
 
 
-def decode(value: object, held: Any = None) -> Any:
-    """Read what `encode` made; an object of another class is equal to nothing.
+def decode(value: object, object_at: Any = None) -> Any:
+    """Decode the result of `encode`; an object of another class is equal to nothing.
 
     Args:
-        value: what it made.
-        held: gives the object of a place.
+        value: the encoded data.
+        object_at: returns the object with an index.
     """
     if isinstance(value, list):
-        return [decode(item, held) for item in value]
+        return [decode(item, object_at) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()
     if kind == "tuple":
-        return tuple(decode(item, held) for item in items)
+        return tuple(decode(item, object_at) for item in items)
     if kind in ("set", "frozenset"):
-        return (set if kind == "set" else frozenset)(decode(item, held) for item in items)
+        return (set if kind == "set" else frozenset)(decode(item, object_at) for item in items)
     if kind == "dict":
-        return {decode(key, held): decode(item, held) for key, item in items}
+        return {decode(key, object_at): decode(item, object_at) for key, item in items}
     if kind == "int":
         return int(items, 16)
-    if kind == "value" and held and items[0] in _VALUES:  # where time is limited: a fraction may take long
+    if kind == "value" and object_at and items[0] in _VALUES:  # only in a sandbox, because a fraction may take long
         module, _, name = items[0].rpartition(".")
-        return getattr(importlib.import_module(module), name)(*decode(items[1], held))
+        return getattr(importlib.import_module(module), name)(*decode(items[1], object_at))
     if kind == "bytes":
         return bytes.fromhex(items)
     if kind == "complex":
         return complex(*items)
-    return held(items) if kind == "held" and held else object()
+    return object_at(items) if kind == "remote" and object_at else object()
 
 
 def load(code: str) -> dict[str, Any]:
-    """The names that the code defines."""
+    """Execute the code of an answer and return the names that it defines."""
     return execute(code, "answer", "", {})
 
 
-def execute(code: str, name: str, prelude: str, known: dict[str, Any]) -> dict[str, Any]:
-    """Run code as a module, where dataclasses look for its classes, and without the future imports of this file."""
+def execute(code: str, name: str, prelude: str, variables: dict[str, Any]) -> dict[str, Any]:
+    """Execute code as a module, in which dataclasses look up its classes, and without this file's future imports."""
     module = sys.modules[name] = types.ModuleType(name)
     names = module.__dict__
     exec(prelude, names)
-    names.update(known)
+    names.update(variables)
     exec(compile(code, f"{name}.py", "exec", dont_inherit=True), names)
     return names
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """A function of the code, or a method of its class Solution, where both are there the method, as on LeetCode."""
+    """Return a function of the code, or a method of its class Solution, which takes precedence, as on LeetCode."""
     method = function.rpartition(".")[2]
     if function not in names or hasattr(names.get("Solution"), method):
         return getattr(names["Solution"](), method)
@@ -160,33 +161,33 @@ def find(names: dict[str, Any], function: str) -> Any:
 
 
 def private_output() -> TextIO:
-    """Standard output for the harness alone: what the code prints goes to standard error."""
-    kept = os.fdopen(os.dup(1), "w")
+    """Return stdout for the harness only, and redirect prints of the code to stderr."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return kept
+    return output
 
 
 def serve() -> None:
-    """Be the process of the code: the first line is the code, each further one a request."""
+    """Run the process of the code: the first line of stdin is the code, each later one a request."""
     output = private_output()
     names = load(json.loads(sys.stdin.readline()))
-    held: list[object] = []
+    objects: list[object] = []
     for line in sys.stdin:
-        operation, *rest = json.loads(line)
-        arguments, keywords = decode(rest, held.__getitem__)
+        operation, *encoded = json.loads(line)
+        arguments, keywords = decode(encoded, objects.__getitem__)
         function = _OPERATIONS.get(operation) or arguments.pop(0)
         if isinstance(function, str):
             function = find(names, function)
         try:
             result = function(*arguments, **keywords)
-            answer: object = [encode(result, 0, held), encode(arguments, 0, held)]
+            answer: object = [encode(result, 0, objects), encode(arguments, 0, objects)]
         except Exception as error:  # noqa: BLE001 - the tests may expect it
-            answer = {"raised": encode(_builtin(error), 0, held)}
+            answer = {"raised": encode(_builtin(error), 0, objects)}
         print(json.dumps(answer), file=output, flush=True)
 
 
 def _builtin(error: Exception) -> list[object]:
-    """The first class of an exception that the tests know, too, and the arguments that give it its text."""
+    """Return the name of the first builtin class of an exception, with arguments that produce the same text."""
     for kind in type(error).__mro__:
         if kind.__module__ == "builtins":
             with contextlib.suppress(Exception):
@@ -198,11 +199,11 @@ def _builtin(error: Exception) -> list[object]:
     return ["Exception", []]
 
 
-class Answers:
-    """The functions of the code, seen from the tests."""
+class CodeProcess:
+    """The process of the code; the tests call its functions."""
 
     def __init__(self, code: str) -> None:
-        self._other = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, "serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -211,8 +212,8 @@ class Answers:
         self._send(code)
 
     def call(self, function: object, *arguments: object, **keywords: object) -> object:
-        """The result of a function; what it does to lists, dictionaries and sets is done to `arguments`, too."""
-        result, after = self._ask("", (function, *arguments), keywords)
+        """Call a function, apply its changes of lists, dictionaries and sets to `arguments`, and return the result."""
+        result, after = self._request("", (function, *arguments), keywords)
         for mine, theirs in zip(arguments, after):  # noqa: B905 - older interpreters
             if isinstance(mine, list) and isinstance(theirs, list):
                 mine[:] = theirs
@@ -221,72 +222,69 @@ class Answers:
                 mine.update(theirs)
         return result
 
-    def ask(self, operation: str, *arguments: object) -> object:
-        """The result of one of the operations."""
-        return self._ask(operation, arguments, {})[0]
+    def operate(self, operation: str, *arguments: object) -> object:
+        """Return the result of an operation."""
+        return self._request(operation, arguments, {})[0]
 
-    def _ask(self, operation: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
-        """The result, and the arguments as they are now; an exception is raised under its builtin class.
-
-        A process that is gone, or says something else, ends the tests: they could expect whatever is raised.
-        """
+    def _request(self, operation: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
+        """Return the result and the changed arguments; an exception is raised as its builtin class."""
         self._send([operation, encode(list(arguments)), encode(keywords)])
         try:
-            found = self._received()
-        except Exception:  # noqa: BLE001 - what an answer writes can fail in any way
-            os._exit(1)
-        if isinstance(found, StopIteration) and operation != "next":  # would end a loop around the call
+            answer = self._receive()
+        except Exception:  # noqa: BLE001 - the process is gone or wrote something else
+            os._exit(1)  # raises nothing, because the tests may expect any exception
+        if isinstance(answer, StopIteration) and operation != "next":  # would end a loop around the call
             raise RuntimeError("the function raised StopIteration")
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def _received(self) -> Any:
-        assert self._other.stdout
-        answer = json.loads(self._other.stdout.readline())
+    def _receive(self) -> Any:
+        assert self._process.stdout
+        answer = json.loads(self._process.stdout.readline())
         if isinstance(answer, dict):
-            name, arguments = decode(answer["raised"], self._held)
+            name, arguments = decode(answer["raised"], self._object_at)
             kind: Any = getattr(builtins, name)
             if issubclass(kind, Exception):
                 return kind(*arguments)
             raise TypeError(name)
-        result, after = decode(answer, self._held)
+        result, after = decode(answer, self._object_at)
         return result, list(after)
 
-    def _held(self, number: int) -> Held:
-        return Held(self, number)
+    def _object_at(self, index: int) -> RemoteObject:
+        return RemoteObject(self, index)
 
     def _send(self, request: object) -> None:
-        assert self._other.stdin
+        assert self._process.stdin
         text = json.dumps(request) + "\n"
         try:
-            self._other.stdin.write(text)
-            self._other.stdin.flush()
+            self._process.stdin.write(text)
+            self._process.stdin.flush()
         except OSError:
             os._exit(1)
 
     def close(self) -> None:
-        """End the process of the code."""
-        self._other.kill()
-        self._other.wait()
+        """Kill the process of the code."""
+        self._process.kill()
+        self._process.wait()
 
 
 def check(code: str, tests: str, functions: dict[str, str], proof: str) -> None:
-    """Run the tests, and print the proof; what they call is answered by the process of the code."""
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process may look into this one
-    answers = Answers(code)
-    known = {
-        name: lambda *arguments, function=function, **keywords: answers.call(function, *arguments, **keywords)
+    """Run the tests, which call functions in the process of the code, and print the proof if they succeed."""
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process can read the memory of this one
+    process = CodeProcess(code)
+    calls = {
+        name: lambda *arguments, function=function, **keywords: process.call(function, *arguments, **keywords)
         for name, function in functions.items()
     }
-    execute(tests, "tests", _IMPORTS, known)
-    answers.close()
+    execute(tests, "tests", _IMPORTS, calls)
+    process.close()
     sys.stdout.flush()
     os.write(1, ("\n" + proof).encode())
 
 
 def main() -> None:
-    """Do what standard input asks for."""
+    """Execute the request on stdin."""
     request = json.loads(sys.stdin.read())
     if "tests" in request:
         return check(request["code"], request["tests"], request["functions"], request["proof"])
@@ -297,7 +295,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.setrecursionlimit(MOST_CALLS)
+    sys.setrecursionlimit(MAX_RECURSION)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     serve() if sys.argv[1:] == ["serve"] else main()

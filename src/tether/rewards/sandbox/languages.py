@@ -1,4 +1,4 @@
-"""The languages that answers may be written in, and how each is run."""
+"""The programming languages of answers, with the commands that run them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ BINARY = f"{FOLDER}/program"
 
 @dataclass(frozen=True)
 class Language:
-    """The commands that run programs of a language."""
+    """A programming language."""
 
     remote: str
-    """Its name for SandboxFusion."""
+    """Name of the language in SandboxFusion."""
     file: str
     """Name of the source file."""
     run: tuple[str, ...]
-    """The command, in the folder of the file."""
+    """Command that runs the program in the folder of the file."""
     compile: tuple[str, ...] = ()
-    """The command that makes `BINARY` of the file."""
+    """Command that compiles the file to `BINARY`."""
     needs: tuple[str, ...] = ()
-    """Commands that have to be installed."""
+    """Commands that must be installed."""
     tags: tuple[str, ...] = ()
-    """Other names of it behind the three marks that begin a block of code."""
+    """Other names of the language in the info string of a code block."""
 
 
 LANGUAGES: dict[str, Language] = {
@@ -63,14 +63,14 @@ LANGUAGES: dict[str, Language] = {
 
 
 def check_languages(names: tuple[str, ...], *, remote: bool) -> None:
-    """Refuse languages that programs cannot be run in.
+    """Check that programs in these languages can run.
 
     Raises:
-        ValueError: no language, an unknown one, or one that is not installed where programs look for it.
+        ValueError: the list is empty, or a language is unknown or is not installed in `PATH`.
     """
     key = "reward_model.sandbox.languages"
     if not names:
-        raise ValueError(f"{key}: names no language; known are {', '.join(LANGUAGES)}")
+        raise ValueError(f"{key}: the list is empty; known languages are {', '.join(LANGUAGES)}")
     for name in names:
         if name not in LANGUAGES:
             raise ValueError(f"{key}: {name} is not one of {', '.join(LANGUAGES)}")

@@ -1,4 +1,4 @@
-"""Limits of a program, and its end."""
+"""Programs, their limits, and how they ended."""
 
 from __future__ import annotations
 
@@ -14,65 +14,64 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one program."""
+    """The limits of a program."""
 
     seconds: float
-    """Of processor time in one process, and twice that by the clock."""
+    """Maximum processor time of a process; the maximum wall time is twice that."""
     memory_mb: int
-    """MiB of all its processes together."""
+    """Maximum memory of all processes together, in MiB."""
     processes: int
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at once."""
     output: int = 8 << 20
-    """Bytes that it may print."""
+    """Maximum bytes of stdout and stderr together."""
     files: int = 64 << 20
-    """Bytes that it may write to each of /tmp and /dev/shm, which are in memory."""
+    """Maximum bytes of files in each of /tmp and /dev/shm, which are in memory."""
     inodes: int = 4096
-    """Files and folders that it may make in each of them."""
+    """Maximum number of files and folders in each of them."""
     startup: float = 5.0
-    """Seconds by the clock in which a sandbox may be set up on a busy machine; they are not the program's."""
+    """Seconds that the sandbox may need to start on a busy machine; they are added to the wall time."""
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds by the clock: a busy machine gets twice the time, and a program that sleeps ends all the same."""
+        """Return the maximum wall time, which also ends a program that sleeps."""
         return self.startup + 2 * self.seconds
 
     def arguments(self, *, confined: bool) -> list[str]:
-        """For ``prlimit``. Processes count per user outside of a sandbox: there the limit would be on others, too."""
+        """Return the arguments of ``prlimit``."""
+        # Outside a sandbox the number of processes is limited per user, which would affect other programs.
         cpu = math.ceil(self.seconds)
         return [
             f"--cpu={cpu}:{cpu + 1}",
             f"--data={self.memory_mb << 20}",
             f"--fsize={max(self.files, self.output)}",
-            *(["--stack=unlimited:unlimited"] if _may_have_any_stack() else []),
+            *(["--stack=unlimited:unlimited"] if _is_stack_unlimited() else []),
             "--core=0",
             "--nofile=256",
             *([f"--nproc={self.processes}", "--sigpending=256"] if confined else []),
         ]
 
 
-def _may_have_any_stack() -> bool:
-    """Whether stacks may grow as far as memory goes, since recursion is deep in contests.
-
-    A limit that this machine sets is left alone: raised to it, each thread would reserve so much.
-    """
+def _is_stack_unlimited() -> bool:
+    # Recursion is deep in programming contests. A finite hard limit is no alternative: each thread would reserve as
+    # much as the raised limit.
     return resource.getrlimit(resource.RLIMIT_STACK)[1] == resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
 class Program:
-    """A command, with the files that it needs."""
+    """A command and its files."""
 
     argv: tuple[str, ...]
     files: dict[str, bytes] = field(default_factory=dict)
-    """Name -> content in the folder where it runs; all are executable."""
+    """Name -> content of each file in the working directory; all are executable."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of a program."""
+    """The result of a program that ended."""
 
     reason: Literal["exit", "time", "memory", "output", "files"]
-    """It exited by itself, or the limit that ended it."""
+    """`exit`, or the limit that it exceeded."""
     code: int
     """Exit code; 128 + n after signal n."""
     stdout: bytes
@@ -81,5 +80,5 @@ class Finished:
 
     @property
     def succeeded(self) -> bool:
-        """It exited by itself, with 0."""
+        """Return whether the program exited with code 0."""
         return self.reason == "exit" and self.code == 0

@@ -1,4 +1,4 @@
-"""Programs on this machine: compiled where the language asks for it, and run one after the other."""
+"""Execution of programs on this machine: compiled if the language requires it, and run one after the other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tether.rewards.sandbox.run import run
 
 
 def run_locally(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
-    """Run jobs in their order, each in a sandbox of its own; none after one that took too long, or did not compile.
+    """Run jobs in order, each in a new sandbox, and stop after one that exceeds its time or does not compile.
 
     Raises:
-        SandboxError: a sandbox could not be set up.
+        SandboxError: a sandbox could not start.
     """
     programs: dict[tuple[str, str], Program | Finished] = {}
     ends: list[Finished] = []
     for job in jobs:
         key = (job.language, job.source)
         if key not in programs:
-            programs[key] = _program(job, options)
+            programs[key] = _build(job, options)
         program = programs[key]
         if isinstance(program, Finished):
             return [*ends, program]
@@ -32,13 +32,13 @@ def run_locally(jobs: Sequence[Job], options: ProgramOptions) -> list[Finished]:
     return ends
 
 
-def _program(job: Job, options: ProgramOptions) -> Program | Finished:
-    """The command of a job; or the failure of its compiler."""
+def _build(job: Job, options: ProgramOptions) -> Program | Finished:
+    """Compile the program of a job if its language requires it; returns the result of a compiler that failed."""
     language = LANGUAGES[job.language]
     source = Program(language.run, {language.file: job.source.encode(errors="replace")})
     if not language.compile:
         return source
     script = '"$@" >&2 && cat ' + BINARY
     compiler = Program(("sh", "-c", script, "sh", *language.compile), source.files)
-    made = run(compiler, b"", options.compile_limits, confined=not options.unconfined)
-    return Program(language.run, {BINARY.rpartition("/")[2]: made.stdout}) if made.succeeded else made
+    compiled = run(compiler, b"", options.compile_limits, confined=not options.unconfined)
+    return Program(language.run, {BINARY.rpartition("/")[2]: compiled.stdout}) if compiled.succeeded else compiled

@@ -1,4 +1,4 @@
-"""Settings of a run for programs: `reward_model.sandbox` and `reward_model.sandbox_fusion`."""
+"""Options of rewards that run programs: `reward_model.sandbox` and `reward_model.sandbox_fusion`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Server:
     """A SandboxFusion server."""
 
     url: str
-    """Its ``/run_code``."""
+    """URL of the server's ``/run_code``."""
     memory_mb: int = 1024
     concurrency: int = 64
-    """Requests at once that one reward process makes."""
+    """Maximum number of concurrent requests of a reward process."""
 
 
 @dataclass(frozen=True)
 class ProgramOptions:
-    """Where and with which limits programs run."""
+    """Options of programs: languages, limits, and the server if there is one."""
 
     languages: tuple[str, ...] = ("python",)
     max_tests: int = 10
@@ -35,14 +35,15 @@ class ProgramOptions:
 
     @property
     def compile_limits(self) -> Limits:
-        """A compiler's limits; it prints the program."""
+        """Return the limits of a compiler."""
+        # The output is the limit of files, because the compiled program is printed.
         return Limits(
             seconds=COMPILE_SECONDS, memory_mb=2048, processes=self.limits.processes, output=self.limits.files
         )
 
     @property
     def deadline(self) -> float:
-        """Seconds that scoring a response can take where every program takes all of its own."""
+        """Return the seconds to score a response if every program uses its entire time."""
         if self.server:
             rounds = -(-self.max_tests // self.server.concurrency)
             return rounds * self.attempts * (self.request_timeout + self.pause)
@@ -51,26 +52,30 @@ class ProgramOptions:
 
     @property
     def request_timeout(self) -> float:
-        """Seconds for one request to the server, as in verl: it compiles, runs and may have to wait."""
+        """Return the timeout of a request to the server, as in verl."""
         return 2 * self.limits.seconds + 10
 
     attempts = 3
-    """Requests for one program: a server that is busy answers 504."""
+    """Maximum number of requests for one program; a busy server answers 504."""
     pause = 1.0
-    """Seconds between two of them."""
+    """Seconds between two attempts."""
 
     def check(self) -> None:
-        """Refuse what could score no program, before anything is loaded.
+        """Check that programs can run, before anything is loaded.
 
         Raises:
-            ValueError: no sandbox on this machine, a language that is not installed, or no server.
+            ValueError: this machine has no sandbox, a language is not installed, or no server listens.
         """
         self.check_machine()
         if self.server:
             check_listening(self.server.url, "reward_model.sandbox_fusion.url")
 
     def check_machine(self) -> None:
-        """The same without a look for the server."""
+        """Check languages and sandbox, but not whether the server listens.
+
+        Raises:
+            ValueError: this machine has no sandbox, or a language is not installed.
+        """
         check_languages(self.languages, remote=self.server is not None)
         if self.server:
             return

@@ -15,7 +15,7 @@ class ProgramReward:
     """A reward function (`tether.rewards.router`) that runs the program in a response against the tests of the row.
 
     Args:
-        options: where programs run, and their limits.
+        options: languages, limits, and the server if there is one.
     """
 
     def __init__(self, options: ProgramOptions) -> None:
@@ -23,18 +23,18 @@ class ProgramReward:
 
     @property
     def deadline(self) -> float:
-        """Seconds that a call may take; its programs have deadlines of their own."""
+        """Return the maximum seconds of a call; each program has its own timeout."""
         return self._options.deadline
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: object, extra_info: ExtraInfo
     ) -> dict[str, object]:
-        """The share of the first `max_tests` tests that pass: "score", with "acc" (all of them) and "timed_out".
+        """Return the share of the first `max_tests` tests that pass as "score", with "acc" (all pass) and "timed_out".
 
-        A response without a program has 0, with the "reason"; so has a program that failed or did not compile.
+        A response without a program scores 0. If there is no program or it fails, the result has a "reason".
 
         Raises:
-            ValueError: the tests cannot be read.
+            ValueError: the tests are invalid.
             SandboxError: a sandbox or the server failed.
         """
         tests = parse_tests(ground_truth)[: self._options.max_tests]
@@ -55,17 +55,17 @@ class ProgramReward:
     def _why_none(self, response: str, *, is_called: bool) -> str:
         language = language_of(response)
         if language is None:
-            return "it has no block of code"
+            return "the response has no code block"
         if is_called:
-            return f"its block of code is in {language}, and functions are called in Python only"
-        known = ", ".join(self._options.languages)
-        return f"its block of code is in {language}, and reward_model.sandbox.languages has {known}"
+            return f"the code block is in {language}, but only functions in Python can be called"
+        languages = ", ".join(self._options.languages)
+        return f"the code block is in {language}, but reward_model.sandbox.languages has {languages}"
 
 
 def _why(end: Finished) -> str:
-    """How a program failed, with the line of its errors that says most: a compiler's first, else the last."""
+    """Describe how a program failed, with the first error of a compiler, or else the last line of stderr."""
     if end.reason != "exit":
-        return f"its program went beyond its limit of {end.reason}"
+        return f"the program exceeded its limit of {end.reason}"
     lines = [line.strip() for line in end.stderr.decode(errors="replace").splitlines() if line.strip()]
-    said = next((line for line in lines if "error:" in line), lines[-1] if lines else "")
-    return f"its program ended with {end.code}" + (f": {said[:200]}" if said else "")
+    message = next((line for line in lines if "error:" in line), lines[-1] if lines else "")
+    return f"the program ended with exit code {end.code}" + (f": {message[:200]}" if message else "")

@@ -1,8 +1,8 @@
-"""The system calls that a confined program may not make, as a filter of the kernel.
+"""The seccomp filter of a sandbox, which denies system calls.
 
-Namespaces and limits leave gaps: memory that no process has mapped (SysV segments, memfd, pages that pipes hold, access
-control lists of files, tables of the kernel whose size a program chooses), sockets, namespaces inside the namespace,
-locks on files of the machine and news of who reads them, and interfaces of the kernel whose bugs are the usual way out.
+Namespaces and limits leave gaps: memory that is not mapped by any process (SysV segments, memfd, pages in pipes, access
+control lists of files, kernel tables with a size that the program chooses), sockets, nested namespaces, locks and
+notifications on files of the machine, and kernel interfaces with a history of exploitable bugs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import struct
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Number on x86_64, number on aarch64; calls with one number everywhere are new.
+# Number on x86_64, number on aarch64. Recent system calls have the same number on all architectures.
 _DENIED = {
     "socket": (41, 198), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "ptrace": (101, 117), "process_vm_readv": (310, 270),
@@ -25,23 +25,23 @@ _DENIED = {
     "inotify_init": (253, 26), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
 }  # fmt: skip
-# A libc does without these where the kernel lacks them. The flags of clone3 cannot be looked at, those of clone can.
+# libc has a fallback for kernels without these. A filter can check the flags of clone, but not those of clone3.
 _ABSENT = {"clone3": (435, 435), "io_uring_setup": (425, 425), "landlock_create_ruleset": (444, 444)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 _FCNTL = (72, 25)
 _F_NOTIFY = 1026
 _PRCTL = (157, 167)
-_PR_FUTEX_HASH = 78  # a gigabyte of the kernel's memory in one call
+_PR_FUTEX_HASH = 78  # one call can allocate a gigabyte of kernel memory
 _MMAP = (9, 222)
-_MAP_HUGETLB = 0x40000  # pages that the machine keeps apart, which no process's size shows
-_X32 = 0x40000000  # calls of another interface to the same kernel, with numbers of their own
+_MAP_HUGETLB = 0x40000  # reserved pages of the machine, which do not count towards the size of a process
+_X32 = 0x40000000  # system calls of the x32 ABI, with other numbers
 
 _LOAD, _JUMP_EQUAL, _JUMP_FROM, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT = 0, 4
 _ARGUMENTS_AT = (16, 24, 32, 40)
-# Call, which of its arguments, how that is compared, and with what.
+# System call, index of the argument, comparison, value.
 _DENIED_ARGUMENTS = (
     (_CLONE, 0, _JUMP_SET, _NEW_NAMESPACES),
     (_FCNTL, 1, _JUMP_EQUAL, _F_NOTIFY),
@@ -51,12 +51,12 @@ _DENIED_ARGUMENTS = (
 
 
 def is_known_processor() -> bool:
-    """Whether there is a filter for this machine's processor."""
+    """Return whether there is a filter for the architecture of this machine."""
     return platform.machine() in _AUDIT_ARCH
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter as the kernel's ``struct sock_filter[]``, for ``bwrap --seccomp``; for this machine by default."""
+    """Return the filter as ``struct sock_filter[]`` for ``bwrap --seccomp``; by default for this machine."""
     machine = machine or platform.machine()
     column = list(_AUDIT_ARCH).index(machine)
     code = [

@@ -1,13 +1,13 @@
-"""Services that score responses, by one set of methods (`Rewards`): processes, threads that wait for a server, a model.
+"""Services that score responses, with a common interface (`Rewards`).
 
-In the processes of a `RewardPool` each call has a deadline, and a call that exceeds it is killed; `BatchedRewards`
-calls a function once for all responses. `LocalRewards` calls a function that is an object of this process,
-`ModelRewards` a model of it, `RemoteRewards` asks a server, and `CombinedRewards` adds several of them up.
+In the processes of a `RewardPool` each call has a deadline, and a process that exceeds it is killed. `BatchedRewards`
+calls a function once for all responses. `LocalRewards` calls a function in this process, `ModelRewards` a model in this
+process, `RemoteRewards` queries a server, and `CombinedRewards` returns the weighted sum of several rewards.
 """
 
 from tether.rewards.service.batched import BatchedRewards
 from tether.rewards.service.classifier import ServedRewardModel
-from tether.rewards.service.combined import CombinedRewards, Part, Rewards
+from tether.rewards.service.combined import CombinedRewards, Rewards, WeightedReward
 from tether.rewards.service.endpoint import Endpoint
 from tether.rewards.service.learned import ModelRewards
 from tether.rewards.service.local import LocalRewards
@@ -20,9 +20,9 @@ __all__ = [
     "Endpoint",
     "LocalRewards",
     "ModelRewards",
-    "Part",
     "RemoteRewards",
     "RewardPool",
     "Rewards",
     "ServedRewardModel",
+    "WeightedReward",
 ]

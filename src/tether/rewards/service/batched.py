@@ -1,4 +1,4 @@
-"""Scores all responses of a step by one call of a user's function, as verl's batch manager does."""
+"""Scoring of all responses of a step in one call of a user's function, as verl's batch manager does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Answers = list[tuple[RewardOutcome, float]]
 
 
 class BatchedRewards:
-    """Has the methods of a `RewardPool`; the process is asked when all responses are there.
+    """Calls a function once for all responses, in a separate process; implements `Rewards`.
 
     Args:
-        custom: the user's function. It takes lists, and returns a list with one item a response.
-        timeout: seconds that the call may take, after which its process is killed and every response has an error.
-        startup_timeout: seconds that loading the function may take.
+        custom: the user's function. It takes lists and returns a list with one item per response.
+        timeout: maximum seconds of the call; then its process is killed and every response has an error.
+        startup_timeout: maximum seconds to load the function.
 
     Raises:
         ValueError: the function cannot be loaded.
@@ -42,12 +42,10 @@ class BatchedRewards:
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """See `RewardPool.submit`."""
         assert index not in self._requests, f"request {index} was submitted twice"
         self._requests[index] = replace(request, dialogue=None)
 
     def collect(self) -> list[RewardOutcome]:
-        """See `RewardPool.collect`."""
         requests, self._requests = [self._requests[index] for index in sorted(self._requests)], {}
         if not requests:
             return []
@@ -62,13 +60,11 @@ class BatchedRewards:
         return [outcome for outcome, _ in answers]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """See `RewardPool.score`."""
         for index, request in enumerate(requests):
             self.submit(index, request)
         return self.collect()
 
     def close(self) -> None:
-        """End the process."""
         self._pool.close()
 
     def __enter__(self) -> BatchedRewards:

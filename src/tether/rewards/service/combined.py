@@ -1,4 +1,4 @@
-"""Several rewards at once: the score of a response is the sum of its parts, each with a weight and logged apart."""
+"""Several rewards at once: the score of a response is their weighted sum, and each is logged separately."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from tether.rewards.outcome import Abstention, RewardError, RewardOutcome, Rewar
 
 
 class Rewards(Protocol):
-    """A service that scores responses; for the methods see `RewardPool`."""
+    """A service that scores responses."""
 
     @property
     def durations(self) -> list[float]:
-        """See `RewardPool.durations`."""
+        """Return the seconds of each call of the last `collect`, in the order of its outcomes."""
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """See `RewardPool.submit`."""
+        """Submit a request; `collect` orders its outcome by `index`."""
 
     def collect(self) -> list[RewardOutcome]:
-        """See `RewardPool.collect`."""
+        """Wait for all requests submitted since the last call and return their outcomes, ordered by index.
+
+        Raises:
+            RewardFailure: a worker ended and could not be restarted, so some requests have no outcome.
+            Interrupted: a signal requests the end of the run, and a call takes long.
+        """
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """See `RewardPool.score`."""
+        """Score all `requests` and return their outcomes, in the same order."""
 
     def close(self) -> None:
-        """See `RewardPool.close`."""
+        """Release processes and threads."""
 
     def __enter__(self) -> Rewards: ...
 
@@ -37,62 +42,58 @@ class Rewards(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of several rewards."""
+class WeightedReward:
+    """One of the rewards in a sum."""
 
     rewards: Rewards
     weight: float = 1.0
-    """Factor of its score; 0: it is logged and not learned from."""
+    """Factor of the score; 0: the score is only logged."""
     optional: bool = False
-    """Where it abstains, the others score the response alone; otherwise the whole reward abstains."""
+    """Whether the sum of the others is the score if this reward abstains; otherwise the sum abstains, too."""
     data_sources: frozenset[str] | None = None
-    """Of the responses that it scores; None: all."""
+    """Data sources of the responses that it scores; None: all."""
 
     def scores(self, request: RewardRequest) -> bool:
-        """Whether it is asked about this response."""
+        """Return whether this reward scores the response."""
         return self.data_sources is None or request.data_source in self.data_sources
 
 
 class CombinedRewards:
-    """Has the methods of a `RewardPool`.
+    """Returns the weighted sum of several rewards; implements `Rewards`.
 
     Args:
-        parts: by name, at least one. What the first one returns beside its score keeps its name (`acc`, `pred`) unless
-            a part has it; what others return stands below theirs.
+        rewards: rewards by name, at least one. Extra values of the first one keep their names (`acc`, `pred`) unless a
+            reward has the same name; those of the others are prefixed with the name of their reward.
     """
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        self._parts = dict(parts)
-        self._asked: dict[int, list[str]] = {}
+    def __init__(self, rewards: Mapping[str, WeightedReward]) -> None:
+        self._rewards = dict(rewards)
+        self._submitted: dict[int, list[str]] = {}
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """See `RewardPool.submit`."""
-        asked = [name for name, part in self._parts.items() if part.scores(request)]
-        assert asked, f"no part of the reward scores data_source {request.data_source!r}"
-        self._asked[index] = asked
-        for name in asked:
-            self._parts[name].rewards.submit(index, request)
+        names = [name for name, reward in self._rewards.items() if reward.scores(request)]
+        assert names, f"no part of the reward scores data_source {request.data_source!r}"
+        self._submitted[index] = names
+        for name in names:
+            self._rewards[name].rewards.submit(index, request)
 
     def collect(self) -> list[RewardOutcome]:
-        """See `RewardPool.collect`."""
-        asked, self._asked = self._asked, {}
-        answers = {name: iter(part.rewards.collect()) for name, part in self._parts.items()}
-        seconds = {name: iter(part.rewards.durations) for name, part in self._parts.items()}
-        rows = [asked[index] for index in sorted(asked)]
+        submitted, self._submitted = self._submitted, {}
+        outcomes = {name: iter(reward.rewards.collect()) for name, reward in self._rewards.items()}
+        seconds = {name: iter(reward.rewards.durations) for name, reward in self._rewards.items()}
+        rows = [submitted[index] for index in sorted(submitted)]
         self.durations = [max(next(seconds[name]) for name in names) for names in rows]
-        return [self._sum({name: next(answers[name]) for name in names}) for names in rows]
+        return [self._sum({name: next(outcomes[name]) for name in names}) for names in rows]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """See `RewardPool.score`."""
         for index, request in enumerate(requests):
             self.submit(index, request)
         return self.collect()
 
     def close(self) -> None:
-        """End the processes of every part."""
-        for part in self._parts.values():
-            part.rewards.close()
+        for reward in self._rewards.values():
+            reward.rewards.close()
 
     def __enter__(self) -> CombinedRewards:
         return self
@@ -101,21 +102,21 @@ class CombinedRewards:
         self.close()
 
     def _sum(self, outcomes: Mapping[str, RewardOutcome]) -> RewardOutcome:
-        """The weighted sum of a row; else the error of a part, else an abstention."""
+        """Return the weighted sum of a row, the first error, or an abstention."""
         for name, outcome in outcomes.items():
             if isinstance(outcome, RewardError):
-                return RewardError(f"of the part {name}: {outcome.message}", outcome.traceback)
+                return RewardError(f"part {name}: {outcome.message}", outcome.traceback)
         scored = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
-        silent = [name for name in outcomes if name not in scored]
-        counted = [name for name in scored if self._parts[name].weight != 0]
-        if not counted or not all(self._parts[name].optional for name in silent):
+        abstained = [name for name in outcomes if name not in scored]
+        weighted = [name for name in scored if self._rewards[name].weight != 0]
+        if not weighted or not all(self._rewards[name].optional for name in abstained):
             return Abstention()
-        total = sum(self._parts[name].weight * scored[name].value for name in counted)
+        total = sum(self._rewards[name].weight * scored[name].value for name in weighted)
         if not is_float32(total):
             return RewardError(f"the weighted sum of the parts is {total}, which does not fit into float32")
-        first = next(iter(self._parts))
+        first = next(iter(self._rewards))
         extra = {
-            key if name == first and key not in self._parts else f"{name}/{key}": value
+            key if name == first and key not in self._rewards else f"{name}/{key}": value
             for name, outcome in scored.items()
             for key, value in outcome.extra.items()
         }

@@ -1,4 +1,4 @@
-"""A server that scores or judges over HTTP: requests with a deadline, retries and a key that nothing shows."""
+"""HTTP requests to a server that scores responses, with a timeout, retries, and an API key that no message shows."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 
 from tether.runtime.http import NoAnswer, post_json
 
-_TRY_AGAIN = (408, 425, 429)  # and whatever is the server's own failure
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-_SHOWN = 300  # characters of an answer that is none
+_RETRIED = (408, 425, 429)  # besides 5xx
+_MIN_PAUSE, _MAX_PAUSE = 0.5, 30.0
+_SHOWN = 300  # characters of an invalid answer
 
 
 class EndpointError(Exception):
-    """The server gave no answer that can be used, and why."""
+    """The server returned no usable answer; the message says why."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One address of a server."""
+    """An address of a server."""
 
     url: str
     secret: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``."""
     timeout: float = 60.0
-    """Seconds from a request to its answer, all attempts and the pauses between them included."""
+    """Maximum seconds from a request to its answer, including all attempts and the pauses between them."""
     attempts: int = 4
-    """Requests for one answer: HTTP 408, 425, 429 and 5xx, and connections that break, are tried again."""
+    """Maximum number of requests for one answer; HTTP 408, 425, 429, 5xx and broken connections are retried."""
 
     def ask(self, body: object) -> Any:
-        """The answer to a POST, parsed.
+        """Send a POST request and return the parsed JSON of the answer.
 
-        Pauses double from half a second, and are drawn between half and all of it; a server's Retry-After counts where
-        it is longer.
+        The pause before a retry doubles from half a second and is multiplied by a random factor between 0.5 and 1; a
+        longer Retry-After of the server takes precedence.
 
         Raises:
-            EndpointError: there is none within `timeout` and `attempts`, it is a refusal, or it is no JSON.
+            EndpointError: there is no answer within `timeout` and `attempts`, or it is an error or not JSON.
         """
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         headers = {"Authorization": f"Bearer {self.secret}"} if self.secret else {}
         for attempt in range(1, self.attempts + 1):
-            asked = 0.0
+            retry_after = 0.0
             try:
-                answer = post_json(self.url, body, headers, max(until - time.monotonic(), 1e-3))
+                answer = post_json(self.url, body, headers, max(deadline - time.monotonic(), 1e-3))
             except NoAnswer as error:
-                late = time.monotonic() >= until
+                timed_out = time.monotonic() >= deadline
                 hint = f"no answer within {self.timeout:g} s; `timeout` is too short, or the server hangs"
-                problem = hint if late else str(error)
+                problem = hint if timed_out else str(error)
             else:
                 if 200 <= answer.status < 300:
                     return self._parsed(answer.body)
@@ -58,36 +58,36 @@ class Endpoint:
                     problem = (
                         f"HTTP {answer.status} to {answer.location[:_SHOWN]}, which is not followed; name that address"
                     )
-                if answer.status not in _TRY_AGAIN and answer.status < 500:
+                if answer.status not in _RETRIED and answer.status < 500:
                     break
-                asked = _seconds(answer.retry_after)
-                if asked > self.timeout:
-                    problem += f" and a Retry-After of {asked:g} s, beyond `timeout`"
-            longest = min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE)
-            pause = max(longest * _jitter.uniform(0.5, 1.0), asked)
-            if attempt == self.attempts or time.monotonic() + pause >= until:
+                retry_after = _seconds(answer.retry_after)
+                if retry_after > self.timeout:
+                    problem += f" and a Retry-After of {retry_after:g} s, more than `timeout`"
+            max_pause = min(_MIN_PAUSE * 2 ** (attempt - 1), _MAX_PAUSE)
+            pause = max(max_pause * _jitter.uniform(0.5, 1.0), retry_after)
+            if attempt == self.attempts or time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
-        tried = f" (attempt {attempt} of {self.attempts})" if attempt > 1 else ""
-        raise self._error(f"{problem}{tried}")
+        attempts = f" (attempt {attempt} of {self.attempts})" if attempt > 1 else ""
+        raise self._error(f"{problem}{attempts}")
 
     def _parsed(self, body: bytes) -> Any:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise self._error(f"an answer that is no JSON: {_beginning(body)}") from None
+            raise self._error(f"an answer that is not JSON: {_beginning(body)}") from None
 
     def _error(self, problem: str) -> EndpointError:
         if self.secret:
-            problem = problem.replace(self.secret, "***")  # some servers repeat a key that they refuse
+            problem = problem.replace(self.secret, "***")  # some servers repeat an invalid key in their answer
         return EndpointError(f"the server at {self.url} gave {problem}")
 
 
-_jitter = random.Random()  # its own: the generators of the run belong to the run
+_jitter = random.Random()  # separate, because retries must not change the state of the run's generators
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Of a Retry-After header; 0 where it is a date, or missing."""
+    """Return the seconds of a Retry-After header; 0 if it is a date or missing."""
     try:
         return max(float(retry_after or 0), 0.0)
     except ValueError:

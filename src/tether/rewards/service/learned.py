@@ -1,4 +1,4 @@
-"""Scores responses by a model of this process: a learned reward model, or a judge."""
+"""Scoring by a model in this process: a learned reward model, or a judge."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
 
 ScoreAll = Callable[[Sequence[RewardRequest]], Sequence[float | RewardOutcome]]
-"""Scores of all requests, in their order, or why one has none."""
+"""Requests -> their scores or outcomes, in order."""
 
 
 class ModelRewards:
-    """Has the methods of a `RewardPool`; the model runs once over everything submitted.
+    """Scores all requests with one call of a model; implements `Rewards`.
 
     Args:
-        model: scores requests.
+        model: scores all requests.
     """
 
     def __init__(self, model: ScoreAll) -> None:
@@ -24,26 +24,23 @@ class ModelRewards:
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """See `RewardPool.submit`."""
         self._requests[index] = request
 
     def collect(self) -> list[RewardOutcome]:
-        """See `RewardPool.collect`."""
         requests = [self._requests[index] for index in sorted(self._requests)]
         self._requests.clear()
-        begun = time.monotonic()
-        outcomes = [_checked(score) for score in self._model(requests)]
-        self.durations = [(time.monotonic() - begun) / max(len(requests), 1)] * len(requests)
+        start = time.monotonic()
+        outcomes = [_outcome(score) for score in self._model(requests)]
+        self.durations = [(time.monotonic() - start) / max(len(requests), 1)] * len(requests)
         return outcomes
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """See `RewardPool.score`."""
         for index, request in enumerate(requests):
             self.submit(index, request)
         return self.collect()
 
     def close(self) -> None:
-        """There is nothing to end."""
+        pass
 
     def __enter__(self) -> ModelRewards:
         return self
@@ -52,9 +49,9 @@ class ModelRewards:
         self.close()
 
 
-def _checked(score: float | RewardOutcome) -> RewardOutcome:
+def _outcome(score: float | RewardOutcome) -> RewardOutcome:
     if not isinstance(score, int | float):
         return score
     if not is_float32(score):
-        return RewardError(f"the reward model gave {score}, which is no score: a score is finite and fits into float32")
+        return RewardError(f"the reward model returned {score}; a score must be finite and fit into float32")
     return Score(score)

@@ -1,4 +1,4 @@
-"""Scores responses in worker processes, while generation still runs."""
+"""Scoring of responses in worker processes, concurrently with generation."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tether.rewards.outcome import MAX_ANSWER, RewardError, RewardFailure, Rewar
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
 
-LOADING = 60.0
-"""Seconds that importing a rule may take before its first call."""
+LOADING_SECONDS = 60.0
+"""Maximum seconds to import a rule before its first call."""
 
 
 class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
-    """Worker processes that score responses.
+    """Worker processes that score responses; implements `Rewards`.
 
     Args:
-        custom: the user's function; None scores by `data_source` (`tether.rewards.router`).
-        num_workers: processes.
-        timeout: seconds from a request to its answer, after which the process is killed.
-        startup_timeout: seconds that loading the user's function may take.
-        programs: how rules that run programs do it; None: as by default.
+        custom: the user's function; None: the rule for the `data_source` (`tether.rewards.router`).
+        num_workers: number of processes.
+        timeout: maximum seconds from a request to its answer; then the process is killed.
+        startup_timeout: maximum seconds to load the user's function.
+        programs: options of rules that run programs; None: the defaults.
 
     Raises:
         ValueError: the user's function cannot be loaded.
@@ -47,26 +47,19 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
             load=load_answer,
             failed=lambda reason, seconds: (RewardError(reason), seconds),
             limit=MAX_ANSWER,
-            longest_beat=timeout if custom else max(timeout, LOADING, programs.deadline),
+            longest_beat=timeout if custom else max(timeout, LOADING_SECONDS, programs.deadline),
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 
     @property
     def durations(self) -> list[float]:
-        """Seconds of each call of the last `collect`, in its order."""
+        """Return the seconds of each call of the last `collect`, in the order of its outcomes."""
         return self._durations
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """Have `request` scored; `collect` returns its outcome at the place that `index` has among the others."""
         self.put(index, pickle.dumps(replace(request, dialogue=None)))
 
     def collect(self) -> list[RewardOutcome]:
-        """Wait for everything submitted since the last call; outcomes ordered by index.
-
-        Raises:
-            RewardFailure: a worker ended and could not be started again, so some requests have no outcome.
-            Interrupted: a signal asks the run to stop, and a call takes long.
-        """
         try:
             done = self.take_all()
         except WorkersFailed as error:
@@ -75,7 +68,6 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
         return [outcome for outcome, _ in done]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Score all `requests` and wait for the outcomes, in the same order."""
         for index, request in enumerate(requests):
             self.submit(index, request)
         return self.collect()

@@ -1,4 +1,4 @@
-"""Scores responses by what a server says about each, many at once, while generation still runs."""
+"""Scoring of responses by a server, with concurrent requests and concurrently with generation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ScoreOne = Callable[[RewardRequest], RewardOutcome]
 
 
 class RemoteRewards:
-    """Has the methods of a `RewardPool`; threads of this process wait for the server.
+    """Queries a server from threads of this process; implements `Rewards`.
 
     Args:
-        score: asks the server about one response; its `EndpointError` is an error of the row. It must end by itself.
-        max_concurrent: requests at once.
+        score: queries the server about one response. It needs a timeout; an `EndpointError` is an error of the row.
+        max_concurrent: maximum number of concurrent requests.
     """
 
     def __init__(self, score: ScoreOne, max_concurrent: int) -> None:
@@ -29,29 +29,22 @@ class RemoteRewards:
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
-        """See `RewardPool.submit`."""
         assert index not in self._submitted, f"request {index} was submitted twice"
         self._submitted[index] = self._threads.submit(self._timed, request)
 
     def collect(self) -> list[RewardOutcome]:
-        """See `RewardPool.collect`.
-
-        Raises:
-            Interrupted: a signal asks the run to stop, and the server takes long.
-        """
-        waiting, self._submitted = self._submitted, {}
-        done = [_wait(waiting[index]) for index in sorted(waiting)]
+        futures, self._submitted = self._submitted, {}
+        done = [_wait(futures[index]) for index in sorted(futures)]
         self.durations = [seconds for _, seconds in done]
         return [outcome for outcome, _ in done]
 
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """See `RewardPool.score`."""
         for index, request in enumerate(requests):
             self.submit(index, request)
         return self.collect()
 
     def close(self) -> None:
-        """Ask nothing more; what was asked is left to its deadline."""
+        """Cancel queued requests; running ones end by their timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> RemoteRewards:
@@ -61,20 +54,20 @@ class RemoteRewards:
         self.close()
 
     def _timed(self, request: RewardRequest) -> tuple[RewardOutcome, float]:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             outcome = self._score(request)
         except EndpointError as error:
             outcome = RewardError(str(error))
-        return outcome, time.monotonic() - begun
+        return outcome, time.monotonic() - start
 
 
 def _wait(future: Future[tuple[RewardOutcome, float]]) -> tuple[RewardOutcome, float]:
-    since = time.monotonic()
+    start = time.monotonic()
     while True:
         try:
             return future.result(timeout=1.0)
         except NotYet:
-            if future.done():  # a TimeoutError of the call itself
+            if future.done():  # the call itself raised a TimeoutError
                 raise
-            give_up_if_interrupted(since, "the server that scores responses gave no answer")
+            give_up_if_interrupted(start, "the server that scores responses gave no answer")

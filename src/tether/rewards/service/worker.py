@@ -1,7 +1,7 @@
-"""The process that calls reward functions. Loads no torch; starts in a fraction of a second.
+"""The process that calls reward functions. It does not import torch, so that it starts in a fraction of a second.
 
-It is a `tether.runtime.supervised.SupervisedProcess` of the pool. Requests come as pickles of the trainer's own
-data; answers are JSON, since what a user's function returned must not run code in the trainer.
+It is a `tether.runtime.supervised.SupervisedProcess` of the pool. Requests are pickles of the trainer's own data.
+Answers are JSON, because objects returned by a user's function must not execute code in the trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tether.rewards.outcome import RewardError, RewardOutcome, RewardRequest, du
 from tether.rewards.router import RewardFunction, find_reward
 from tether.rewards.sandbox.options import ProgramOptions
 from tether.rewards.sandbox.reward import ProgramReward
-from tether.rewards.service.pool import LOADING
+from tether.rewards.service.pool import LOADING_SECONDS
 from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.guard import adopt_orphans, descendants, end_descendants, has_children
@@ -29,27 +29,27 @@ from tether.runtime.user_files import place_of, words_of
 
 _MESSAGE_HEAD, _TRACEBACK_TAIL = 500, 2000  # characters
 
-_NO_LISTS = (Mapping, MappingView, Set, str, bytes)
-"""Iterables that have no item for each response, in the order of the responses."""
+_UNORDERED = (Mapping, MappingView, Set, str, bytes)
+"""Types of iterables that are not a list of scores in the order of the responses."""
 FindReward = Callable[[str], RewardFunction]
-"""From a data source to the function that scores it."""
+"""Data source -> the function that scores it."""
 
 
 def serve(channel: Channel) -> None:
     """Answer requests until the trainer is gone.
 
-    The first request is the pickled (`CustomReward` or None, `ProgramOptions`, deadline of a call in seconds); the
-    answer is null when the function is loaded, else what is wrong. Every later one is a pickled list of pickled
-    `RewardRequest`s, each of which has an answer of its own (`tether.rewards.outcome.load_answer`), sent as soon as it
-    is known. A list of requests in the place of one is scored by a single call, and has a list of answers.
+    The first message is the pickled (`CustomReward` or None, `ProgramOptions`, timeout of a call in seconds); the
+    answer is null once the function is loaded, or an error. Each later message is a pickled list of pickled
+    `RewardRequest`s, and each request has one answer (`tether.rewards.outcome.load_answer`), which is sent as soon as
+    it is available. An item that is itself a list of requests is scored by a single call, and has a list of answers.
     """
     first = channel.receive()
     if first is None:
         return
     custom, programs, timeout = pickle.loads(first)
-    asyncio.set_event_loop(event_loop())  # for files that ask for it when they are imported
+    asyncio.set_event_loop(event_loop())  # for files that get the current loop when they are imported
     adopt_orphans()
-    print_harmlessly()  # many a reward prints the response that it scores
+    print_harmlessly()  # many reward functions print the response
     try:
         find = _reward_finder(custom, programs)
     except ValueError as error:
@@ -57,22 +57,22 @@ def serve(channel: Channel) -> None:
         return
     channel.send(b"null")
     started_with = descendants(os.getpid()) if has_children() else {}
-    known: set[str] = set()
+    loaded: set[str] = set()
     while (message := channel.receive()) is not None:
         channel.beat(timeout)
         for payload in pickle.loads(message):
             request: RewardRequest | list[RewardRequest] = pickle.loads(payload)
             source = request[0].data_source if isinstance(request, list) else request.data_source
-            if source not in known:  # importing a rule for the first time does not count as calling it
-                channel.beat(LOADING)
-                known.add(source)
-                _found(find, source)
+            if source not in loaded:  # the import of a rule does not count towards the timeout of its call
+                channel.beat(LOADING_SECONDS)
+                loaded.add(source)
+                _find(find, source)
                 channel.beat(timeout)
-            function = _found(find, source)
-            if isinstance(function, ProgramReward):  # its programs have deadlines of their own
+            function = _find(find, source)
+            if isinstance(function, ProgramReward):  # its programs have their own deadlines
                 channel.beat(max(timeout, function.deadline))
             answer = _answer(function, request)
-            if has_children():  # what the call started ends with it
+            if has_children():  # processes that the call started end with it
                 end_descendants(os.getpid(), started_with)
             channel.send(answer)
 
@@ -84,7 +84,7 @@ def _reward_finder(custom: CustomReward | None, programs: ProgramOptions) -> Fin
     return lambda _: function
 
 
-def _found(find: FindReward, data_source: str) -> RewardFunction | RewardError:
+def _find(find: FindReward, data_source: str) -> RewardFunction | RewardError:
     try:
         return find(data_source)
     except (ValueError, ImportError) as error:
@@ -92,25 +92,25 @@ def _found(find: FindReward, data_source: str) -> RewardFunction | RewardError:
 
 
 def _answer(function: RewardFunction | RewardError, request: RewardRequest | list[RewardRequest]) -> bytes:
-    """Score one request, or all of a list by one call; the answer to send."""
+    """Score a request, or all of a list in one call, and return the serialized answer."""
     if isinstance(function, RewardError):
         return dump_answer(function, 0.0)
     requests = request if isinstance(request, list) else [request]
-    # A function that draws numbers gives the same result in every worker.
+    # A function that draws random numbers returns the same score in every worker.
     random.seed("\0".join(one.solution_str for one in requests))
-    own = os.getpid()
-    begun = time.monotonic()
+    pid = os.getpid()
+    start = time.monotonic()
     outcomes = call_for_all(function, requests) if isinstance(request, list) else [call(function, request)]
-    if os.getpid() != own:
-        os._exit(0)  # a copy of the worker, forked by the function, that came back from the call
-    seconds = time.monotonic() - begun
+    if os.getpid() != pid:
+        os._exit(0)  # the function forked the worker, and the copy returned from the call
+    seconds = time.monotonic() - start
     if isinstance(request, list):
         return json.dumps([dump_answer(outcome, seconds).decode() for outcome in outcomes]).encode()
     return dump_answer(outcomes[0], seconds)
 
 
 def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
-    """Call a reward function the way verl does, by keyword, and read the result; coroutines are run to their end."""
+    """Call a reward function by keyword, as verl does, and convert the result; coroutines are run to their end."""
     try:
         result = function(
             data_source=request.data_source,
@@ -119,12 +119,12 @@ def call(function: RewardFunction, request: RewardRequest) -> RewardOutcome:
             extra_info=request.extra_info,
         )
         return outcome_of(finished(result))
-    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too: each is an error outcome
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
         return _raised(error)
 
 
 def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-    """Call a function of lists the way verl's batch manager does; an item that is no score costs its response alone."""
+    """Call a function of lists, as verl's batch manager does; an invalid item is an error of its response only."""
     try:
         result = function(
             data_sources=[request.data_source for request in requests],
@@ -132,20 +132,20 @@ def call_for_all(function: RewardFunction, requests: Sequence[RewardRequest]) ->
             ground_truths=[request.ground_truth for request in requests],
             extra_infos=[request.extra_info for request in requests],
         )
-        found = finished(result)
-        unordered = isinstance(found, _NO_LISTS) or getattr(found, "ndim", 1) != 1
-        items = [] if unordered else list(found)
+        scores = finished(result)
+        unordered = isinstance(scores, _UNORDERED) or getattr(scores, "ndim", 1) != 1
+        items = [] if unordered else list(scores)
         if len(items) != len(requests):
-            shown = f"{len(items)} items" if isinstance(found, list | tuple) else type(found).__name__
-            wrong = (
+            shown = f"{len(items)} items" if isinstance(scores, list | tuple) else type(scores).__name__
+            problem = (
                 f"the reward function returned {shown} for {len(requests)} responses; return a list with one for each"
             )
-            return [RewardError(wrong)] * len(requests)
+            return [RewardError(problem)] * len(requests)
         return [outcome_of(item) for item in items]
     except BaseException as error:  # noqa: BLE001 - as above
         return [_raised(error)] * len(requests)
 
 
 def _raised(error: BaseException) -> RewardError:
-    said = f"{words_of(error)[:_MESSAGE_HEAD]}{place_of(error)}"
-    return RewardError(f"the reward function raised {said}", traceback.format_exc()[-_TRACEBACK_TAIL:])
+    reason = f"{words_of(error)[:_MESSAGE_HEAD]}{place_of(error)}"
+    return RewardError(f"the reward function raised {reason}", traceback.format_exc()[-_TRACEBACK_TAIL:])
