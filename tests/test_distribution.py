@@ -36,3 +36,13 @@ def test_the_metadata_names_the_supported_versions_of_python() -> None:
     minors = [int(text.rpartition(".")[2]) for text in project["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
     assert minors
     assert project["requires-python"] == f">=3.{min(minors)}"
+
+
+def test_no_page_installs_from_an_index_what_is_on_none() -> None:
+    """Anybody could register the name there. With --no-index it is that of a wheel."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.*")]
+    from_index = re.compile(r"^(?!.*--no-index).*pip install (?:[^`\n]*['\" ])?tether(?=[\['\" ]|$)", re.MULTILINE)
+    assert all(from_index.search(line) for line in ("pip install -U 'tether[lora]'", "pip install tether"))
+    assert not from_index.search("pip install '/dist/tether-0.1.0-py3-none-any.whl[lora]'")
+    texts = {page: page.read_text(encoding="utf-8") for page in pages if page.suffix in (".md", ".yaml", ".sh")}
+    assert [str(page) for page, text in texts.items() if from_index.search(text)] == []
