@@ -146,7 +146,7 @@ def compare_transfers(folder: Path) -> tuple[float, float, int]:
         one.build(make_holder)
         two.build(make_holder)
 
-        actor = ShardedEngine[Any](one, "holder", Replicas.in_a_row(1, 1))
+        actor = ShardedEngine[Any](one, "holder", Replicas.contiguous(1, 1))
         sampler = ShardedSampler(two, "holder", frozenset(), 1)
         sides = {
             "copy": lambda _: float(two.call("holder", "copy", [()])[0]),

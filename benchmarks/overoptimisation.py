@@ -31,7 +31,7 @@ TOKENS = 16
 WINDOW = 10
 """Steps whose mean is shown."""
 KEYS = ("actor/reward_kl_penalty", "reward/extra/learned/mean", "reward/extra/gold/mean")
-WARNED = re.compile(r"^warning: the score of training rises .*?^step:(\d+) ", re.DOTALL | re.MULTILINE)
+WARNED = re.compile(r"^warning: the training score rises .*?^step:(\d+) ", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,18 @@ def test_unknown_command(cli: Cli):
     assert "trian" in refused(cli("trian"))
 
 
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ("--trainer.total_training_steps=3", "trainer.total_training_steps"),
+        ("--learning-rate", "actor_rollout_ref.actor.optim.lr"),
+    ],
+)
+def test_a_key_written_as_an_option(cli: Cli, option: str, key: str):
+    assert refused(cli("train", option)).endswith(f"Keys are written without dashes: {key}=...\n")
+    assert "without dashes" not in refused(cli("train", "--colour"))
+
+
 def test_config_check_names_every_problem_at_once(cli: Cli, inputs: Path, tmp_path: Path):
     sound = ["config", "check", *base_overrides(inputs, tmp_path), *GAE]
     assert cli(*sound).out.endswith("the configuration is sound\n")

@@ -12,14 +12,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src/tether"
 DONE = {
     "modules": ("batch.py", "keyed_random.py", "observations.py", "spelling.py", "types.py"),
+    "config": (  # without the interpreter of bash
+        *(f"config/{path.name}" for path in (PACKAGE / "config").iterdir() if path.name != "importers"),
+        "config/importers/rlinf",
+        "config/importers/verl/command.py",
+    ),
     **{
         package: (package,)
         for package in (
+            "algorithms",
             "assembly",
             "checkpoints",
             "commands",
             "data",
             "envs",
+            "execution",
             "kernels",
             "metrics",
             "models",
@@ -27,6 +34,7 @@ DONE = {
             "rollout",
             "runtime",
             "tools",
+            "trainer",
             "training",
         )
     },

@@ -277,7 +277,7 @@ def test_labels_that_group_nothing_are_refused() -> None:
         (name, message)
         for name in GROUPED
         for wrong, message in (
-            (np.array([[1], *range(1, ROWS)], dtype=object), r"uid: row 0 is \[1\]; expected something hashable"),
+            (np.array([[1], *range(1, ROWS)], dtype=object), r"uid: row 0 is \[1\]; expected a hashable value"),
             ([math.nan] * ROWS, "uid: row 0 is nan"),
             (["a"] * (ROWS - 1), r"uid has shape \[6\]; expected \[B\] = \[7\]"),
             (np.zeros((ROWS, 1)), r"uid has shape \[7, 1\]; expected \[B\]"),

@@ -70,13 +70,13 @@ def test_the_state_of_environments_runs_no_code_of_others_unless_a_key_says_so(t
     file.write_bytes(pickle.dumps({"other": Runs(mark)}))
     file.chmod(0o666)
     with pytest.raises(ValueError, match=r"environments\.pkl.* trainer\.trust_checkpoint_pickle=True"):
-        rollouts.restore(tmp_path)
+        rollouts.load_checkpoint(tmp_path)
     assert not mark.exists()
-    rollouts.trusts_pickles = True
-    rollouts.restore(tmp_path)
+    rollouts.trust_pickles = True
+    rollouts.load_checkpoint(tmp_path)
     assert mark.exists()
     mark.rmdir()
     file.chmod(0o644)
-    rollouts.trusts_pickles = False
-    rollouts.restore(tmp_path)
+    rollouts.trust_pickles = False
+    rollouts.load_checkpoint(tmp_path)
     assert mark.exists()

@@ -59,6 +59,26 @@ class OldStep(Corridor):
         return self._seen(), 0.0, False, {}
 
 
+class NoInfo(Corridor):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed, options=options)[0]
+
+
+class PaysNothing(Corridor):
+    def step(self, action):
+        return self._seen(), None, False, False, {}
+
+
+class PaysArrays(Corridor):
+    def step(self, action):
+        return self._seen(), np.array([1.0]), False, False, {}
+
+
+class EndsInWords(Corridor):
+    def step(self, action):
+        return self._seen(), 0.0, "no", False, {}
+
+
 class Outside(Corridor):
     def _seen(self):
         return np.zeros(3)
@@ -200,7 +220,7 @@ def test_the_state_of_wrappers_of_a_file_is_saved(
     more = [f"env.train.wrappers=[{file}:Counts]", f"env.eval.wrappers=[{file}:Counts]", *more]
     short = ["trainer.total_training_steps=2", "env.eval.num_episodes=1"]
     assert_resume_is_exact(tmp_path, Control().overrides(tmp_path, *more, *short), total=2)
-    assert "not all of the environments can be saved" not in caplog.text
+    assert "the state of the environments cannot be saved" not in caplog.text
     processes = (tmp_path / "imports").read_text().split()
     assert len(processes) == len(set(processes)) > 0
 
@@ -275,10 +295,11 @@ def test_a_text_is_the_value_of_the_key(file: Path, mine: dict[str, Any], tmp_pa
     ("name", "message"),
     [
         ("ClosesBadly", r"reset\(seed=0\), a step and close\(\) do not give .* and None\. OSError: no display"),
-        (
-            "OldStep",
-            r"reset\(seed=0\), a step and close\(\) do not give what Gymnasium's do.*not enough values to unpack",
-        ),
+        ("NoInfo", r"NoInfo: reset gives array\(\[0\., 0\.\].*, not \(observation, info\)"),
+        ("OldStep", r"OldStep: a step gives 4 values, not the five of Gymnasium"),
+        ("PaysNothing", r"PaysNothing: the reward is None \(NoneType\), no number"),
+        ("PaysArrays", r"PaysArrays: the reward is array\(\[1\.\]\) \(ndarray of shape \(1,\)\), no number"),
+        ("EndsInWords", r"EndsInWords: `terminated` is 'no' \(str\), neither True nor False"),
         ("Outside", r"reset gives array\(\[0., 0., 0.\]\) .*, which is not in Box"),
         ("a_number", "gives int; expected a gymnasium.Env"),
         ("raises", "a call with no arguments .* raised KeyError: 'license'"),

@@ -89,24 +89,24 @@ def test_a_list_is_composed_as_hydra_does(write):
 REFUSED = {
     "[{trainer: p}, {trainer: q}]": "`- trainer: p` is the second line that chooses trainer. keep one",
     "[{trainer: p}, {trainer: p}]": "is the second line that chooses trainer",
-    "[_self_, _self_]": "`- _self_` stands there twice. keep one",
+    "[_self_, _self_]": "`- _self_` is written twice. keep one",
     "{trainer: p}": "is no list. write it as one, defaults: [GROUP: NAME, _self_]",
     "base": "`defaults: base` is no list",
     "null": "`defaults: null` is no list",
     "[{trainer: p, h: p}]": "`- trainer: p, h: p` has 2 groups. give each group a line of its own",
     "[{}]": "has 0 groups",
-    "[{trainer: 1}]": '`- trainer: 1` chooses 1, which is no text. write it in quotes, "1"',
-    "[{trainer: true}]": "which is no text",
-    "[{trainer: [p, 1]}]": "which is no text",
+    "[{trainer: 1}]": '`- trainer: 1` chooses 1, which is not a string. write it in quotes, "1"',
+    "[{trainer: true}]": "which is not a string",
+    "[{trainer: [p, 1]}]": "which is not a string",
     "[{trainer: ['${h}']}, {h: p}]": "has ${...} in a list of choices",
     "[1]": "`- 1` names no file",
     "[null]": "`- null` names no file",
     "[optional zz]": "`- optional zz` names no choice. write optional GROUP: NAME",
-    "[_self_@x]": "gives the file's own keys another place",
+    "[_self_@x]": "mounts the file's own keys elsewhere",
     "[{trainer: '???'}]": "`- trainer: ???` leaves the choice open",
-    "[{override trainer: q}, {trainer: p}]": "`- trainer: p` stands below an override",
+    "[{override trainer: q}, {trainer: p}]": "`- trainer: p` comes after an override",
     "[{override trainer: q}]": "`- override trainer: q` replaces no choice: nothing else chooses trainer",
-    "[{trainer: '${nope}'}]": "`- trainer: ${nope}` has ${...} that says no name",
+    "[{trainer: '${nope}'}]": "`- trainer: ${nope}` has ${...} that resolves to no name",
     "[{'': p}]": "names no group",
     "[wide]": "in wide.yaml, `# @package _global_ x` is not a name and one word. write # @package NAME",
     "[search]": "hydra.searchpath: is not read from a preset",
@@ -131,9 +131,9 @@ def test_what_hydra_refuses_is_said_in_words(write):
 @pytest.mark.parametrize("words", ["here", "group"])
 def test_a_place_that_hydra_takes_for_a_key_is_refused(write, words):
     folder = write({"run": "defaults: [{g: p}]\n", "g__p": f"# @package _{words}_\na: 1\n"})
-    assert "which counts in a defaults list alone" in str(ours(folder)[1][0])
+    assert "which is valid in a defaults list only" in str(ours(folder)[1][0])
     folder = write({"run": "defaults: [{g: p}]\n", "g__p": "defaults: [../base]\n", "base": "a: 1\n"})
-    assert "says no place for the keys of another folder" in str(ours(folder)[1][0])
+    assert "has no mount point for the keys of another folder" in str(ours(folder)[1][0])
 
 
 def test_many_comments_take_no_time(write):

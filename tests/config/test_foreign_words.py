@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.loading import problems_of
 from tether.config.keys import keys
-from tether.config.loading.foreign_words import KEYS, VALUES
+from tether.config.loading.foreign_words import KEYS, VALUES, WITHOUT_KEY
 from tether.config.loading.typos import nearest
 from tether.config.support.verl_keys import unread
 
@@ -38,6 +38,17 @@ FIXES = {
 def test_a_word_of_another_library_leads_to_its_key():
     assert problems_of(*(f"{word}=1" for word in FIXES)) == {
         word: f"{word}: unknown key. {fix}" for word, fix in FIXES.items()
+    }
+
+
+def test_a_word_without_a_key_is_answered_with_what_happens_instead():
+    assert not WITHOUT_KEY.keys() & ({path.rpartition(".")[2] for path in keys()} | KEYS.keys())
+    assert problems_of("logging_steps=10", "actor_rollout_ref.rollout.min_p=0.1", "kl=1", "push_to_hub=True") == {
+        "logging_steps": "logging_steps: unknown key. every step is logged",
+        "actor_rollout_ref.rollout.min_p": "actor_rollout_ref.rollout.min_p: unknown key. sampling is cut by "
+        "actor_rollout_ref.rollout.top_p and actor_rollout_ref.rollout.top_k only",
+        "kl": "kl: unknown key. see `tether config explain --search kl`",
+        "push_to_hub": "push_to_hub: unknown key. see `tether config explain`",  # no key or description has this word
     }
 
 

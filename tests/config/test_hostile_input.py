@@ -90,7 +90,7 @@ def test_aliases_that_repeat_a_little_are_taken(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("actor_rollout_ref: {actor: {optim: &o {lr: 0.5}}}\ncritic: {optim: *o}\n")
     assert load(path=path).config.critic.optim.lr == 0.5
-    assert yaml_file.MOST_VALUES > 10_000  # verl's printed configurations have fewer than a thousand
+    assert yaml_file.MAX_VALUES > 10_000  # verl's printed configurations have fewer than a thousand
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ KWARGS = "data.apply_chat_template_kwargs"
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([f"~{KWARGS}.b"], f"{KWARGS}.b: is not there, so that there is nothing to take out"),
-        ([f"~{KWARGS}.a.c"], f"{KWARGS}.a.c: is not there"),
+        ([f"~{KWARGS}.b"], f"{KWARGS}.b: is not set, so there is nothing to delete"),
+        ([f"~{KWARGS}.a.c"], f"{KWARGS}.a.c: is not set"),
         ([f"~{KWARGS}.a=true"], "True is not its value"),
-        ([f"+{KWARGS}.x=[1,2]", f"{KWARGS}.x.2=5"], f"{KWARGS}.x.2: names no place of the list that is there"),
-        ([f"+{KWARGS}.x=[1,2]", f"+{KWARGS}.x.y=5"], "names no place of the list"),
+        ([f"+{KWARGS}.x=[1,2]", f"{KWARGS}.x.2=5"], f"{KWARGS}.x.2: is no index of the list"),
+        ([f"+{KWARGS}.x=[1,2]", f"+{KWARGS}.x.y=5"], "is no index of the list"),
     ],
 )
 def test_what_hydra_does_not_find_in_a_mapping_is_refused(overrides, says):

@@ -7,7 +7,7 @@ import pytest
 from tests.config.loading import BASE, load, problems_of
 from tether.config import ConfigError, load_config
 from tether.config.keys import keys, values_of
-from tether.config.loading.given import Setting
+from tether.config.loading.settings import Setting
 from tether.config.support.refused import refusals
 from tether.config.support.verl_keys import unread_keys
 

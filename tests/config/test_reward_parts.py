@@ -23,10 +23,10 @@ def test_parts_are_typed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        ([parts("a: 1")], "a", "1 is no part. give {kind: rules|function|model|judge"),
-        ([parts("1a: {kind: rules}")], "1a", "is no name"),
-        ([parts("1: {kind: rules}")], "1", "is no name. take letters"),
-        ([parts("a: {weight: 1}")], "a.kind", "None is no kind of reward"),
+        ([parts("a: 1")], "a", "1 is not a part. give {kind: rules|function|model|judge"),
+        ([parts("1a: {kind: rules}")], "1a", "is not a name"),
+        ([parts("1: {kind: rules}")], "1", "is not a name. use letters"),
+        ([parts("a: {weight: 1}")], "a.kind", "None is not a kind of reward"),
         ([parts("a: {kind: rules, weigth: 2}")], "a.weigth", "has no such key. Did you mean weight"),
         ([parts("a: {kind: rules, weight: two}")], "a.weight", "'two': Input should be a valid number"),
         ([parts("a: {kind: rules, weight: nan}")], "a.weight", "should be a finite number"),
@@ -37,8 +37,8 @@ def test_parts_are_typed() -> None:
         ([parts("a: {kind: function}")], "a.path", "missing. a part of kind function needs it"),
         ([parts("a: {kind: judge, prompt: x}")], "a", "an endpoint (base_url) or a model (path), and it has none"),
         ([parts(f"a: {{{JUDGE}, path: m}}")], "a", "and it has both. give one"),
-        ([parts("a: {kind: judge, prompt: x, base_url: u}")], "a.model", "missing. say what the endpoint calls"),
-        ([parts("a: {kind: judge, prompt: x, path: m, temperature: 1}")], "a.temperature", "1.0 draws answers"),
+        ([parts("a: {kind: judge, prompt: x, base_url: u}")], "a.model", "missing. give the model's name"),
+        ([parts("a: {kind: judge, prompt: x, path: m, temperature: 1}")], "a.temperature", "1.0 samples answers"),
         ([parts(f"a: {{{JUDGE}, api_key: sk-1}}")], "a.api_key", "has no such key. Did you mean api_key_env?"),
     ],
 )  # fmt: skip

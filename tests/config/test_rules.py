@@ -112,7 +112,7 @@ CASES = {
     "overlong_buffer_fits": (
         ["reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=513"],
         "reward_model.overlong_buffer.len",
-        "513 tokens are no part of data.max_response_length=512. set it from 1 to 512",
+        "513 tokens do not fit in data.max_response_length=512. set it from 1 to 512",
         ["data.max_response_length=513"],
     ),
     "server_for_programs_serves_all_workers": (
@@ -257,7 +257,7 @@ CASES = {
             *(f"{ACTOR}.use_kl_loss=True", f"{PLACES}={{actor: 0, critic: 0, rollout: 0, inference: 1}}"),
         ],
         f"{PLACES}.inference",
-        "apart from the actor, which runs beside it (algorithm.kl_penalty=full)",
+        "is separate from the actor, which computes the KL on both models together (algorithm.kl_penalty=full)",
         [f"{PLACES}={{actor: 0-1, critic: 0-1, rollout: 0-1, inference: 0-1}}"],
     ),
     "partial_responses_are_sampled_here": (
@@ -396,7 +396,7 @@ CASES = {
     "parts_are_whole": (
         ["reward_model.parts={a: {kind: rulez}}"],
         "reward_model.parts.a.kind",
-        "'rulez' is no kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
+        "'rulez' is not a kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
         ["reward_model.parts={a: {kind: rules}}"],
     ),
     "responses_are_decoded_by_the_policys_tokenizer": (
@@ -600,7 +600,7 @@ CASES |= {
     "megatron_pieces_have_a_pipeline": (
         [*ON_MEGATRON, f"{SIZES}.virtual_pipeline_model_parallel_size=2"],
         f"{SIZES}.virtual_pipeline_model_parallel_size",
-        "2 pieces need a pipeline of several devices",
+        "2 virtual stages need a pipeline of several devices",
         [f"{SIZES}.pipeline_model_parallel_size=2"],
     ),
     "megatron_trains_whole_models": (
@@ -776,10 +776,10 @@ def test_an_inheriting_key_takes_whatever_its_source_takes():
         (["actor: 0-1, critic: 2, rollout: 2-4"], f"{PLACES}.rollout", "resource 4 does not exist: there are 4"),
         (["actor: 0-1, critic: 2, env: 3"], f"{PLACES}.env", "no model of a text run"),
         (["actor: '0,2', critic: 1, rollout: 3"], f"{PLACES}.actor", "leaves a gap in [0, 2]"),
-        (["actor: '0:0-1', critic: 1, rollout: 2-3"], f"{PLACES}.actor", "not one process a device"),
-        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes", "beside"),
+        (["actor: '0:0-1', critic: 1, rollout: 2-3"], f"{PLACES}.actor", "not one process per device"),
+        (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes", "in addition to"),
         (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ACTOR}.strategy=megatron"], f"{PLACES}.rollout",
-         "samples on the actor's"),
+         "it shares the actor's"),
         (["actor: 0-2, rollout: 0-2, critic: 3", f"{ACTOR}.strategy=megatron", f"{SIZES}.tensor_model_parallel_size=3"],
          "critic.megatron.tensor_model_parallel_size", f"= 3 does not divide the 1 devices ({PLACES})"),
         (["", "reward_model.enable_resource_pool=True", "reward_model.nnodes=0"], "reward_model.nnodes", "0 machines"),

@@ -354,7 +354,7 @@ def test_a_file_that_includes_itself_is_named(files):
 @pytest.mark.parametrize("estimator", WITHOUT_PEERS)
 def test_one_response_a_prompt_learns_from_its_score_with_a_note(estimator):
     loaded = load(f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=1")
-    assert any("has its score as advantage" in note for note in loaded.notes)
+    assert any("the advantage is the score" in note for note in loaded.notes)
     # Rows of 2 tokens and scores 1 and 0, each alone in its group: no baseline is subtracted. Whitening
     # (reinforce_plus_plus_baseline) brings (1, 1, 0, 0) to +-1/2 over the deviation sqrt(1/3), and gpg multiplies by
     # rows over rows with a score.

@@ -412,7 +412,7 @@ def test_what_cannot_be_translated_is_one_error(tmp_path: Path, text: str, expec
 
 def test_a_place_that_a_list_does_not_have_is_named_from_the_top(tmp_path: Path) -> None:
     script = written(tmp_path, M + "'data.apply_chat_template_kwargs={x: [1]}' data.apply_chat_template_kwargs.x.3=2")
-    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.x\.3: names no place of the list"):
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs\.x\.3: is no index of the list"):
         translate(script, [])
 
 

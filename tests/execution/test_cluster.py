@@ -124,7 +124,7 @@ def taken() -> Iterator[int]:
 def test_a_port_that_another_program_has_is_said(taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would wait for minutes, and then end the process."""
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken}")
-    monkeypatch.setattr("tether.execution.cluster.REACH_SECONDS", 0.5)
+    monkeypatch.setattr("tether.execution.cluster.CONNECT_SECONDS", 0.5)
     says = rf"^trainer.nnodes=2: no Ray cluster to join at 127.0.0.1:{taken} \(another program listens there; .*--port"
     with pytest.raises(RankFailed, match=says):
         ray_group([Pool(2, 1)], "cpu", 1, tmp_path)

@@ -21,7 +21,7 @@ class Ranks:
         self._engines = [make_engine(make_policy()) for _ in range(self.size)]
         self.rows: list[int] = []
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, component: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.rows = [len(batch) for batch, _ in arguments]
         return [getattr(engine, method)(*given) for engine, given in zip(self._engines, arguments, strict=True)]
 
@@ -29,7 +29,7 @@ class Ranks:
 def test_outputs_stand_at_their_rows() -> None:
     policy, ranks = make_policy(), Ranks()
     batch = make_batch(policy, make_critic())
-    found = ShardedEngine(ranks, "actor", Replicas.in_a_row(2, 1)).infer(batch, PolicyForward())
+    found = ShardedEngine(ranks, "actor", Replicas.contiguous(2, 1)).infer(batch, PolicyForward())
     assert len(ranks.rows) == 2
     assert sum(ranks.rows) == len(batch)
     expected = make_engine(policy).infer(batch, PolicyForward())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.batch import RolloutBatch
-from tether.execution.handles import ShardedSampler, pieces
+from tether.execution.handles import ShardedSampler, prompt_chunks
 from tether.execution.transfers import Transfers
 from tether.rollout import NoiseKey, SamplingParams
 
@@ -27,8 +27,8 @@ class Ranks:
         self._seconds, self._broken, self._first_waits_for = seconds, broken, first_waits_for
         self.prompts: Counter[int] = Counter()
 
-    def call(self, part: str, method: str, arguments: Sequence[Any]) -> list[Any]:
-        assert (part, method) == ("sampler", "generate")
+    def call(self, component: str, method: str, arguments: Sequence[Any]) -> list[Any]:
+        assert (component, method) == ("sampler", "generate")
         ((rank, asked),) = [(rank, asked) for rank, asked in enumerate(arguments) if asked is not None]
         prompts, sampling, key = asked
         if rank == self._broken:
@@ -65,7 +65,7 @@ def drawn(prompts: Sequence[Sequence[int]], n: int, key: NoiseKey) -> RolloutBat
 @given(prompts=st.integers(1, 300), ranks=st.integers(1, 9), fitting=st.integers(1, 50))
 def test_pieces(prompts: int, ranks: int, fitting: int) -> None:
     """Every prompt is in one; none but the last is smaller than what a rank samples at a time, or a whole share."""
-    dealt = pieces(prompts, ranks, fitting)
+    dealt = prompt_chunks(prompts, ranks, fitting)
     assert [number for part in dealt for number in part] == list(range(prompts))
     assert all(map(len, dealt))
     share = -(-prompts // ranks)
@@ -90,7 +90,7 @@ def test_rows_are_those_of_one_rank(max_num_seqs: int) -> None:
 
 def test_a_rank_that_is_done_takes_what_is_left() -> None:
     """The other one has its first piece alone."""
-    first = len(pieces(len(PROMPTS), 2, 1)[0])
+    first = len(prompt_chunks(len(PROMPTS), 2, 1)[0])
     ranks = Ranks([0.0, 0.0], first_waits_for=len(PROMPTS) - first)
     ShardedSampler(ranks, "sampler", frozenset(), 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
     assert ranks.prompts == {0: first, 1: len(PROMPTS) - first}
@@ -107,4 +107,4 @@ def test_a_failure_ends_it_at_once() -> None:
     ranks = Ranks([0.1, 0.0], broken=1)
     with pytest.raises(ValueError, match="a rank is lost"):
         ShardedSampler(ranks, "sampler", frozenset(), 2).generate(PROMPTS, SAMPLING, NoiseKey(5, 1))
-    assert ranks.prompts[0] <= len(pieces(len(PROMPTS), 2, 1)[0])
+    assert ranks.prompts[0] <= len(prompt_chunks(len(PROMPTS), 2, 1)[0])

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from tether.batch import WeightUpdate
 from tether.execution import ShardedSampler, StoredWeights, Transfers
 from tether.execution.handles import EngineHandle
-from tether.execution.weights import in_parts
+from tether.execution.weights import weight_chunks
 
 WEIGHTS = [("one", torch.ones(2)), ("two", torch.full((2,), 2.0)), ("three", torch.full((2,), 3.0))]
 
@@ -22,7 +22,7 @@ WEIGHTS = [("one", torch.ones(2)), ("two", torch.full((2,), 2.0)), ("three", tor
 def test_parts_are_as_small_as_they_may_be(sizes: list[int], limit: int) -> None:
     """Every tensor is in one; without its last, a part is below the limit."""
     tensors = [(str(number), torch.zeros(size)) for number, size in enumerate(sizes)]
-    found = list(in_parts(tensors, limit))
+    found = list(weight_chunks(tensors, limit))
     assert [name for part, _ in found for name, _ in part] == [name for name, _ in tensors]
     assert [more for _, more in found] == [True] * (len(found) - 1) + [False]
     for part, more in found:
@@ -34,7 +34,7 @@ def test_parts_are_as_small_as_they_may_be(sizes: list[int], limit: int) -> None
 def test_other_names_of_a_tensor_are_in_its_part_and_its_bytes_travel_once() -> None:
     tied = torch.ones(4)
     tensors = [("a", tied), ("b", tied), ("c", torch.ones(4)), ("d", torch.ones(4))]
-    parts = [part for part, _ in in_parts(tensors, 16)]
+    parts = [part for part, _ in weight_chunks(tensors, 16)]
     assert [[name for name, _ in part] for part in parts] == [["a", "b"], ["c"], ["d"]]
     assert [StoredWeights.of(part).nbytes for part in parts] == [16, 16, 16]
 
@@ -44,7 +44,7 @@ def test_a_model_has_the_bits_of_one_that_came_in_parts(dtype: torch.dtype) -> N
     theirs = tiny_model("llama", dtype=dtype, tie_word_embeddings=True).state_dict()
     mine = tiny_model("llama", dtype=dtype, tie_word_embeddings=True, seed=1)
     assert not all(torch.equal(value, theirs[name]) for name, value in mine.state_dict().items())
-    parts = list(in_parts(theirs.items(), 4096))
+    parts = list(weight_chunks(theirs.items(), 4096))
     assert len(parts) > 2
     for part, _ in parts:
         StoredWeights.of(part).update(3).copy_to(mine)

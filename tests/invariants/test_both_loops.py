@@ -278,7 +278,7 @@ def test_other_environments_than_were_saved_start_afresh_with_a_warning(tmp_path
     more = ["env.train.total_num_envs=8", "env.train.vectorization=sync"]
     run = control.build(control.overrides(tmp_path, *more))
     run.trainer.loggers.warn = said.append
-    run.trainer.rollouts.restore(tmp_path / "global_step_2")
+    run.trainer.rollouts.load_checkpoint(tmp_path / "global_step_2")
     run.trainer.fit()
     run.close()
     assert ["env.train: not the environments that" in message for message in said] == [True, False]

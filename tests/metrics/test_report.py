@@ -54,7 +54,7 @@ def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:
     spaced = tmp_path / "my runs"
     (spaced / "actor").mkdir(parents=True)
     (spaced / "actor/config.json").touch()
-    assert f"tether generate '{spaced / 'actor'}' " in "".join(next_commands(spaced, "tether train"))
+    assert f"tether generate '{spaced}' " in "".join(next_commands(spaced, "tether train"))
 
 
 def test_the_command_that_resumes_names_no_key_twice() -> None:

@@ -22,6 +22,7 @@ ROPES = {
     "qwen2": {"rope_type": "default", "rope_theta": 1000.0},
     "mistral": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
     "qwen3": {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 64},
+    "qwen3_moe": {"rope_type": "default", "rope_theta": 1000.0},
     "gemma3": {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -40,6 +41,7 @@ for folder in sys.argv[1:]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer("<|im_start|>a")["input_ids"][0] == 2
+    assert "token_type_ids" not in tokenizer("a")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
 """
 
@@ -61,11 +63,13 @@ def test_renamed_settings_have_both_names(tmp_path: Path) -> None:
     assert configs["llama"]["rope_scaling"] == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     assert configs["llama"]["torch_dtype"] == configs["llama"]["dtype"] == "float32"
     assert configs["qwen2"]["rope_scaling"] is None
+    assert configs["qwen3_moe"]["num_experts"] == 4
     gemma = configs["gemma3"]
     assert (gemma["rope_theta"], gemma["rope_local_base_freq"], gemma["rope_scaling"]["factor"]) == (1e6, 500.0, 8.0)
 
     tokenizer = json.loads((tmp_path / "llama" / "tokenizer_config.json").read_text())
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
     assert not isinstance(tokenizer.get("extra_special_tokens"), list)
     again = AutoTokenizer.from_pretrained(tmp_path / "llama")
     assert again.eos_token == EOS

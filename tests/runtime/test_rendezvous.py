@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.execution.ray_group import newest_signs
+from tether.execution.ray_group import newest_heartbeats
 from tether.runtime.rendezvous import StoreAddress, serve_store
 
 LISTENS = "0A"
@@ -27,7 +27,7 @@ def test_values_of_strangers_are_passed_over() -> None:
     signs = [{"beat": 1, "doing": "build"}, {"beat": 5, "doing": "waits"}]
     for rank, sign in enumerate(signs):
         store.set(f"rank {rank}", address.signed(f"rank {rank}", json.dumps(sign).encode()))
-    found = newest_signs(address, store, [{}, {}])
+    found = newest_heartbeats(address, store, [{}, {}])
     assert found == signs
 
     stranger, replayed = address.connect(), store.get("rank 1")
@@ -35,9 +35,9 @@ def test_values_of_strangers_are_passed_over() -> None:
     junk.append(StoreAddress("127.0.0.1", 1).signed("rank 0", b'{"beat": 9}'))
     for value in junk:
         stranger.set("rank 0", value)
-        assert newest_signs(address, store, found)[0] is found[0], value[:40]
+        assert newest_heartbeats(address, store, found)[0] is found[0], value[:40]
     newer = {"beat": 2, "doing": "waits"}
     store.set("rank 0", address.signed("rank 0", json.dumps(newer).encode()))
-    assert newest_signs(address, store, found) == [newer, signs[1]]
+    assert newest_heartbeats(address, store, found) == [newer, signs[1]]
     store.set("rank 1", address.signed("rank 1", b'{"beat": 4}'))  # an older one, stored and set again
-    assert newest_signs(address, store, found)[1] is found[1]
+    assert newest_heartbeats(address, store, found)[1] is found[1]

@@ -46,19 +46,19 @@ class ForkedGroup:
         """See there."""
         self._answers("build", [(factory, arguments)] * self.size)
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+    def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """See there."""
-        return self._answers("call", [None if given is None else (part, method, *given) for given in arguments])
+        return self._answers("call", [None if args is None else (component, method, *args) for args in arguments])
 
     def share(self, value: object) -> object:
         """See there."""
         return value
 
-    def share_weights(self, part: str) -> Iterator[object]:
+    def share_weights(self, component: str) -> Iterator[object]:
         """See there."""
         begin, more = True, True
         while more:
-            weights, more = self._answers("next_weights", [(part, begin)] * self.size)[0]
+            weights, more = self._answers("next_weights", [(component, begin)] * self.size)[0]
             begin = False
             yield weights
 

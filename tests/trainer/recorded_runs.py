@@ -16,7 +16,7 @@ import torch
 from tests.envs import toys
 from tests.trainer.loops import ACTOR, Control
 from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
-from tether.trainer.parts.alarms import ALIKE_STEPS, CRITIC_STEPS
+from tether.trainer.parts.alarms import CRITIC_STEPS, ZERO_ADVANTAGE_STEPS
 
 FILE = Path(__file__).with_suffix(".json")
 READ = re.compile(
@@ -132,7 +132,7 @@ RUNS: dict[str, Callable[[Path], Path]] = {
     "paid for loops": lambda folder: train_text(folder, "loops", *GRPO, *FAST, "trainer.total_training_steps=24"),
     "silence": silence,
     "scores that are alike": lambda folder: train_text(
-        folder, "alike", *GRPO, f"trainer.total_training_steps={ALIKE_STEPS}", "actor_rollout_ref.rollout.n=2"
+        folder, "alike", *GRPO, f"trainer.total_training_steps={ZERO_ADVANTAGE_STEPS}", "actor_rollout_ref.rollout.n=2"
     ),
     "a blind critic of text": lambda folder: train_text(
         folder, "tiny", *GAE, *CRITIC, "algorithm.use_kl_in_reward=False"

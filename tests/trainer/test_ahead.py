@@ -20,7 +20,7 @@ from tether.batch import WeightUpdate
 from tether.config import load_config
 from tether.metrics.timing import Timer
 from tether.trainer.ahead import FILE, SamplingAhead, SourceAhead
-from tether.trainer.protocol import EvaluationResult, Experience, Frozen
+from tether.trainer.protocol import CheckpointExtras, EvaluationResult, Experience
 
 MODES = {
     "one_step_off": ["trainer.async_mode=one_step_off"],
@@ -83,10 +83,10 @@ class Echo:
         self.busy.release()
         return EvaluationResult({"version": float(self.version)})
 
-    def freeze(self, *, in_step: bool) -> Frozen:
-        return Frozen({"inner": 1}, {"inner.bin": b"1"})
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        return CheckpointExtras({"inner": 1}, {"inner.bin": b"1"})
 
-    def restore(self, checkpoint: Path) -> None:
+    def load_checkpoint(self, checkpoint: Path) -> None:
         pass
 
 
@@ -131,8 +131,8 @@ def test_staleness_is_bounded_however_fast_the_sampler_is(staleness: int):
     ages = []
     for step in range(1, 10):
         drawn = take(ahead, step)
-        for asked in list(ahead._asked.values()):  # the sampler does all that it may
-            asked.result()
+        for batch in list(ahead._pending.values()):  # the sampler does all that it may
+            batch.result()
         ages.append(drawn.metrics["training/staleness"])
         ahead.load_weights(update(step))
     ahead.close()
@@ -143,7 +143,7 @@ def test_fully_asynchronous_sampling_takes_the_newest_weights():
     ahead, echo = made(fixed=False, staleness=3)
     echo.may.release()
     take(ahead, 1)
-    with ahead._engine:  # batch 2 has not begun, or has begun with the first weights
+    with ahead._engine_lock:  # batch 2 has not begun, or has begun with the first weights
         ahead.load_weights(update(1))
     echo.may.release(2)
     assert take(ahead, 2).batch[1] in (0, 1)
@@ -215,7 +215,7 @@ def test_a_checkpoint_holds_the_batches_that_wait(tmp_path: Path):
     ahead, echo = made(fixed=True)
     echo.may.release(2)
     take(ahead, 1)
-    frozen = ahead.freeze(in_step=False)
+    frozen = ahead.checkpoint_extras(in_step=False)
     assert dict(frozen.state) == {"inner": 1}
     (tmp_path / FILE).write_bytes(frozen.files[FILE])
     position = SourceAhead(ahead).state_dict()
@@ -223,7 +223,7 @@ def test_a_checkpoint_holds_the_batches_that_wait(tmp_path: Path):
     ahead.close()
 
     again, echo = made(fixed=True)
-    again.restore(tmp_path)
+    again.load_checkpoint(tmp_path)
     SourceAhead(again).load_state_dict(position)
     again.load_weights(update(1))
     echo.may.release(1)
@@ -239,7 +239,7 @@ def test_a_failure_is_that_of_its_step_and_loses_nothing(tmp_path: Path):
     assert take(ahead, 1).batch == (1, 0)
     with pytest.raises(ValueError, match="no reward in step 2"):
         take(ahead, 2)
-    frozen = ahead.freeze(in_step=True)
+    frozen = ahead.checkpoint_extras(in_step=True)
     assert waiting_in(frozen.files[FILE]) == [], "batch 3 would be taken for batch 2"
     assert ahead.position == {"dealt": 1}
     ahead.close()
@@ -250,7 +250,7 @@ def test_a_step_that_failed_has_its_batch_again():
     echo.may.release(3)
     take(ahead, 1)
     take(ahead, 2)
-    kept = waiting_in(ahead.freeze(in_step=True).files[FILE])
+    kept = waiting_in(ahead.checkpoint_extras(in_step=True).files[FILE])
     ahead.close()
     assert [drawn.step for drawn in kept] == [2, 3]
 
@@ -320,8 +320,8 @@ def stopped(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ahead = run.trainer.rollouts
 
     def stop() -> bool:
-        for asked in list(ahead._asked.values()):  # the sampler does all that it may
-            asked.result()
+        for batch in list(ahead._pending.values()):  # the sampler does all that it may
+            batch.result()
         return run.trainer.step_number == 1
 
     run.trainer.fit(stop)
@@ -355,7 +355,7 @@ def test_batches_that_other_settings_drew_are_sampled_again(
     reward.write_text(text + "\n# repaired\n" * (changes == [REPAIRED]))
     resumed = build_run(load_config(None, [*ahead_overrides(inputs, reward, tmp_path), *changes]))
     try:
-        assert [*resumed.trainer.rollouts._asked] == ([] if again else [2, 3])
+        assert [*resumed.trainer.rollouts._pending] == ([] if again else [2, 3])
         assert ("are sampled again, as they were drawn with other settings" in caplog.text) == again
         assert not again or changes[0].partition("=")[0].rpartition(".")[0] in caplog.text
         if "max_staleness" in changes[0] or not again:

@@ -18,7 +18,6 @@ from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides
 from tether.commands.cli import app
 from tether.runtime.objects import holding
 from tether.trainer.parts.alarms import (
-    ALIKE_STEPS,
     CALLS,
     COLLAPSED_STEPS,
     CRITIC_STEPS,
@@ -26,13 +25,14 @@ from tether.trainer.parts.alarms import (
     FAILED_CALLS,
     FAILING_STEPS,
     IDENTICAL,
-    MAJORITY_TESTS,
+    MAJORITY_EVALUATIONS,
     SAME_REPLY_STEPS,
     SKIPPED_STEPS,
     UNSCORED_STEPS,
+    ZERO_ADVANTAGE_STEPS,
     Alarms,
 )
-from tether.trainer.parts.held_out import HeldOut
+from tether.trainer.parts.evaluation_history import EvaluationHistory
 
 EXPLAINED = "critic/vf_explained_var"
 
@@ -219,11 +219,11 @@ def test_scores_that_are_always_alike() -> None:
         assert alarms.collapsed_since is None  # nothing is lost, so that no run ends of it
         return [text.startswith("all advantages have been 0") for text in said] == [True]
 
-    assert alike([0.0] * ALIKE_STEPS)
-    assert alike([1.0] * ALIKE_STEPS)
-    assert not alike([0.0] * (ALIKE_STEPS - 1))
-    assert not alike([0.0] * ALIKE_STEPS, advantage=0.1)
-    assert not alike([0.0] + [1.0] * ALIKE_STEPS)  # it has solved its task
+    assert alike([0.0] * ZERO_ADVANTAGE_STEPS)
+    assert alike([1.0] * ZERO_ADVANTAGE_STEPS)
+    assert not alike([0.0] * (ZERO_ADVANTAGE_STEPS - 1))
+    assert not alike([0.0] * ZERO_ADVANTAGE_STEPS, advantage=0.1)
+    assert not alike([0.0] + [1.0] * ZERO_ADVANTAGE_STEPS)  # it has solved its task
 
 
 def test_a_critics_gradient_hides_no_dead_policy() -> None:
@@ -308,17 +308,17 @@ def test_warnings_advise_what_the_kind_of_run_has(key: str, advised: str) -> Non
         found = {key: score, "actor/ppo_kl": 2.0, "actor/entropy": 0.0 if number else 2.0}
         alarms.check_step(found, warming_up=False, warn=said.append)
         alarms.check_validation({tested: score}, said.append)
-    assert sorted(alarms.said) == ["actor/entropy", "distance", "held-out", "jump"]
+    assert sorted(alarms.active) == ["actor/entropy", "distance", "held-out", "jump"]
     assert len(said) == 4
     assert all(advised in text for text in said)
 
 
 def falls(tests: list[float], training: list[float]) -> list[int]:
     """Tests, counted from 1, after which they are said to fall."""
-    held_out, found = HeldOut(), list[int]()
+    held_out, found = EvaluationHistory(), list[int]()
     for number, (tested, trained) in enumerate(zip(tests, training, strict=True), start=1):
-        held_out.trained(trained)
-        if (fall := held_out.take(number, tested)) and fall.is_clear:
+        held_out.add_training_score(trained)
+        if (fall := held_out.add_evaluation(number, tested)) and fall.is_clear:
             found.append(number)
     return found
 
@@ -397,9 +397,9 @@ def test_what_a_fall_says() -> None:
         return message
 
     with_it = said([0.8, 0.8, 0.8, 0.4, 0.4, 0.4])
-    assert "of tests falls (0.8 around step 3, now 0.5), and that of training with it (0.8 to 0.4)" in with_it
-    assert "losing what it had learned. Take the checkpoint of the best test" in with_it
-    assert "training rises (0.1 to 0.4) while" in said([0.1, 0.1, 0.1, 0.4, 0.4, 0.4])
+    assert "evaluation score drops (0.8 around step 3, now 0.5), and so does the training score (0.8 to 0.4)" in with_it
+    assert "losing what it had learned. Use the best checkpoint" in with_it
+    assert "training score rises (0.1 to 0.4) while" in said([0.1, 0.1, 0.1, 0.4, 0.4, 0.4])
 
 
 @pytest.mark.parametrize("before", [4, 10, 40])
@@ -412,9 +412,11 @@ def test_a_lasting_fall_is_found_soon(before: int) -> None:
     assert sum(number <= 8 for number in late) >= 0.9 * 40
 
 
-def validations(scores: list[float], majority: float = 0.3, questions: int = 100, said: list[str] | None = None) -> int:
+def validations(
+    scores: list[float], majority: float = 0.3, questions: int = 100, active: list[str] | None = None
+) -> int:
     """Warnings of validations with these scores."""
-    alarms, spoken = Alarms(said=said or [], since=dict.fromkeys(said or [], 1)), list[str]()
+    alarms, spoken = Alarms(active=active or [], since=dict.fromkeys(active or [], 1)), list[str]()
     for score in scores:
         prefix = "val-aux/count/letters"
         metrics = {"distinct_mean": score, "majority_answer": majority, "num_distinct": questions}
@@ -424,9 +426,9 @@ def validations(scores: list[float], majority: float = 0.3, questions: int = 100
 
 
 def test_a_score_that_stays_at_the_majority_answers() -> None:
-    assert validations([0.3] * MAJORITY_TESTS) == 1
-    assert validations([0.3] * (MAJORITY_TESTS - 1)) == 0
-    assert validations([0.3], said=["replies"]) == 1  # the replies are the same, too
+    assert validations([0.3] * MAJORITY_EVALUATIONS) == 1
+    assert validations([0.3] * (MAJORITY_EVALUATIONS - 1)) == 0
+    assert validations([0.3], active=["replies"]) == 1  # the replies are the same, too
     assert validations([0.1, 0.2, 0.3, 0.4, 0.5] * 3) == 0  # it passes by
     assert validations([0.3] * 9, questions=10) == 0
     assert validations([1.0] * 9, majority=1.0) == 0  # one answer is right everywhere
@@ -437,7 +439,7 @@ def test_a_resumed_run_dates_a_validation_by_its_own_step() -> None:
     alarms = Alarms()
     alarms.load_state_dict(Alarms(step=7).state_dict())
     metrics = {"distinct_mean": 0.3, "majority_answer": 0.3, "num_distinct": 100}
-    for _ in range(MAJORITY_TESTS):
+    for _ in range(MAJORITY_EVALUATIONS):
         alarms.check_validation({f"val-aux/count/{name}": value for name, value in metrics.items()}, lambda _: None)
     assert alarms.collapsed_since == 7
 
@@ -470,9 +472,9 @@ MESSAGES = {
     "a rate that kills": [JUMP, "the policy has collapsed: actor/entropy is 5.6 and actor/grad_norm 0"],
     "a rate and a decay that kill": [JUMP, f"{COLLAPSED}grad_norm 0"],
     "one letter": [SAME_REPLY, "the validation score of tiny/letters is 0.500, and always giving the most"],
-    "paid for what is not meant": ["the score of training rises (", SAME_REPLY],
+    "paid for what is not meant": ["the training score rises (", SAME_REPLY],
     "paid for loops": [
-        "of the responses are cut by data.max_response_length", SAME_REPLY, "responses repeat themselves: ",
+        "of the responses are truncated by data.max_response_length", SAME_REPLY, "responses are repetitive: ",
     ],
     "silence": ["nats per token away (actor/kl_loss)", "responses have shrunk from", SAME_REPLY],
     "scores that are alike": ["all advantages have been 0"],

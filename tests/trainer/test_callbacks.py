@@ -82,7 +82,7 @@ class SlowDisk(Saver):
 def test_what_a_checkpoint_in_the_background_raises_loses_no_later_step(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     run = Control().build(Control().overrides(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1"))
-    run.trainer.saver = SlowDisk(later=True)
+    run.trainer.saver = SlowDisk(background=True)
     run.trainer.callbacks = Callbacks([Leaves(SystemExit, at_checkpoint=True)])
     try:
         with pytest.raises(SystemExit):

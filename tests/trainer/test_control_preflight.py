@@ -10,7 +10,7 @@ import tether
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tether.envs.protocol import ContinuousActions, DiscreteActions
 from tether.trainer.control.preflight import action_findings, observation_findings
-from tether.trainer.preflight import Need, memory_findings
+from tether.trainer.preflight import MemoryNeed, memory_findings
 
 SPOILED = "env.train.wrappers=[tests.envs.spoiled:{}]"
 CAUSES = {
@@ -104,22 +104,22 @@ def test_memory_is_counted_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 + 2 GiB do not fit into 3 GiB on one device, and do on two."""
     monkeypatch.setattr("tether.trainer.preflight.available_memory", lambda device: 3 * 2**30)
     cpu, other = torch.device("cpu"), torch.device("cuda")
-    (found,) = memory_findings([Need("one", cpu, 2 * 2**30), Need("two", cpu, 2 * 2**30)])
+    (found,) = memory_findings([MemoryNeed("one", cpu, 2 * 2**30), MemoryNeed("two", cpu, 2 * 2**30)])
     assert found.refuses
     assert "needs 4.00 GiB more on cpu (one 2.00 GiB, two 2.00 GiB), where 3.00 GiB are free" in found.message
-    assert not memory_findings([Need("one", cpu, 2 * 2**30), Need("two", other, 2 * 2**30)])
+    assert not memory_findings([MemoryNeed("one", cpu, 2 * 2**30), MemoryNeed("two", other, 2 * 2**30)])
 
 
 def test_gradients_and_moments_are_counted_once(inputs: Path, tmp_path: Path) -> None:
     """12 bytes of each number that trains, however often its name occurs; a LoRA run trains few."""
-    from tether.trainer.preflight import _needs_of
+    from tether.trainer.preflight import _optimizer_needs
 
     run = Text(inputs).build(Text(inputs).overrides(tmp_path))
     try:
         model = run.trainer.actor.engine.model
-        (need,) = _needs_of(run.trainer.actor)
+        (need,) = _optimizer_needs(run.trainer.actor)
         assert need.bytes == 12 * sum(weight.numel() for weight in model.parameters())
         model.requires_grad_(False)
-        assert not _needs_of(run.trainer.actor)
+        assert not _optimizer_needs(run.trainer.actor)
     finally:
         run.close()

@@ -102,7 +102,7 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(
         where = [f"{DEVICES}={devices}", f"trainer.default_local_dir={folder}", "trainer.total_training_steps=3"]
         resumed = build_control_run(load_config(None, [*COMMON, *task, *where]))
         try:
-            assert f"(saved on {3 - devices} devices, now {devices}); they start afresh" in caplog.text
+            assert f"(saved on {3 - devices} devices, now {devices}); new episodes begin" in caplog.text
             again = tmp_path / f"again_{devices}"
             again.mkdir()
             resumed.trainer.actor.engine.saving(again / "actor", again / "actor.pt", copy=False)()

@@ -121,7 +121,7 @@ def test_no_prompt_is_on_both_sides() -> None:
     assert (len(learned), len(held_out)) == (24, 6)
     assert not {r.prompt_ids[0] for r in learned} & {r.prompt_ids[0] for r in held_out}
     assert [len(part) for part in split_by_prompt(responses, 0.0, seed=1)] == [27, 3]
-    with pytest.raises(ValueError, match="all rows are of one prompt"):
+    with pytest.raises(ValueError, match="all rows have the same prompt"):
         split_by_prompt(responses[:3], 0.2, seed=1)
 
 
@@ -148,7 +148,7 @@ def test_bad_files_are_named(lines: list[dict], message: str, tmp_path: Path) ->
 
 def test_a_folder_without_rollouts(tmp_path: Path) -> None:
     (tmp_path / "notes.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"no rollouts here .*trainer.rollout_data_dir"):
+    with pytest.raises(ValueError, match=r"no rollouts .*trainer.rollout_data_dir"):
         read_rollouts(tmp_path)
     (tmp_path / "1.jsonl").write_text("{")
     with pytest.raises(ValueError, match=r"1.jsonl:1: not a line of JSON"):

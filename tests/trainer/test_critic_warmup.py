@@ -26,10 +26,10 @@ def test_steps_and_threshold() -> None:
 def test_a_threshold_never_reached_is_said() -> None:
     warmup = CriticWarmup(explained_variance=0.9)
     warmup.is_over(1, 0.4)
-    assert "critic_warmup_until_explained_variance=0.9" in (warmup.never_over() or "")
+    assert "critic_warmup_until_explained_variance=0.9" in (warmup.unfinished_problem() or "")
     warmup.is_over(2, 0.95)
-    assert warmup.never_over() is None
-    assert "before trainer.critic_warmup=3" in (CriticWarmup(steps=3, reached=True).never_over() or "")
+    assert warmup.unfinished_problem() is None
+    assert "before trainer.critic_warmup=3" in (CriticWarmup(steps=3, reached=True).unfinished_problem() or "")
 
 
 @pytest.mark.parametrize(("steps", "frozen"), [(0, 0), (1, 0), (2, 1), (5, 4)])

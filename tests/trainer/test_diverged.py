@@ -37,7 +37,7 @@ def test_weights_that_diverged_are_not_saved(loop: Loop, tmp_path: Path, value: 
         good = re.escape(str(tmp_path / "global_step_1"))
         poison(run, value)
         trainer.step_number = 2
-        with pytest.raises(KeyError), trainer._saving_first():
+        with pytest.raises(KeyError), trainer._saving_on_error():
             raise KeyError("what the next step meets")
         (line,) = said
         assert re.match(

@@ -163,14 +163,14 @@ def test_responses_that_ignore_their_end_are_cut_on_purpose(unseen: list[str], i
 def test_a_good_run_has_no_finding(unseen: list[str]):
     found = look([*unseen, *GAE])
     assert not found.findings
-    assert len(found.seen.samples) == 16
-    assert len(found.seen.prompts) == 2
+    assert len(found.sample.samples) == 16
+    assert len(found.sample.prompts) == 2
     console = Console(width=200, record=True, file=io.StringIO())
     found.show(console)
     screen = console.export_text()
     assert "nothing suspicious found" in screen
     assert "<|im_start|>user" in screen
-    assert " ".join(map(str, found.seen.prompts[0].token_ids[:24])) in screen
+    assert " ".join(map(str, found.sample.prompts[0].token_ids[:24])) in screen
 
 
 def test_several_causes_are_all_named(unseen: list[str]):

@@ -23,7 +23,7 @@ from tether.data.pairs import Pair, load_pairs, pair_ids
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.models.language.load import load_tokenizer
 from tether.runtime.run_lock import RunFolderBusy, RunLock
-from tether.trainer.text import Pretraining, beats_chance, preference_batch, split_pairs, until_lost
+from tether.trainer.text import Pretraining, beats_chance, preference_batch, split_pairs, until_unusable
 
 LETTERS = "abcdefgh"
 QUICK = RewardTrainingOptions(lr=3e-3, epochs=3, batch_size=16, micro_batch_size=16, held_out=0.25, seed=1)
@@ -414,7 +414,7 @@ def test_a_side_without_a_token_is_named(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder / "model")
     row = {"chosen": f"{tokenizer.pad_token}{tokenizer.pad_token}", "rejected": "b"}
     pairs = load_pairs([str(write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": "a", "rejected": "b"}, row]))])
-    with pytest.raises(ValueError, match=r"pairs\.jsonl row 1: `chosen` has no token but padding"):
+    with pytest.raises(ValueError, match=r"pairs\.jsonl row 1: `chosen` has only padding tokens"):
         preference_batch(pairs, tokenizer, tokenizer.pad_token_id, 99)
 
 
@@ -423,7 +423,7 @@ def test_prompts_are_learned_from_or_held_out() -> None:
     learned, held_out = split_pairs(pairs, 0.3, seed=1)
     assert (len(learned), len(held_out)) == (14, 6)
     assert not {pair.prompt for pair in learned} & {pair.prompt for pair in held_out}
-    with pytest.raises(ValueError, match="all rows are of one prompt"):
+    with pytest.raises(ValueError, match="all rows have the same prompt"):
         split_pairs(pairs[:2], 0.3, seed=1)
 
 
@@ -441,7 +441,7 @@ def refusals(folder: Path, tmp_path: Path) -> dict[str, tuple[str, RewardTrainin
             str(short(tmp_path / "short")),
             QUICK,
         ),
-        "tokens are more than 9; leave it out": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
+        "tokens are more than 9; remove it": (str(folder / "model"), RewardTrainingOptions(max_length=9)),
         "no such file or directory": (str(tmp_path / "nowhere"), QUICK),
         "^--lr=inf: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.inf)),
         "^--lr=nan: is no finite number": (str(folder / "model"), replace(QUICK, lr=math.nan)),
@@ -518,7 +518,7 @@ def test_a_training_whose_updates_are_skipped_ends_soon() -> None:
         """Steps that are made before it ends."""
         made = []
         with suppress(ValueError):
-            for step, _ in until_lost((n, {"rm/skipped_updates": float(s)}) for n, s in enumerate(skipped)):
+            for step, _ in until_unusable((n, {"rm/skipped_updates": float(s)}) for n, s in enumerate(skipped)):
                 made.append(step)
         return len(made)
 

@@ -37,7 +37,8 @@ def test_a_run_whose_policy_cannot_be_saved_does_not_begin(
         generation = run.trainer.actor.engine.model.generation_config
         generation.do_sample, generation.temperature = False, 0.5  # which transformers does not write
         with pytest.raises(
-            ValueError, match=r"the actor cannot be saved, as was tried before the first step \((?s:.*)temperature"
+            ValueError,
+            match=r"the actor cannot be saved, which a check before the first step showed \((?s:.*)temperature",
         ):
             run.trainer.fit()
         assert run.trainer.step_number == 0

@@ -121,7 +121,7 @@ def test_bad_input(more, message, cloned, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["policy.num_heads=3"], r"policy\.num_heads: 3 heads do not part policy\.hidden_dim=16"),
+        (["policy.num_heads=3"], r"policy\.num_heads: 3 heads do not divide policy\.hidden_dim=16"),
         (["policy.lstm_dim=4"], r"policy\.lstm_dim: 4 asks for a memory"),
         (["policy.model_type=mlp_policy", f"{MODEL}.lora_rank=4"], r"lora_rank: 4 asks for adapters"),
     ],

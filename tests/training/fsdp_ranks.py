@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tether.batch import TrainBatch
 from tether.execution import StoredWeights
-from tether.execution.weights import in_parts
+from tether.execution.weights import weight_chunks
 from tether.training.division import Assign, MiniBatch, balanced, divide, mini_batches
 from tether.training.engines.fsdp import FsdpEngine, Sharding
 from tether.training.engines.optimizer import OptimizerOptions
@@ -65,7 +65,7 @@ def whole_weights(engine: FsdpEngine[Any]) -> dict[str, Tensor]:
 def stored_weights(engine: FsdpEngine[Any]) -> dict[str, Tensor]:
     """As ranks of another group get them, in parts that the first rank stores; nothing on the others."""
     found: dict[str, Tensor] = {}
-    for part, _ in in_parts(engine.whole_weights(), 4096):
+    for part, _ in weight_chunks(engine.whole_weights(), 4096):
         if dist.get_rank() == 0:
             found |= {name: tensor.clone() for name, tensor in StoredWeights.of(part).update(0).tensors}
     return found

@@ -1,8 +1,8 @@
 """The mathematics of PPO and its relatives, as pure functions of tensors.
 
-Usable in any training loop: no function here sees a config, a model or a process group. Nothing outside a
-``response_mask`` is ever read, whatever stands there. A loss returns one number for each token, and `aggregate_loss`
-makes the loss of the mini-batch out of it. Shapes: `tether.algorithms.shapes`.
+They work in any training loop: no function takes a config, a model or a process group. Values outside a
+``response_mask`` are never read, even if they are NaN. A loss function returns one number per token, and
+`aggregate_loss` reduces them to the loss of the mini-batch. `tether.algorithms.shapes` defines the shapes.
 """
 
 import inspect
@@ -98,5 +98,5 @@ __all__ = [
     "veto_mask",
 ]
 
-# Arguments are checked where this package is entered, once; the registries check for themselves.
+# Arguments are checked once, where a caller enters this package; the registries check their own functions.
 globals().update({name: checked(globals()[name]) for name in __all__ if inspect.isfunction(globals()[name])})

@@ -1,4 +1,4 @@
-"""From a loss for each token to one number, the same number however the batch was cut into pieces."""
+"""Aggregation of token losses to one number that does not depend on how the batch is split into micro-batches."""
 
 from typing import Any
 
@@ -26,25 +26,25 @@ def aggregate_loss(
     num_sequences: Count,
     max_length: Positive | Shaped[Tensor, ""] | None = None,
 ) -> Scalar:
-    """Return this piece's share of the loss of a whole mini-batch.
+    """Return what a micro-batch contributes to the loss of its mini-batch.
 
-    Assumes: ``token-mean`` weighs tokens alike, so long rows more; ``seq-mean-token-mean`` weighs rows alike, so the
-        tokens of long ones less.
-    Use it: ``token-mean`` as a rule (DAPO); ``seq-mean-token-mean`` for losses of whole rows (GRPO's own); the sums
+    Assumes: ``token-mean`` gives every token the same weight, so long rows count more; ``seq-mean-token-mean`` gives
+        every row the same weight, so tokens of long rows count less.
+    Use it: ``token-mean`` by default (DAPO); ``seq-mean-token-mean`` for losses of entire rows (as in GRPO); the sums
         where length should not be normalised away (Dr. GRPO, arXiv 2503.20783).
     Watch: `response_length/mean`: growth without a better score can come from the weight of long rows.
         `actor/grad_norm`: sums have larger gradients.
     Keys: `actor_rollout_ref.actor.loss_agg_mode`, `actor_rollout_ref.actor.loss_scale_factor`, `critic.loss_agg_mode`.
 
     Args:
-        loss: the loss of each token of this piece (a micro-batch, a rank's part, or everything).
-        response_mask: its tokens.
+        loss: the loss of each token of the micro-batch, which may also be the shard of a rank or the full mini-batch.
+        response_mask: the valid tokens of the micro-batch.
         mode: one of `AGGREGATIONS`.
-        num_tokens: tokens in the whole mini-batch, all pieces and ranks together (`count_valid`).
-        num_sequences: rows of the whole mini-batch with at least one token.
+        num_tokens: tokens in the full mini-batch, over all micro-batches and ranks (`count_valid`).
+        num_sequences: rows of the full mini-batch with at least one token.
         max_length: the divisor of the two modes whose names end in ``-norm``, required for them and unused otherwise.
 
-    With s_i the sum of row i over its tokens and n_i their number, the shares add up to L:
+    With s_i the sum of row i over its tokens and n_i their number, the contributions add up to L:
 
     - ``token-mean``: L = sum_i s_i / num_tokens
     - ``seq-mean-token-sum``: L = sum_i s_i / num_sequences
@@ -53,18 +53,18 @@ def aggregate_loss(
     - ``token-sum-norm``: L = sum_i s_i / max_length, so its gradient grows with the mini-batch. verl computed this as
       ``seq-mean-token-sum-norm`` until February 2026.
 
-    The denominators have no default on purpose: those of one piece would make the gradient depend on its size. A
-    mini-batch without a token has loss 0. Under data parallelism sum the shares; where gradients are averaged over
-    ranks, multiply by the number of ranks.
+    The denominators have no default on purpose: with those of one micro-batch, the gradient would depend on its size.
+    A mini-batch without a token has loss 0. Under data parallelism sum the contributions; where gradients are averaged
+    over ranks, multiply by the number of ranks.
 
     Raises:
         ValueError: an unknown mode, or one that ends in ``-norm`` without max_length.
     """
     row_tokens = response_mask.bool().sum(dim=-1)
-    of_row, of_all = loss_divisors(
+    row_divisor, total_divisor = loss_divisors(
         mode, row_tokens, num_tokens=num_tokens, num_sequences=num_sequences, max_length=max_length
     )
-    return (masked_sum(loss, response_mask, dim=-1) / of_row).sum() / of_all
+    return (masked_sum(loss, response_mask, dim=-1) / row_divisor).sum() / total_divisor
 
 
 def loss_divisors(
@@ -75,19 +75,19 @@ def loss_divisors(
     num_sequences: Count,
     max_length: Positive | Shaped[Tensor, ""] | None,
 ) -> tuple[Shaped[Tensor, "..."] | float, Positive | Shaped[Tensor, ""]]:
-    """Return what a row's sum of losses is divided by, and what the sum over the rows is; see `aggregate_loss`.
+    """Return the divisor of a row's sum of losses and that of the sum over rows, as defined by `aggregate_loss`.
 
     The weight of a token in the loss is 1 over the product of the two.
 
     Args:
         mode: one of `AGGREGATIONS`.
-        row_tokens: tokens n_i of each row; one number if they are as many in all.
-        num_tokens: see `aggregate_loss`.
-        num_sequences: see there.
-        max_length: see there.
+        row_tokens: tokens n_i of each row; one number if all rows have the same number.
+        num_tokens: tokens in the full mini-batch.
+        num_sequences: rows of the full mini-batch with at least one token.
+        max_length: the divisor of the modes whose names end in ``-norm``.
 
     Raises:
-        ValueError: see there.
+        ValueError: an unknown mode, or one that ends in ``-norm`` without max_length.
     """
     match mode:
         case "token-mean":
@@ -111,7 +111,7 @@ def masked_mean_ratio(
     max_episode_length: Positive | Shaped[Tensor, ""],
     num_elements: Count,
 ) -> Scalar:
-    """Return this piece's share of RLinf's episode-weighted mean: every episode weighs the same, short or long.
+    """Return what a micro-batch contributes to RLinf's episode-weighted mean: all episodes have the same weight.
 
     Assumes: an episode is one unit of experience, however long it took.
     Use it: for embodied tasks without automatic reset, where success ends an episode early.
@@ -119,13 +119,13 @@ def masked_mean_ratio(
     Keys: `actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio`, `actor_rollout_ref.actor.loss_scale_factor`.
 
     Args:
-        loss: the loss of each step of this piece.
-        response_mask: its live steps.
+        loss: the loss of each step of the micro-batch.
+        response_mask: the live steps of the micro-batch.
         episode_length: live steps n of the episode that each element belongs to, broadcast over T.
         max_episode_length: the length L that an episode of full weight has.
-        num_elements: number of elements of ``loss`` in the whole mini-batch, masked ones too.
+        num_elements: number of elements of ``loss`` in the full mini-batch, including masked ones.
 
-    The shares add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
+    The contributions add up to 1 / num_elements times the sum of w * loss over live steps, with w = L / n.
     """
     weight = episode_weights(episode_length.to(torch.promote_types(loss.dtype, torch.float32)), max_episode_length)
     return (select(loss, response_mask) * weight).sum() / _at_least_one(num_elements)
@@ -134,11 +134,11 @@ def masked_mean_ratio(
 def episode_weights(
     episode_length: Shaped[Tensor, "..."], max_episode_length: Positive | Shaped[Tensor, ""]
 ) -> Shaped[Tensor, "..."]:
-    """Return the weight L / n of the steps of each episode; see `masked_mean_ratio`.
+    """Return the weight L / n of the steps of each episode, as used by `masked_mean_ratio`.
 
     Args:
-        episode_length: live steps n; an episode without one has the weight of one with a step, and no loss.
-        max_episode_length: L.
+        episode_length: live steps n; an episode without one has the weight of an episode with one step, and no loss.
+        max_episode_length: the length L of an episode of weight 1.
     """
     return max_episode_length / episode_length.clamp(min=1)
 

@@ -1,7 +1,7 @@
-"""Arguments of public functions held against their annotations: types, shapes, devices, and ranges of numbers.
+"""Validation of arguments of public functions by their annotations: types, shapes, devices, and ranges of numbers.
 
 Broadcasting turns a wrong shape into a plausible result: scores of shape [B, 1] under a mask [B, T] count T times. Only
-shapes, types, devices and Python numbers are looked at, so that nothing ever waits for a GPU.
+shapes, types, devices and Python numbers are checked, so that no check waits for a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that are allowed, all of them finite; the lower end is not among them if it is ``open``."""
+    """A range of finite numbers that includes its upper bound, and its lower bound unless it is ``open``."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -50,10 +50,10 @@ PositiveInt = Annotated[int, Range(1)]
 
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Let a function refuse arguments that do not fit its annotations.
+    """Wrap a function so that it rejects arguments that do not match its annotations.
 
-    Every call may then raise ValueError: for a tensor whose type, shape or device is not what the annotations and the
-    other arguments demand, or a number outside of its `Range`. The message names the argument and what is expected.
+    Every call may then raise ValueError: for a tensor whose type, shape or device does not match the annotations and
+    the other arguments, or for a number outside its `Range`. The message names the argument and the expected value.
     """
     check = checker(function.__qualname__.removesuffix(".__init__"), function)
 
@@ -66,36 +66,37 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[object], Mapping[str, object]], None]:
-    """Return the check of `checked` alone, for the positional arguments and the keywords of a call.
+    """Return the check that `checked` performs, which takes the positional and keyword arguments of a call.
 
-    Unknown and missing arguments are left to the call itself.
+    It ignores unknown and missing arguments, for which the call itself raises an error.
 
     Args:
-        name: of the function, in messages.
-        function: whose annotations count.
+        name: name of the function in messages.
+        function: the function whose annotations are checked.
     """
     annotations = get_type_hints(inspect.unwrap(function), include_extras=True)
     names = tuple(inspect.signature(function).parameters)
     rules = {key: _Rule.of(annotations[key]) for key in names if key in annotations}
-    admitted: dict[str, object] = {}  # the last number or string of each argument: most calls have the same again
+    # Caches the last number or string of each argument, since most calls repeat it.
+    accepted: dict[str, object] = {}
 
     def check(args: Sequence[object], keywords: Mapping[str, object]) -> None:
-        given = [*zip(names, args, strict=False), *keywords.items()]
+        arguments = [*zip(names, args, strict=False), *keywords.items()]
         sizes: dict[str, int | Shape] = {}
         device: torch.device | None = None
-        for key, value in given:
+        for key, value in arguments:
             rule = rules.get(key)
-            if rule is None or (value is None and rule.optional) or (key in admitted and admitted[key] is value):
+            if rule is None or (value is None and rule.optional) or (key in accepted and accepted[key] is value):
                 continue
             dims = rule.dims_of(value)
             if dims is None:
-                if not rule.admits(value):
+                if not rule.accepts(value):
                     raise ValueError(f"{name}: {key} {_describe(value)}; expected {rule.expected}")
                 if isinstance(value, float | int | str):
-                    admitted[key] = value
+                    accepted[key] = value
                 continue
             if not _fits(dims, _shape(value), sizes):
-                raise ValueError(f"{name}: {_misfit([(k, v, rules[k]) for k, v in given if k in rules])}")
+                raise ValueError(f"{name}: {_misfit([(k, v, rules[k]) for k, v in arguments if k in rules])}")
             if isinstance(value, Tensor) and value.ndim:
                 device = device or value.device
                 if value.device != device:
@@ -108,13 +109,13 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[ob
 class _Array:
     kind: type
     dtypes: frozenset[torch.dtype] | None
-    """None: any, as for arrays of other kinds than tensors."""
+    """The allowed dtypes; None allows any, as for arrays that are not tensors."""
     dims: tuple[str, ...]
     text: str
 
     @classmethod
     def of(cls, annotation: Any) -> _Array:
-        """Read a type of jaxtyping."""
+        """Parse an array type of jaxtyping."""
         dims = tuple(annotation.dim_str.split())
         if annotation.array_type is not Tensor:
             return cls(annotation.array_type, None, dims, f"an array [{', '.join(dims)}]")
@@ -132,13 +133,13 @@ class _Rule:
     arrays: tuple[_Array, ...]
     numbers: tuple[tuple[type, Range], ...]
     classes: tuple[type, ...]
-    """Of other values, of which nothing else is checked. A sequence stands for an array of its length."""
+    """Classes of other values, which are only checked by type. A sequence is accepted as an array of its length."""
     optional: bool
     expected: str
 
     @classmethod
     def of(cls, annotation: Any) -> _Rule:
-        """Read an annotation: a union of arrays, numbers (with a `Range`) and classes."""
+        """Parse an annotation: a union of arrays, numbers (with a `Range`) and classes."""
         arrays, numbers, classes, texts = [], [], [], []
         options = list(_options(annotation))
         for option in options:
@@ -156,25 +157,25 @@ class _Rule:
         return cls(tuple(arrays), tuple(numbers), tuple(classes), type(None) in options, " or ".join(texts))
 
     def dims_of(self, value: object) -> tuple[str, ...] | None:
-        """Return the dimensions that an array, or a sequence in its place, must have; None for every other value."""
+        """Return the dimensions that an array, or a sequence used as one, must have; None for any other value."""
         for array in self.arrays:
             if isinstance(value, array.kind) and (
                 array.dtypes is None or getattr(value, "dtype", None) in array.dtypes
             ):
                 return array.dims
-        # The type is looked for first: to ask whether a number is a Sequence takes longer than all the rest.
+        # The class is looked up first, since isinstance(number, Sequence) costs more than all other checks together.
         is_sequence = Sequence in self.classes and isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return self.arrays[0].dims if is_sequence else None
 
-    def admits(self, value: object) -> bool:
-        """Whether a value that is no array is allowed."""
+    def accepts(self, value: object) -> bool:
+        """Return whether a value that is not an array is allowed."""
         if self.numbers and isinstance(value, Real) and not isinstance(value, bool):
             return any(isinstance(value, kind) and float(value) in limits for kind, limits in self.numbers)
         return any(kind is not Sequence and isinstance(value, kind) for kind in self.classes)
 
 
 def _options(annotation: Any) -> Iterator[Any]:
-    """List the members of a union, or the only one."""
+    """Yield the members of a union, or the annotation itself."""
     if get_origin(annotation) in (Union, UnionType):
         for option in get_args(annotation):
             yield from _options(option)
@@ -193,9 +194,9 @@ def _describe(value: object) -> str:
 
 
 def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) -> bool:
-    """Whether a shape has these dimensions; takes in the sizes of those that are met first.
+    """Return whether a shape has these dimensions, and record the sizes of dimensions that are new in `sizes`.
 
-    ``*name`` stands for any number of dimensions, ``#name`` may also be 1.
+    ``*name`` matches any number of dimensions, and ``#name`` also matches 1.
     """
     if dims and dims[0].startswith("*"):
         split = len(shape) - len(dims) + 1
@@ -210,9 +211,9 @@ def _fits(dims: tuple[str, ...], shape: Shape, sizes: dict[str, int | Shape]) ->
     return True
 
 
-def _misfit(given: Sequence[tuple[str, object, _Rule]]) -> str:
-    """Say which argument has another shape than most of those that it shares a dimension with."""
-    arrays = [(key, _shape(value), dims) for key, value, rule in given if (dims := rule.dims_of(value)) is not None]
+def _misfit(arguments: Sequence[tuple[str, object, _Rule]]) -> str:
+    """Describe the argument whose shape conflicts with the most others that share a dimension with it."""
+    arrays = [(key, _shape(value), dims) for key, value, rule in arguments if (dims := rule.dims_of(value)) is not None]
     bound: dict[str, dict[str, int | Shape]] = {}
     for key, shape, dims in arrays:
         sizes: dict[str, int | Shape] = {}
@@ -220,12 +221,12 @@ def _misfit(given: Sequence[tuple[str, object, _Rule]]) -> str:
             return f"{key} has shape {list(shape)}; expected [{', '.join(dims)}]"
         bound[key] = sizes
 
-    def against(key: str) -> list[str]:
-        mine = bound[key].items()
-        return [other for other, its in bound.items() if any(its.get(dim, size) != size for dim, size in mine)]
+    def conflicts(key: str) -> list[str]:
+        sizes = bound[key].items()
+        return [other for other, its in bound.items() if any(its.get(dim, size) != size for dim, size in sizes)]
 
-    reference = min((key for key in bound if against(key)), key=lambda key: (len(against(key)), "mask" not in key))
-    wrong = against(reference)[0]
+    reference = min((key for key in bound if conflicts(key)), key=lambda key: (len(conflicts(key)), "mask" not in key))
+    wrong = conflicts(reference)[0]
     shape, like = (next(shape for key, shape, _ in arrays if key == name) for name in (wrong, reference))
     dims = next(dims for key, _, dims in arrays if key == wrong)
     sizes = bound[wrong] | bound[reference]

@@ -1,4 +1,4 @@
-"""Distance of the policy from the reference: per-token estimators from log-probabilities, and KL in the reward.
+"""KL of the policy from the reference: per-token estimators from log-probs, and the KL penalty in the reward.
 
 With l and q the log-probabilities that policy and reference give a token sampled from the policy, d = l - q. In
 expectation over samples from the policy, as a *value* and as the *gradient* of a loss term (Schulman, "Approximating KL
@@ -86,9 +86,9 @@ Estimator = Callable[[Tokens, Tokens], Tokens]
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """Keep the value of an estimator and give it the gradient of k2.
+    """Return an estimator with the value of `estimator` and the gradient of k2.
 
-    Assumes: as the kind itself.
+    Assumes: what the estimator assumes.
     Use it: in a loss, to log an unbiased value and follow the right gradient: ``k3+`` as a rule.
     """
 
@@ -113,25 +113,26 @@ _FROM_LOG_PROBS |= {f"{kind}+": straight_through(estimator) for kind, estimator 
 KL_ESTIMATORS: dict[str, Callable[..., Float[Tensor, "..."]]] = {
     name: checked(estimator) for name, estimator in {**_FROM_LOG_PROBS, "full": full_kl}.items()
 }
-"""By name: (log_probs, ref_log_probs) -> [B, T], but ``full``: (logits, ref_logits, chunk_size) -> [B, T]."""
+"""Estimators by name, called with (log_probs, ref_log_probs); ``full`` with (logits, ref_logits, chunk_size). All
+return [B, T]."""
 
 
 def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mask: Mask | None = None) -> Tokens:
-    """Estimate the KL of each token; see the module for the kinds. No gradient reaches the reference.
+    """Estimate the KL of each token. The docstring of the module lists the kinds. The reference gets no gradient.
 
     Args:
-        log_probs: of the policy.
-        ref_log_probs: of the reference.
+        log_probs: log-probs of the policy.
+        ref_log_probs: log-probs of the reference.
         kind: a name in `KL_ESTIMATORS` other than ``full``.
-        response_mask: give it where masked positions may hold anything: they become 0 before the estimate, so that
-            not even a NaN there reaches a gradient.
+        response_mask: required if masked positions may hold invalid values: they are set to 0 before the estimate, so
+            that not even a NaN reaches a gradient.
 
     Raises:
         ValueError: an unknown kind, or ``full``, which needs logits.
     """
     if kind == "full":
         raise ValueError(
-            "kl_penalty sees log-probabilities of the sampled tokens only; 'full' needs logits: call full_kl"
+            "kl_penalty takes log-probabilities of the sampled tokens only; 'full' needs logits: call full_kl"
         )
     if kind not in _FROM_LOG_PROBS:
         raise ValueError(f"unknown KL estimator {kind!r}. Use one of: {', '.join(_FROM_LOG_PROBS)}")
@@ -142,11 +143,11 @@ def kl_penalty(log_probs: Tokens, ref_log_probs: Tokens, kind: str, response_mas
 
 
 class PenalizedRewards(NamedTuple):
-    """Result of `apply_kl_penalty`."""
+    """The result of `apply_kl_penalty`."""
 
     token_level_rewards: Tokens
     kl: Scalar
-    """Mean over rows of the row's mean KL: log it, and give it to the controller."""
+    """Mean over rows of the row's mean KL, to be logged and passed to the controller."""
 
 
 @torch.no_grad()
@@ -155,8 +156,8 @@ def apply_kl_penalty(
 ) -> PenalizedRewards:
     """Subtract the KL of each token from its reward: r_t = score_t - kl_coef * kl_t; 0 outside the mask.
 
-    `kl` is that of the old policy, from `kl_penalty` or `full_kl`. Update the controller with the returned mean only
-    afterwards: this step's coefficient does not depend on it.
+    `kl` is the KL of the old policy, from `kl_penalty` or `full_kl`. Update the controller with the returned mean only
+    afterwards: the coefficient of this step does not depend on it.
     """
     kl = select(kl, response_mask)
     rewards = select(token_level_scores, response_mask) - kl_coef * kl

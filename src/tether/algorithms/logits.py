@@ -1,6 +1,6 @@
-"""Exact quantities of the whole next-token distribution, a chunk of positions at a time.
+"""Exact quantities of the full next-token distribution, computed for one chunk of positions at a time.
 
-Only one chunk is ever held in float32 at full vocabulary width: the backward pass computes it again.
+Only one chunk is in memory in float32 at full vocabulary width: the backward pass recomputes it.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,29 @@ from tether.algorithms.checks import PositiveInt
 
 
 def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
-    """Entropy of each position in nats: logsumexp(z) - sum_v p_v z_v. Divide logits by the temperature first.
+    """Return the entropy of each position in nats: logsumexp(z) - sum_v p_v z_v.
 
-    A token with logit -inf has probability 0, adds nothing and gets no gradient.
+    Divide logits by the temperature first. A token with logit -inf has probability 0 and no gradient.
     """
     return _chunked(_entropy, chunk_size, logits)
 
 
 def sum_pi_squared(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
-    """Probability that two draws agree, sum_v p_v^2, which `optimal_token_baseline` needs."""
+    """Return the probability that two draws agree, sum_v p_v^2, which `optimal_token_baseline` needs."""
     return _chunked(_collision, chunk_size, logits)
 
 
 def full_kl(
     logits: Float[Tensor, "*shape V"], ref_logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024
 ) -> Float[Tensor, "*shape"]:
-    """Exact KL(policy || reference) of each position, with its exact gradient: sum_v p_v (log p_v - log q_v).
+    """Return the exact KL(policy || reference) of each position, with its exact gradient.
 
-    A token to which the policy gives probability 0 (a logit of -inf) adds nothing, whatever the reference gives it. The
-    KL is infinite where the reference gives 0 to one that the policy may sample.
+    It is sum_v p_v (log p_v - log q_v). A token with probability 0 under the policy (a logit of -inf) adds nothing,
+    whatever its probability under the reference. The KL is infinite if the reference gives probability 0 to a token
+    that the policy may sample.
 
-    Assumes: logits of both models at once, which cost two vocabularies of memory a token.
-    Use it: where the estimators' noise is too much: small models, distillation.
+    Assumes: the logits of both models are in memory at once, which costs two vocabularies per token.
+    Use it: where the noise of the estimators is too large: small models, distillation.
     """
     return _chunked(_kl, chunk_size, logits, ref_logits)
 
@@ -55,7 +56,8 @@ def _kl(logits: Float[Tensor, "N V"], ref_logits: Float[Tensor, "N V"]) -> Float
 
 
 def _where_possible(log_probs: Float[Tensor, "N V"], values: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-    """Values of tokens with a probability above 0; 0 times the infinite ones of the others would be NaN."""
+    """Set the values of tokens with probability 0 to 0."""
+    # They are infinite, and 0 times infinity would be NaN.
     return values.masked_fill(log_probs.isneginf(), 0.0)
 
 
@@ -66,5 +68,5 @@ def _log_softmax(logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
 def _chunked(function: Callable[..., Tensor], chunk_size: int, *logits: Tensor) -> Tensor:
     shape = logits[0].shape
     chunks = zip(*(x.reshape(-1, shape[-1]).split(chunk_size) for x in logits), strict=True)
-    parts = [checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    return torch.cat(parts).view(shape[:-1])
+    results = [checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return torch.cat(results).view(shape[:-1])

@@ -1,7 +1,7 @@
 """Statistics over the positions where a mask is true.
 
 Every function selects first and reduces afterwards: a NaN or a 1e9 at a masked position reaches neither the result nor
-a gradient. Work is done in float32 or better; float64 stays float64.
+a gradient. Results are computed in float32 or better; float64 stays float64.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from tether.algorithms.shapes import Mask, Rows, Tokens
 
 
 class ValidCounts(NamedTuple):
-    """The denominators of `aggregate_loss`; sum them over ranks before any division."""
+    """The denominators of `aggregate_loss`, to be summed over ranks before any division."""
 
     num_tokens: Int[Tensor, ""]
     num_sequences: Int[Tensor, ""]
 
 
 def count_valid(response_mask: Mask) -> ValidCounts:
-    """Count the tokens of the mask and its rows with at least one token."""
+    """Return the number of valid tokens, and that of rows with at least one valid token."""
     mask = response_mask.bool()
     return ValidCounts(mask.sum(), mask.any(dim=-1).sum())
 
@@ -32,26 +32,24 @@ def widen(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def select(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Keep the values where the mask is true, with exactly 0 elsewhere, in float32 or better."""
+    """Return the values where the mask is true and exactly 0 elsewhere, in float32 or better."""
     return torch.where(mask.bool(), widen(values), 0.0)
 
 
 def largest(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Maximum over the mask; that of nothing is -inf."""
-    kept = torch.where(mask.bool(), values, -torch.inf)
-    return kept.amax() if kept.numel() else kept.new_tensor(-torch.inf)
+    """Return the maximum over the mask; -inf if the mask is empty."""
+    masked = torch.where(mask.bool(), values, -torch.inf)
+    return masked.amax() if masked.numel() else masked.new_tensor(-torch.inf)
 
 
 def spread(per_row: Rows, mask: Mask) -> Tokens:
-    """Give every valid token of a row the number of the row; 0 to the others."""
+    """Repeat the value of each row for its valid tokens; 0 for the others."""
     return select(per_row[:, None].expand(mask.shape), mask)
 
 
 def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Tensor:
-    """Return the values limited to the bounds; the gradient is 1 from bound to bound, both included, and 0 outside.
-
-    Versions of torch disagree about the gradient of `torch.clamp` at a bound, where the ratio of a clip of 0 is.
-    """
+    """Return the values limited to the bounds; the gradient is 1 from bound to bound, both included, and 0 outside."""
+    # Versions of torch disagree about the gradient of `torch.clamp` at a bound, and with a clip of 0 the ratio is one.
     lowest, highest = (torch.as_tensor(bound, dtype=values.dtype, device=values.device) for bound in (lowest, highest))
     inside = (values >= lowest) & (values <= highest)
     return torch.where(inside, values, values.detach().clamp(lowest, highest))
@@ -60,34 +58,34 @@ def clip(values: Tensor, lowest: Tensor | float, highest: Tensor | float) -> Ten
 def masked_sum(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Sum over the mask, over all dimensions or one; the sum of nothing is 0."""
+    """Return the sum over the mask, over all dimensions or one; 0 if the mask is empty."""
     return select(values, mask).sum(dim=dim)
 
 
 def masked_mean(
     values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Mean over the mask, over all dimensions or one; the mean of nothing is 0."""
+    """Return the mean over the mask, over all dimensions or one; 0 if the mask is empty."""
     return masked_sum(values, mask, dim) / mask.bool().sum(dim=dim).clamp(min=1)
 
 
 def masked_centre(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Subtract the mean over the mask; 0 outside it, and exactly 0 everywhere if all valid values are equal."""
-    kept = select(values, mask)
-    # Relative to one of the values, equal values have no rounding error left that whitening could blow up.
-    shifted = select(kept - largest(kept, mask), mask)
+    valid = select(values, mask)
+    # Relative to one of the values, equal values have no rounding error that whitening could amplify.
+    shifted = select(valid - largest(valid, mask), mask)
     return select(shifted - masked_mean(shifted, mask), mask)
 
 
 def masked_var(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, ""]:
-    """Unbiased variance over the mask, in two passes; 0 for fewer than two values."""
+    """Return the unbiased variance over the mask, computed in two passes; 0 for fewer than two values."""
     return masked_centre(values, mask).square().sum() / (mask.bool().sum() - 1).clamp(min=1)
 
 
 def masked_whiten(values: Float[Tensor, "*shape"], mask: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Bring the valid values to mean 0 and unbiased variance 1: (x - mean) / sqrt(var + 1e-8); 0 outside the mask.
+    """Normalise the valid values to mean 0 and unbiased variance 1: (x - mean) / sqrt(var + 1e-8); 0 outside the mask.
 
-    No valid value gives all zeros, and one valid value, or several equal ones, give 0. The result has no gradient.
+    A single valid value, or several equal ones, give 0. The result has no gradient.
     """
     centred = masked_centre(values.detach(), mask)
     return centred * torch.rsqrt(masked_var(centred, mask) + 1e-8)

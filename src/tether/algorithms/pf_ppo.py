@@ -19,28 +19,28 @@ def pf_ppo_indices(
     weight_pow: Positive = 2.0,
     generator: torch.Generator,
 ) -> Int[Tensor, " B"]:
-    """Draw B rows with replacement, those of extreme reward more often.
+    """Draw B rows with replacement, preferring rows with extreme rewards.
 
     Row i is drawn with probability w_i / sum_j w_j, where w = |s|^weight_pow + 1e-8 (``pow``), or by best and worst.
 
-    Assumes: a reward model is most often right about its extremes.
+    Assumes: a reward model is most reliable for its extreme rewards.
     Use it: with a learned reward and several answers to each prompt.
     Watch: `critic/score/mean` against the validation score: the drawn batch is no fair sample of the policy.
     Keys: `algorithm.use_pf_ppo`, `algorithm.pf_ppo.reweight_method`, `algorithm.pf_ppo.weight_pow`.
 
     Args:
         scores: score of each row, before any KL penalty.
-        valid: rows that may be drawn: those that were scored. At least one.
+        valid: rows that may be drawn, which are those with a score; at least one.
         reweight_method: ``pow``: weight |score|^weight_pow. ``max_min``: 1 for rows with the batch's best or worst
             score, else 0. ``max_random``: 0.4 for the best, 0.1 for the others. Every weight gets 1e-8 on top.
         weight_pow: the exponent of ``pow``.
-        generator: the draw, on the CPU.
+        generator: random generator of the draw, on the CPU.
 
     Returns:
-        The row numbers, to index every tensor of the batch with, after the advantages were computed.
+        Row indices for every tensor of the batch, to be applied after the advantages were computed.
 
     Raises:
-        ValueError: an unknown reweight_method, no valid row, or a valid score that is no finite number.
+        ValueError: an unknown reweight_method, no valid row, or a valid score that is not finite.
     """
     device = scores.device
     scores, valid = scores.cpu(), valid.cpu()
@@ -59,7 +59,7 @@ def pf_ppo_indices(
         case "max_random":
             weights = torch.where(scores == best, 0.4, 0.1).to(scores.dtype)
         case _:
-            known = ", ".join(REWEIGHT_METHODS)
-            raise ValueError(f"pf_ppo.reweight_method: unknown {reweight_method!r}. Use one of: {known}")
+            methods = ", ".join(REWEIGHT_METHODS)
+            raise ValueError(f"pf_ppo.reweight_method: unknown {reweight_method!r}. Use one of: {methods}")
     weights = torch.where(valid, weights + 1e-8, 0.0)
     return torch.multinomial(weights, scores.numel(), replacement=True, generator=generator).to(device)

@@ -1,6 +1,6 @@
-"""One keyword vocabulary for all functions of a registry, though each function names only what it uses.
+"""One set of keywords for all functions of a registry, of which each function declares only those that it uses.
 
-Arguments are checked here, too, and kept from carrying a gradient to where none belongs.
+Arguments are also validated, and detached unless they may have a gradient.
 """
 
 import functools
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def needs(function: Callable[..., object]) -> frozenset[str]:
-    """Name the keyword arguments that a function cannot do without, for example ``{"values"}`` for `gae`."""
+    """Return the keyword arguments that a function requires, for example ``{"values"}`` for `gae`."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
 
@@ -25,16 +25,16 @@ def needs(function: Callable[..., object]) -> frozenset[str]:
 def uniform(
     functions: Mapping[str, Callable[..., Result]], meaning: Mapping[str, str], *, learns: str | None = None
 ) -> dict[str, Callable[..., Result]]:
-    """Let every function of a registry be called with the keywords of all of them.
+    """Wrap every function of a registry so that it accepts the keywords of all of them.
 
-    A keyword that a function does not declare is ignored if another one of the registry declares it, and refused with
-    a TypeError if none does. Arguments that do not fit their annotations raise a ValueError (`checks`).
+    A keyword that a function does not declare is ignored if another function of the registry declares it, and raises a
+    TypeError if none does. Arguments that do not match their annotations raise a ValueError (`checks`).
 
     Args:
-        functions: the registry, by name.
-        meaning: for each required keyword, its shape and meaning, to explain its absence: a function that needs a
-            keyword that is not given, or is None, raises a ValueError that names both.
-        learns: the one argument that a gradient may reach; None: no argument, and results have no gradient.
+        functions: the functions by name.
+        meaning: shape and meaning of each required keyword, for the ValueError that a function raises if the keyword
+            is missing or None.
+        learns: the only argument that gets a gradient; with None, no argument does, and results have no gradient.
     """
     declared = {name: frozenset(inspect.signature(function).parameters) for name, function in functions.items()}
     vocabulary = frozenset().union(*declared.values())
@@ -62,21 +62,21 @@ def _accept(
             raise TypeError(f"{name}: unknown keyword {', '.join(unknown)}. Known: {', '.join(sorted(vocabulary))}")
         if missing := [f"{key}={meaning[key]}" for key in required if keywords.get(key) is None]:
             raise ValueError(f"{name} needs {' and '.join(missing)}")
-        kept = {key: value for key, value in keywords.items() if key in declared}
-        check(tensors, kept)
-        given = dict(zip(names, tensors, strict=False)) | kept
-        live = {key: value for key, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
+        accepted = {key: value for key, value in keywords.items() if key in declared}
+        check(tensors, accepted)
+        arguments = dict(zip(names, tensors, strict=False)) | accepted
+        live = {key: value for key, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad}
         if not live:
-            return function(*tensors, **kept)
+            return function(*tensors, **accepted)
         if learns is None:
             with torch.no_grad():
-                return function(*tensors, **kept)
+                return function(*tensors, **accepted)
         if learns not in live and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: {next(iter(live))} has a gradient, and {learns} has none. "
                 f"The order is ({', '.join(names[:4])}, ...), where verl has the old log-probabilities first"
             )
         constants = {key: value.detach() for key, value in live.items() if key != learns}
-        return function(**given | constants)
+        return function(**arguments | constants)
 
     return call

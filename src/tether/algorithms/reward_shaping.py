@@ -1,4 +1,4 @@
-"""Changes to the scores of rows before anything else sees them."""
+"""Transformations of the scores of rows before rewards are computed from them."""
 
 import math
 
@@ -18,12 +18,12 @@ def overlong_penalty(
     buffer_length: PositiveInt,
     penalty_factor: NonNegative = 1.0,
 ) -> Rows:
-    """Soft punishment of long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
+    """Soft penalty for long responses, to be added to the score (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
     P = -penalty_factor max(0, n - (max_length - buffer_length)) / buffer_length for n tokens: 0 at first, then falling
     linearly to -penalty_factor at max_length.
 
-    Assumes: an answer that was cut is worth less than one that ended, and should not learn it in one jump.
+    Assumes: a truncated answer is worth less than one that ended, and the penalty should not set in abruptly.
     Use it: where many answers reach the length limit.
     Watch: `response_length/clip_ratio` and `reward/overlong_fraction`: they should fall.
     Keys: `reward_model.overlong_buffer.enable`, `reward_model.overlong_buffer.len`,
@@ -36,7 +36,7 @@ def overlong_penalty(
 
 
 def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
-    """Bring the valid scores of this batch to mean 0 and variance 1; 0 for the others.
+    """Normalise the valid scores of this batch to mean 0 and variance 1; 0 for the others.
 
     s' = (s - mean) / sqrt(var + 1e-8), with the unbiased variance.
 
@@ -49,17 +49,17 @@ def normalize_rewards_per_batch(scores: Rows, valid: Bool[Tensor, " B"]) -> Rows
 
 
 def check_finite(scores: Rows) -> None:
-    """Refuse scores of valid rows, on the CPU, that are no finite numbers."""
+    """Raise ValueError unless the scores of valid rows, on the CPU, are finite."""
     wrong = scores[~scores.isfinite()]
     if wrong.numel():
         raise ValueError(f"scores: {wrong[0].item()} in a valid row; expected finite numbers")
 
 
 class RunningRewardNormalizer:
-    """Mean and variance of all scores so far, and scores measured by them.
+    """Normalises scores by the running mean and variance of all scores so far.
 
-    Batches are merged by the update of Chan et al. (1979), which has no cancellation. Until there are two scores, and
-    while all are equal, the scale is 1.
+    Batches are merged by the update of Chan et al. (1979), which avoids cancellation. The scale is 1 as long as there
+    are fewer than two scores or all are equal.
 
     Assumes: the scale of the scores changes slowly.
     Use it: as `normalize_rewards_per_batch`, where batches are small or a target must not jump with its batch.
@@ -74,10 +74,10 @@ class RunningRewardNormalizer:
 
     @checked
     def update(self, scores: Rows, valid: Bool[Tensor, " B"]) -> None:
-        """Take the valid scores in.
+        """Add the valid scores to the statistics.
 
         Raises:
-            ValueError: a valid score that is no finite number: it would stay in the statistics for good.
+            ValueError: a valid score is not finite, and would make the statistics useless for the entire run.
         """
         new = scores[valid].cpu().double()
         if new.numel() == 0:
@@ -92,18 +92,18 @@ class RunningRewardNormalizer:
     @checked
     @torch.no_grad()
     def normalize(self, scores: Rows, valid: Bool[Tensor, " B"]) -> Rows:
-        """Return (score - mean) / std for the valid scores, 0 for the others; changes no statistic."""
+        """Return (score - mean) / std for the valid scores and 0 for the others, without updating the statistics."""
         return select((select(scores, valid) - self.mean) / (self.std or 1.0), valid)
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation of all scores so far; 0 for fewer than two."""
+        """The unbiased standard deviation of all scores so far; 0 for fewer than two."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return what `load_state_dict` restores exactly."""
+        """Return the state, which `load_state_dict` restores exactly."""
         return {"count": float(self.count), "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state."""
+        """Load a saved state."""
         self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]

@@ -1,8 +1,8 @@
-"""Correct for a sampler whose probabilities are not those of the policy that is trained.
+"""Corrections for a sampler whose probabilities differ from those of the trained policy.
 
-Written for the ratio rho = p / p_rollout of each token, where p is the recomputed policy (``old_log_probs``) and
-p_rollout the sampler. Importance weights multiply a token's loss; rejection takes tokens or rows out of the mask, and
-is done before advantages and denominators, so that nothing sees them any more.
+All formulas use the ratio rho = p / p_rollout of each token, where p is the recomputed policy (``old_log_probs``) and
+p_rollout the sampler. Importance weights multiply a token's loss; rejection removes tokens or rows from the mask before
+advantages and denominators are computed, so that they have no effect.
 """
 
 import math
@@ -18,7 +18,7 @@ from tether.algorithms.shapes import Mask, Rows, Tokens
 from tether.algorithms.token_loss import MAX_LOG_RATIO, Max, Mean, Metric, Min
 
 RejectionBounds = Mapping[str, tuple[float, float]]
-"""Rejection mode -> (lower, upper) bound; see `rejection_mask`."""
+"""(lower, upper) bound of each rejection mode of `rejection_mask`."""
 
 
 @torch.no_grad()
@@ -31,12 +31,13 @@ def importance_weights(
     threshold: Positive = 2.0,
     batch_normalize: bool = False,
 ) -> Tokens:
-    """Truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
+    """Compute truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
 
-    A token to which both policies give no probability at all (-inf and -inf) has ratio 1: they agree. NaN stays NaN.
+    A token with probability 0 under both policies (-inf and -inf) has ratio 1, since they agree. NaN stays NaN.
 
     Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
-    Use it: ``token`` where the mismatch is of rounding; ``sequence`` where it must be unbiased and answers are short.
+    Use it: ``token`` where the mismatch comes from rounding; ``sequence`` where the estimate must be unbiased and
+        answers are short.
     Watch: `training/rollout_probs_diff_mean`, `rollout_corr/kl`, and the effective sample size: near 0, few rows carry
         all weight.
     Keys: `algorithm.rollout_correction.rollout_is`, `algorithm.rollout_correction.rollout_is_threshold`,
@@ -48,9 +49,9 @@ def importance_weights(
         response_mask: the policy's tokens.
         level: ``token``: min(rho_t, threshold), biased, of low variance. ``sequence``: min(prod_t rho_t, threshold) at
             each token of the row, which is unbiased but for the threshold.
-        threshold: upper bound of a weight; there is no lower one.
+        threshold: upper bound of a weight; there is no lower bound.
         batch_normalize: divide by the mean over the batch (``token``: of tokens; ``sequence``: of rows), which needs
-            the whole batch, before any split.
+            the full batch, before any split.
 
     Raises:
         ValueError: an unknown level.
@@ -65,10 +66,10 @@ def importance_weights(
 def importance_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
 ) -> dict[str, float]:
-    """Describe the weights of `importance_weights` over the whole batch, before they are normalised.
+    """Return metrics of the weights of `importance_weights` over the full batch, before they are normalised.
 
-    Those of `importance_statistics`, and what does not add up over pieces of a batch: standard deviations of the
-    truncated weights, and their effective sample size 1 / mean((w / mean w)^2).
+    These are the metrics of `importance_statistics`, and those that do not add up over micro-batches: the standard
+    deviations of the truncated weights, and their effective sample size 1 / mean((w / mean w)^2).
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     tokens = _ratio(log_probs, rollout_log_probs, mask, level).clamp(max=threshold)
@@ -91,19 +92,19 @@ def importance_metrics(
 def importance_statistics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
 ) -> dict[str, Metric]:
-    """Describe the weights of `importance_weights` before they are normalised, in sums that micro-batches add up to.
+    """Return metrics of the unnormalised weights of `importance_weights`, which add up over micro-batches.
 
-    One weight per token or, for level ``sequence``, per row; ``seq_*`` is of the mean weight of each row. As in verl,
-    all are of the truncated weights but the fractions above and below the bounds and, for level ``sequence``, the
-    largest and the smallest weight, which would show nothing of what was truncated.
+    There is one weight per token or, for level ``sequence``, per row; ``seq_*`` describes the mean weight of each row.
     """
+    # As in verl, truncated weights are used everywhere except for the fractions above and below the bounds and, for
+    # level ``sequence``, the largest and the smallest weight, which would not show what was truncated.
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     ratio = _ratio(log_probs, rollout_log_probs, mask, level)
     tokens = ratio.clamp(max=threshold)
     row_ratio, row_mean = masked_mean(ratio, mask, dim=-1), masked_mean(tokens, mask, dim=-1)
-    of_rows = level == "sequence"
-    ratios, weights, extremes = (row_ratio, row_mean, row_ratio) if of_rows else (ratio, tokens, tokens)
-    valid = rows if of_rows else mask
+    is_sequence = level == "sequence"
+    ratios, weights, extremes = (row_ratio, row_mean, row_ratio) if is_sequence else (ratio, tokens, tokens)
+    valid = rows if is_sequence else mask
     metrics: dict[str, Metric] = {
         "mean": Mean.of(weights, valid),
         "max": Max.of(extremes, valid),
@@ -136,17 +137,18 @@ REJECTION_MODES = (
 
 
 def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[str, tuple[float, float]]:
-    """Read verl's ``rollout_rs`` and ``rollout_rs_threshold`` into bounds for `rejection_mask`.
+    """Parse verl's ``rollout_rs`` and ``rollout_rs_threshold`` into bounds for `rejection_mask`.
 
-    Modes and thresholds are comma lists of the same length, or one threshold serves all modes. A threshold is an upper
-    bound; for k1 ``lower_upper`` are bounds of the inverse ratio 1 / rho, and a single u means 1/u to u.
+    Modes and thresholds are comma-separated lists of the same length; a single threshold applies to all modes. A
+    threshold is an upper bound; for k1, ``lower_upper`` are bounds of the inverse ratio 1 / rho, and a single u means
+    1/u to u.
 
     Raises:
-        ValueError: an unknown mode or one that is named twice, a threshold that is no positive finite number, or a
+        ValueError: an unknown mode or one that is named twice, a threshold that is not a positive finite number, or a
             wrong number of thresholds.
     """
     modes = [mode.strip() for mode in rollout_rs.split(",")]
-    thresholds = [part.strip() for part in str(rollout_rs_threshold).split(",")]
+    thresholds = [threshold.strip() for threshold in str(rollout_rs_threshold).split(",")]
     _check_modes(modes)
     if repeated := [mode for mode in modes if modes.count(mode) > 1]:
         raise ValueError(f"rollout_rs: {repeated[0]} is named twice. Name each mode once, with one threshold")
@@ -164,25 +166,25 @@ def rejection_mask(
 ) -> Bool[Tensor, "B T"]:
     """Return the mask without the tokens and rows that are too far from the sampler.
 
-    With x = log rho, held within +-20, a token's divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x. A mode
+    With x = log rho, clamped to +-20, a token's divergence is k1 = -x, k2 = x^2 / 2 or k3 = exp(x) - 1 - x. A mode
     keeps a token (``token_*``), or all tokens of a row (``seq_sum_*``, ``seq_mean_*``, ``seq_max_*``: its sum, mean,
-    largest), whose divergence is within its bounds; all modes have to. Bounds of k1 are bounds of 1 / rho, and their
-    logarithms are compared with k1: (0.5, 5) keeps rho from 0.2 to 2, as in verl. (NeMo RL and AReaL bound rho.)
+    largest), whose divergence is within its bounds; all modes must keep it. Bounds of k1 are bounds of 1 / rho, and
+    their logarithms are compared with k1: (0.5, 5) keeps rho from 0.2 to 2, as in verl. (NeMo RL and AReaL bound rho.)
 
-    Assumes: few tokens or rows are far off, and to lose them costs less than to learn from them.
-    Use it: ``seq_*`` where one bad token taints its row, ``token_*`` where it does not; beside importance weights or
-        alone.
-    Watch: the rejected fraction: above a few percent the sampler is wrong: fix it. `rollout_corr/k3_kl`.
+    Assumes: few tokens or rows are far off, and losing them costs less than learning from them.
+    Use it: ``seq_*`` where one bad token spoils its row, ``token_*`` where it does not; with importance weights or
+        without.
+    Watch: the rejected fraction: above a few percent the sampler is wrong and needs a fix. `rollout_corr/k3_kl`.
     Keys: `algorithm.rollout_correction.rollout_rs`, `algorithm.rollout_correction.rollout_rs_threshold`.
     """
     mask = response_mask.bool()
-    kept = mask
+    accepted = mask
     for mode, (lower, upper) in _checked(bounds).items():
         divergence = _divergence(mode, log_probs, rollout_log_probs, mask)
         if mode.endswith("k1"):
             lower, upper = math.log(lower), math.log(upper)
-        kept = kept & (divergence >= lower) & (divergence <= upper)
-    return kept
+        accepted = accepted & (divergence >= lower) & (divergence <= upper)
+    return accepted
 
 
 def veto_mask(
@@ -190,13 +192,14 @@ def veto_mask(
 ) -> Bool[Tensor, "B T"]:
     """Return the mask without the rows in which rho of any one token is below the threshold (verl's token veto).
 
-    One token that the policy would hardly ever have sampled says that the row is not its own. rho is not bounded here,
-    so that a threshold far below exp(-20) still counts. A rho that is NaN vetoes its row, as does a token to which
-    neither policy gives any probability: it was not sampled.
+    A rho that is NaN vetoes its row, as does a token with probability 0 under both policies, which cannot have been
+    sampled.
     """
+    # A token that the policy would almost never sample shows that the policy did not produce the row. rho is not
+    # clamped, so that a threshold far below exp(-20) has an effect.
     mask = response_mask.bool()
     log_ratio = select(log_probs, mask) - select(rollout_log_probs, mask)
-    vetoed = (mask & ~(log_ratio >= math.log(threshold))).any(dim=-1, keepdim=True)  # NaN is no ratio above it either
+    vetoed = (mask & ~(log_ratio >= math.log(threshold))).any(dim=-1, keepdim=True)  # also true for NaN
     return mask & ~vetoed
 
 
@@ -204,44 +207,44 @@ def veto_mask(
 def rejection_metrics(
     log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, bounds: RejectionBounds
 ) -> dict[str, float]:
-    """Describe what `rejection_mask` rejects: fractions of tokens, of rows with a rejected token, and each mode."""
+    """Return metrics of `rejection_mask`: fractions of rejected tokens and of rows with one, overall and per mode."""
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     metrics: dict[str, float] = {}
     for mode, bound in _checked(bounds).items():
         divergence = _divergence(mode, log_probs, rollout_log_probs, mask).expand(mask.shape)
-        kept = rejection_mask(log_probs, rollout_log_probs, mask, {mode: bound})
+        accepted = rejection_mask(log_probs, rollout_log_probs, mask, {mode: bound})
         prefix = f"rollout_corr/rollout_rs_{mode}"
         metrics[f"{prefix}_mean"] = float(masked_mean(divergence, mask))
         metrics[f"{prefix}_max"] = _largest(divergence, mask)
-        metrics[f"{prefix}_masked_fraction"] = _fraction(~kept, mask)
-        metrics[f"{prefix}_seq_masked_fraction"] = _fraction((mask & ~kept).any(dim=-1), rows)
-    kept = rejection_mask(log_probs, rollout_log_probs, mask, bounds)
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = _fraction(~kept, mask)
-    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _fraction((mask & ~kept).any(dim=-1), rows)
+        metrics[f"{prefix}_masked_fraction"] = _fraction(~accepted, mask)
+        metrics[f"{prefix}_seq_masked_fraction"] = _fraction((mask & ~accepted).any(dim=-1), rows)
+    accepted = rejection_mask(log_probs, rollout_log_probs, mask, bounds)
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = _fraction(~accepted, mask)
+    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _fraction((mask & ~accepted).any(dim=-1), rows)
     return metrics
 
 
 @torch.no_grad()
 def off_policy_metrics(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> dict[str, float]:
-    """Measure how far trainer and sampler are apart, under verl's names.
+    """Measure the distance between trainer and sampler, as metrics with verl's names.
 
-    ``ppl`` is the perplexity of a row's own tokens, averaged over rows; ``log_ppl_diff`` that of the trainer minus that
-    of the sampler, in logs; ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token; ``chi2`` is mean(rho^2) - 1
-    over tokens, or over rows with rho the product over the row.
+    ``ppl`` is the perplexity of a row's own tokens, averaged over rows; ``log_ppl_diff`` is the trainer's log
+    perplexity minus the sampler's; ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token; ``chi2`` is
+    mean(rho^2) - 1 over tokens, or over rows with rho the product over the row.
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
-    difference_of_tokens = _log_ratio(log_probs, rollout_log_probs, mask)
-    log_ratio = _bounded(difference_of_tokens)
+    token_difference = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = _bounded(token_difference)
     trainer = -masked_mean(log_probs, mask, dim=-1)
     sampler = -masked_mean(rollout_log_probs, mask, dim=-1)
     difference = trainer - sampler
-    row_log_ratio = _bounded(difference_of_tokens.sum(dim=-1))
+    row_log_ratio = _bounded(token_difference.sum(dim=-1))
     metrics: dict[str, Tensor | float] = {
         "training_ppl": masked_mean(trainer.exp(), rows),
         "training_log_ppl": masked_mean(trainer, rows),
         "rollout_ppl": masked_mean(sampler.exp(), rows),
         "rollout_log_ppl": masked_mean(sampler, rows),
-        "kl": masked_mean(-difference_of_tokens, mask),
+        "kl": masked_mean(-token_difference, mask),
         "k3_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
         "log_ppl_diff": masked_mean(difference, rows),
         "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
@@ -264,12 +267,10 @@ def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, le
 
 
 def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    """Not bounded yet: of a row it is the sum that is bounded, in which one far token may be made up for by others.
-
-    0 where neither policy gives the token any probability.
-    """
-    mine, sampler = select(log_probs, response_mask), select(rollout_log_probs, response_mask)
-    return torch.where(mine.isneginf() & sampler.isneginf(), 0.0, mine - sampler)
+    """Return the unclamped log ratio of each token; 0 if both policies give the token probability 0."""
+    # It is not clamped, because for rows the sum is, in which other tokens may compensate for an extreme one.
+    trainer, sampler = select(log_probs, response_mask), select(rollout_log_probs, response_mask)
+    return torch.where(trainer.isneginf() & sampler.isneginf(), 0.0, trainer - sampler)
 
 
 def _bounded(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -304,7 +305,7 @@ def _bounds(mode: str, threshold: str) -> tuple[float, float]:
     if lower and not mode.endswith("k1"):
         raise ValueError(f"{problem}, which has no lower bound. Give one number")
     try:
-        numbers = [float(part) for part in (lower, upper) if part]
+        numbers = [float(text) for text in (lower, upper) if text]
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < math.inf for number in numbers):

@@ -12,7 +12,7 @@ from torch import Tensor
 Tokens = Float[Tensor, "B T"]
 """One number for each response position."""
 Mask = Shaped[Tensor, "B T"]
-"""True (or non-zero, in any dtype) where the policy itself sampled the token."""
+"""True (or non-zero, in any dtype) for tokens that the policy sampled."""
 Rows = Float[Tensor, " B"]
 """One number for each row."""
 RowIds = Int[Tensor, " B"]

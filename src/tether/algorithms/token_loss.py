@@ -14,25 +14,25 @@ from tether.algorithms.masking import clip, largest, masked_sum, select
 from tether.algorithms.shapes import Mask, Scalar, Tokens
 
 MAX_LOG_RATIO = 20.0
-"""exp() of it is finite in float32; policies further apart have no meaningful ratio."""
+"""Its exp() is finite in float32; policies further apart have no meaningful ratio."""
 
 
 def bounded_log_ratio(log_probs: Tokens, old_log_probs: Tokens, response_mask: Mask) -> Tokens:
-    """Return log p - log p_old within +-20; 0 outside the mask."""
+    """Return log p - log p_old, clamped to +-20; 0 outside the mask."""
     difference = select(log_probs, response_mask) - select(old_log_probs, response_mask)
     return clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean that is not divided yet: ``a + b`` is the mean over both pieces. Over ranks, sum both fields."""
+    """A sum and a count: ``a + b`` is the mean over the values of both. Over ranks, sum both fields."""
 
     total: Scalar
     count: Scalar
 
     @classmethod
     def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Mean:
-        """Collect a value for each valid position; booleans count as 0 and 1."""
+        """Sum the values of valid positions; booleans count as 0 and 1."""
         _same_shape("Mean.of", values, mask)
         wide = values.detach().to(torch.promote_types(values.dtype, torch.float32))
         return cls(masked_sum(wide, mask), mask.bool().sum().to(wide.dtype))
@@ -41,7 +41,7 @@ class Mean:
         return Mean(self.total + other.total, self.count + other.count)
 
     def __float__(self) -> float:
-        """Divide; the mean of nothing is 0."""
+        """Return the mean; 0 if there is no value."""
         return float(self.total / self.count.clamp(min=1))
 
 
@@ -53,7 +53,7 @@ class Max:
 
     @classmethod
     def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Max:
-        """Take the largest valid value."""
+        """Return the largest valid value as a `Max`."""
         _same_shape("Max.of", values, mask)
         return cls(largest(values.detach(), mask))
 
@@ -72,7 +72,7 @@ class Min:
 
     @classmethod
     def of(cls, values: Shaped[torch.Tensor, "..."], mask: Shaped[torch.Tensor, "..."]) -> Min:
-        """Take the smallest valid value."""
+        """Return the smallest valid value as a `Min`."""
         _same_shape("Min.of", values, mask)
         return cls(-largest(-values.detach(), mask))
 
@@ -88,11 +88,11 @@ Metric = Mean | Max | Min
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token, 0 outside the mask, still to be aggregated; and what to log about it."""
+    """The loss of each token, 0 outside the mask and not aggregated, with metrics."""
 
     loss: Tokens
     metrics: dict[str, Metric]
-    """By name, as verl names them; ``float(metric)`` is the number to log."""
+    """Metrics by verl's names; ``float(metric)`` is the number to log."""
 
 
 def _same_shape(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
@@ -101,16 +101,16 @@ def _same_shape(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def merge_metrics(pieces: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Add the metrics of micro-batches: the result is that of the whole mini-batch."""
+    """Merge the metrics of micro-batches to those of the mini-batch."""
     merged: dict[str, Metric] = {}
-    for piece in pieces:
-        for name, metric in piece.items():
+    for metrics in pieces:
+        for name, metric in metrics.items():
             merged[name] = merged[name] + metric if name in merged else metric  # type: ignore[operator]
     return merged
 
 
 def ratio_metrics(log_ratio: Tokens, response_mask: Mask) -> dict[str, Metric]:
-    """Describe the ratio before any clipping: its mean, extremes, and the KL to the old policy that it estimates."""
+    """Return metrics of the ratio before any clipping: mean, extremes, and its estimate of the KL to the old policy."""
     ratio = log_ratio.detach().exp()
     return {
         "actor/ppo_kl": Mean.of(-log_ratio, response_mask),
@@ -123,7 +123,7 @@ def ratio_metrics(log_ratio: Tokens, response_mask: Mask) -> dict[str, Metric]:
 def weighted(
     loss: Tokens, response_mask: Mask, rollout_is_weights: Tokens | None, metrics: dict[str, Metric]
 ) -> TokenLoss:
-    """Multiply by the importance weights of the rollout, if there are any, and put 0 outside the mask."""
+    """Multiply the loss by the importance weights of the rollout, if any, and set it to 0 outside the mask."""
     loss = select(loss, response_mask)
     if rollout_is_weights is not None:
         loss = loss * select(rollout_is_weights, response_mask)

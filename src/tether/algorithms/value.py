@@ -1,4 +1,4 @@
-"""The critic's loss, and how much of the returns it explains."""
+"""The critic's loss, and the share of the returns' variance that it explains."""
 
 import torch
 
@@ -8,7 +8,7 @@ from tether.algorithms.shapes import Mask, Scalar, Tokens
 from tether.algorithms.token_loss import Mean, Metric, TokenLoss
 
 EQUAL_RETURNS = 1e-12
-"""Returns whose variance is below this share of their mean square do not vary."""
+"""Returns whose variance is below this share of their mean square count as equal."""
 
 
 def value_loss(
@@ -50,14 +50,14 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tokens, returns: Tokens, response_mask: Mask) -> Scalar:
-    """1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
+    """Return 1 - var(R - V) / var(R): 1 is perfect, 0 no better than a constant, below 0 worse.
 
-    0 if all returns are equal up to float32 rounding: there is nothing to explain, and the quotient would only blow up
-    rounding errors. NaN if a value or a return is no finite number.
+    It is 0 if all returns are equal up to float32 rounding, and NaN if a value or a return is not finite.
     """
     values, returns = select(values, response_mask), select(returns, response_mask)
     total = masked_var(returns, response_mask)
     residual = masked_var(returns - values, response_mask)
+    # With equal returns there is nothing to explain, and the quotient would only amplify rounding errors.
     equal = total <= EQUAL_RETURNS * masked_mean(returns.square(), response_mask)
     return torch.where(equal, 0.0 * residual, 1 - residual / total)
 

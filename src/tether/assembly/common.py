@@ -16,7 +16,7 @@ from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
 from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.trainer import Persistence, Schedule, Trainer
-from tether.trainer.parts import BestTest, CriticWarmup, Rollbacks, StepProfiler
+from tether.trainer.parts import BestEvaluation, CriticWarmup, Rollbacks, StepProfiler
 from tether.trainer.preflight import Preflight
 from tether.training import AnyLoss
 from tether.training.engines.optimizer import OptimizerOptions
@@ -143,7 +143,7 @@ def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
     )
 
 
-def build_best_test(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestTest:
+def build_best_evaluation(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestEvaluation:
     """Return the component that keeps the checkpoint with the best evaluation.
 
     Args:
@@ -160,7 +160,7 @@ def build_best_test(trainer: TrainerConfig, persistence: Persistence, checkpoint
         if checkpoint is not None and checkpoint.parent.resolve() == root.resolve():
             start = best if best is not None and step_of(best) <= step_of(checkpoint) else None
         store.set_aside(start)
-    return BestTest(replace(persistence, store=store) if trainer.keep_best else None, trainer.stop_at_score)
+    return BestEvaluation(replace(persistence, store=store) if trainer.keep_best else None, trainer.stop_at_score)
 
 
 def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:

@@ -18,7 +18,7 @@ from tether.assembly.common import (
     Run,
     after_rollbacks,
     begin_run,
-    build_best_test,
+    build_best_evaluation,
     build_critic_warmup,
     build_optimizer,
     build_profiler,
@@ -55,9 +55,9 @@ from tether.trainer.control import (
     RewardScaler,
     StartStates,
 )
-from tether.trainer.control.preflight import ENVIRONMENTS, look_at_steps
+from tether.trainer.control.preflight import ENVIRONMENTS, sample_steps
 from tether.trainer.parts import Alarms
-from tether.trainer.preflight import Need, preflight
+from tether.trainer.preflight import MemoryNeed, preflight
 from tether.training import Engine, Learner, LossSpec, UpdatePlan
 from tether.training.control import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
 from tether.training.engines.flat import FlatEngine
@@ -133,7 +133,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             warn=lambda message: loggers.warn(message),
             ranks=trainer_config.devices,
             transfers=groups.all_ranks.transfers.take if groups else dict,
-            trusts_pickles=trainer_config.trust_checkpoint_pickle,
+            trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
         persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(
@@ -146,7 +146,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             estimate_advantages=_advantages(config),
             select_rows=_learned_decisions(config, policy),
             critic_warmup=build_critic_warmup(trainer_config),
-            best=build_best_test(trainer_config, persistence, checkpoint),
+            best=build_best_evaluation(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=trainer_config.on_collapse,
@@ -163,10 +163,10 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
         # Collected steps are copied once, into the rows of the training batch.
-        rows = Need("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
+        rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
         check = partial(
             preflight,
-            partial(look_at_steps, partial(_few_envs, config, policy), source, rollouts),
+            partial(sample_steps, partial(_few_envs, config, policy), source, rollouts),
             [trainer.actor],
             [rows],
         )
@@ -399,7 +399,7 @@ def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
     if _aggregation(config) == EPISODES_WEIGH_EQUALLY:
         limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
         episode_length = _scale_factor(actor) or limit
-    return LearnedDecisions(policy.state_width > 0, episode_length, keeps_observed=policy.normalizer is not None)
+    return LearnedDecisions(policy.state_width > 0, episode_length, keep_observed=policy.normalizer is not None)
 
 
 def _aggregation(config: RunConfig) -> str:

@@ -107,7 +107,7 @@ def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> R
     else:
         assign = balanced if config.trainer.balance_batch else in_order
         group = groups.of[SCORER]
-        engine = ShardedEngine(group, SCORER, Replicas.in_a_row(group.size, 1), assign)
+        engine = ShardedEngine(group, SCORER, Replicas.contiguous(group.size, 1), assign)
     return ModelRewards(RewardModel(engine, _reader(config, path)))
 
 

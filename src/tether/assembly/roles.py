@@ -127,8 +127,8 @@ def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
     if asks_reference(config):
         ranks_per_replica["reference"] = reference_ranks(config)
     if uses_megatron(config):
-        return {name: Replicas.asked(groups.of[name], name) for name in ranks_per_replica}
-    return {name: Replicas.in_a_row(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
+        return {name: Replicas.reported_by(groups.of[name], name) for name in ranks_per_replica}
+    return {name: Replicas.contiguous(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
 
 
 def _served(

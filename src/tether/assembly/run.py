@@ -24,7 +24,7 @@ from tether.assembly.common import (
     Run,
     after_rollbacks,
     begin_run,
-    build_best_test,
+    build_best_evaluation,
     build_critic_warmup,
     build_profiler,
     build_rollbacks,
@@ -81,7 +81,7 @@ from tether.trainer import (
 from tether.trainer.parts import Alarms, Collector, KLReward, MismatchAlarm, ScoredResponses, mismatch_tolerance
 from tether.trainer.preflight import preflight
 from tether.trainer.text import Evaluation, PromptSource, TextRollouts
-from tether.trainer.text.preflight import ChatFormat, look_at_responses
+from tether.trainer.text.preflight import ChatFormat, sample_responses
 from tether.training import AnyLearner
 from tether.training.engines.local import LocalEngine
 
@@ -152,8 +152,8 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             max_prompt_length=inputs.train.report.max_prompt_length,
             seed=config.trainer.seed,
             transfers=groups.all_ranks.transfers.take if groups else dict,
-            moved=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
-            prove=_proof(config, roles.sampler, inputs.train),
+            weight_transfers=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
+            check_parity=_proof(config, roles.sampler, inputs.train),
         )
         ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
         if ahead:
@@ -169,7 +169,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
-            best=build_best_test(config.trainer, persistence, checkpoint),
+            best=build_best_evaluation(config.trainer, persistence, checkpoint),
             saver=Saver(config.trainer.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
             on_collapse=config.trainer.on_collapse,
@@ -185,7 +185,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if checkpoint:
             trainer.resume(checkpoint)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
-        check = partial(preflight, partial(look_at_responses, source, rollouts, _chat_format(config, inputs)), learners)
+        check = partial(preflight, partial(sample_responses, source, rollouts, _chat_format(config, inputs)), learners)
         about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
@@ -229,7 +229,7 @@ def _sampling_ahead(
         max_staleness=config.actor_rollout_ref.rollout.max_staleness if mode == "fully_async" else 1,
         fixed=mode == "one_step_off",
         partial=mode == "fully_async" and config.actor_rollout_ref.rollout.partial_rollout,
-        are_ours=partial(_drawn_by, loaded, warn),
+        is_compatible=partial(_drawn_by, loaded, warn),
         classes=STORED,
     )
 

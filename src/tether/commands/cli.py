@@ -525,6 +525,11 @@ def main() -> None:
         app()
     except SystemExit as end:
         code = BROKEN_PIPE if isinstance(end.__context__, BrokenPipeError) else end.code  # typer and rich exit with 1
+        if option := getattr(end.__context__, "option_name", ""):
+            from tether.config import key_written_as
+
+            if key := key_written_as(option):
+                typer.echo(f"Keys are written without dashes: {key}=...", err=True)
     except Exception as error:  # noqa: BLE001  all errors are printed, because their text may contain escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2

@@ -84,7 +84,7 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     if (actor / "config.json").is_file():
         return [
             f"checkpoint  {checkpoint}   (the policy: {actor})",
-            f'try it      tether generate {shlex.quote(str(actor))} "your question"',
+            f'try it      tether generate {folder} "your question"',  # its run.yaml says whether code may be run
             resume,
         ]
     return [

@@ -110,7 +110,7 @@ def train_reward_model(
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
     from tether.trainer import Persistence, check_saving
-    from tether.trainer.text import ACCURACY, beats_chance, until_lost
+    from tether.trainer.text import ACCURACY, beats_chance, until_unusable
 
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()
@@ -139,7 +139,7 @@ def train_reward_model(
             loggers, accuracy = build_loggers(("file",), info), ""
             try:
                 with Waiting("step", steps, screen, done) as waiting:
-                    for step, metrics in until_lost(training.run(done)):
+                    for step, metrics in until_unusable(training.run(done)):
                         loggers.log(step, metrics)
                         if ACCURACY in metrics:
                             accuracy = f"held-out accuracy:{metrics[ACCURACY]:.3f}"

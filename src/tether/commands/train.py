@@ -123,11 +123,11 @@ def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> Trai
         return _Lost(trainer.step_number + 1, str(error), error.instead)
     finally:
         run.close()
-    if trainer.goes_back_to:
+    if trainer.rollback_target:
         assert trainer.alarms.collapsed_since is not None
-        roll_back(trainer.persistence.store, trainer.goes_back_to, trainer.alarms.collapsed_since)
+        roll_back(trainer.persistence.store, trainer.rollback_target, trainer.alarms.collapsed_since)
         if not interrupted():
-            return _Rollback(trainer.step_number, trainer.goes_back_to)
+            return _Rollback(trainer.step_number, trainer.rollback_target)
     return read_result(
         run.directory,
         step=trainer.step_number,

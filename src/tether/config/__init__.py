@@ -1,4 +1,4 @@
-"""The configuration of a run: verl's key names, checked as a whole before anything heavy is loaded.
+"""The configuration of a run, with verl's key names; all of it is checked before heavy modules are loaded.
 
 ::
 
@@ -14,6 +14,7 @@ from tether.config.keys import values_of, with_values
 from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
 from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
 from tether.config.loading.overrides import Override
+from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
 from tether.config.reward_parts import (
     FunctionPart,
@@ -56,6 +57,7 @@ __all__ = [
     "full_kl_in_loss",
     "full_kl_in_reward",
     "importers",
+    "key_written_as",
     "live_keys",
     "load_config",
     "masked_command",

@@ -1,4 +1,4 @@
-"""Which settings differ between two configurations, for example of a run and of the checkpoint that it resumes from."""
+"""Differences between two configurations, for example of a run and of the checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from tether.config.problems import ConfigError
 from tether.config.schema.section import Inherits
 
 RESUMING = ("trainer.resume_mode", "trainer.resume_from_path")
-"""Say how a run is resumed, not what it does."""
+"""Keys of how a run is resumed, which do not change what it does."""
 
 DRAW = ("data.", "algorithm.", "actor_rollout_ref.rollout.", "reward_model.", "custom_reward_function.",
         "trainer.async_mode", "trainer.seed")  # fmt: skip
-"""Begin the keys that decide what a batch is: which prompts, sampled how, scored and chosen by what."""
-_OF_SAMPLER = (
+"""Prefixes of the keys that determine a batch: its prompts, sampling, scores and selection."""
+_SAMPLER_KEYS = (
     "val_kwargs.", "log_prob_", "max_num_", "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill",
     "enable_prefix_caching", "free_cache_engine", "tensor_model_parallel_size", "load_format", "server_", "parity_freq",
     "update_weights_bucket_megabytes", "weight_transfer", "agent.num_workers", "multi_turn.max_kept_tokens",
     "nnodes", "n_gpus_per_node",
 )  # fmt: skip
-_OF_REWARD = ("num_workers", "micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+_REWARD_KEYS = ("num_workers", "micro_batch_size", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
 NO_DRAW = (
     "data.val_",
-    *(f"actor_rollout_ref.rollout.{key}" for key in _OF_SAMPLER),
-    *(f"reward_model.{key}" for key in _OF_REWARD),
+    *(f"actor_rollout_ref.rollout.{key}" for key in _SAMPLER_KEYS),
+    *(f"reward_model.{key}" for key in _REWARD_KEYS),
 )
-"""Begin those among them that do not: of memory, of the machine, of validation."""
+"""Prefixes of the keys among them that do not change a batch: for memory, machines and validation."""
 
 AT_CONSTRUCTION = ("policy.", *(f"actor_rollout_ref.model.{key}" for key in ("lora_", "target_modules")))
-"""Begin the keys that act when a run starts and builds its models; a resumed run reads these from the checkpoint."""
+"""Prefixes of the keys that act when models are built; a resumed run loads its models from the checkpoint."""
 NOT_AT_CONSTRUCTION = (
     *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),
-    *(f"policy.{key}" for key in ("model_type", "features_extractor")),  # compared by what they define
+    *(f"policy.{key}" for key in ("model_type", "features_extractor")),  # checked by the parameters that they define
 )
 
 
 def saved_values(saved: Path) -> dict[str, object] | None:
-    """The flat table of a ``run.yaml``; None where a version with other keys wrote it."""
+    """Return the flat table of a ``run.yaml``; None if a version with other keys wrote it."""
     try:
         return values_of(load_config(saved, []).config)
     except ConfigError:
@@ -53,15 +53,15 @@ def saved_values(saved: Path) -> dict[str, object] | None:
 def changes_since(
     saved: Path, now: LoadedConfig, among: tuple[str, ...] = ("",), without: tuple[str, ...] = ()
 ) -> list[str]:
-    """List ``key: value then -> value now`` for every setting that is not what the file says.
+    """Return ``key: saved value -> current value`` for every setting that differs from the file.
 
-    A key that inherits its value from another changed key is left out.
+    A key that inherits its value from another changed key is omitted.
 
     Args:
         saved: the ``run.yaml`` of a checkpoint.
         now: the configuration of the run that resumes.
-        among: how the keys that are compared begin.
-        without: how those among them begin that are not.
+        among: prefixes of the keys to compare.
+        without: prefixes of keys among them to omit.
     """
     then = saved_values(saved)
     if then is None:
@@ -81,14 +81,14 @@ def changes_since(
 
 
 def check_resumable(saved: Path, now: LoadedConfig) -> None:
-    """Refuse to resume with settings of models that a checkpoint has built already.
+    """Check that a run that resumes does not change settings of models that were built before.
 
     Args:
         saved: the ``run.yaml`` of the checkpoint.
         now: the configuration of the run that resumes.
 
     Raises:
-        ValueError: a key that acts only when models are built has another value, or the checkpoint has no critic.
+        ValueError: a key that only acts when models are built has changed, or the checkpoint has no critic.
     """
     then = saved_values(saved)
     if then is None:  # written by a version with other keys
@@ -110,18 +110,18 @@ def minimal_tree(loaded: LoadedConfig) -> dict[str, Any]:
     values = values_of(loaded.config)
     needed = [path for path, key in keys().items() if values[path] != key.default and not _follows(values, key)]
     again = values_of(load_config(None, [Override(path, values[path], delete=False) for path in needed]).config)
-    # A kind of run may have defaults of its own, such as a control run, next to those of the schema.
+    # A kind of run, such as a control run, may have other defaults than the schema.
     needed = [path for path in keys() if path in needed or values[path] != again[path]]
     shown: Any = loaded.shown()
     tree: dict[str, Any] = {}
     for path in needed:
-        *above, name = path.split(".")
-        section = reduce(lambda inner, part: inner.setdefault(part, {}), above, tree)
+        *parents, name = path.split(".")
+        section = reduce(lambda inner, key: inner.setdefault(key, {}), parents, tree)
         section[name] = reduce(getitem, path.split("."), shown)
     return tree
 
 
 def _follows(values: Mapping[str, object], key: Key) -> bool:
-    """Whether a key has the value that it inherits."""
+    """Whether a key has its inherited value."""
     inherits = key.inherits
     return inherits is not None and (inherits.equals is not None or values[key.path] == values[inherits.key])

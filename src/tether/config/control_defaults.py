@@ -1,8 +1,8 @@
-"""Embodied runs (`env.train.id` is set): their defaults.
+"""Defaults of embodied runs, in which `env.train.id` is set.
 
-Text and embodied runs share the keys of the algorithm, the update and the trainer. Where an embodied run needs another
-default than verl's for a language model, it stands here, by task, once. What kind of actions a task takes is known by
-its id, by ``init_params.continuous``, or else when it is made (`tether.assembly.control.fit_defaults`).
+Text and embodied runs share the keys of the algorithm, the update and the trainer. This module has the defaults of
+embodied runs that differ from verl's for language models, by task. Whether a task has continuous actions follows from
+its id, from ``init_params.continuous``, or from the environment (`tether.assembly.control.fit_defaults`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from tether.config.keys import keys
-from tether.config.loading.given import Given, Setting
+from tether.config.loading.settings import Setting, Settings
 from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 
 SWITCH = "env.train.id"
@@ -19,7 +19,7 @@ SOURCE = "default of embodied runs"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 COMMON: Mapping[str, object] = {
-    # An embodied run has no prompts and no language model; the schema asks every run to name them.
+    # The schema requires these keys, but an embodied run has no prompts and no language model.
     "data.train_files": (),
     "actor_rollout_ref.model.path": "",
     "algorithm.gamma": 0.99,
@@ -67,11 +67,11 @@ CONTINUOUS: Mapping[str, object] = {
 MINIGRID: Mapping[str, object] = {
     **DISCRETE,
     "env.train.total_num_envs": 16,
-    # A text that is the same in all episodes of most tasks.
+    # The text is the same in all episodes of most tasks.
     "env.train.drop_observations": ("mission",),
     "policy.model_type": "cnn_policy",
     "policy.hidden_dim": 128,
-    # The bytes are numbers of objects, up to 10, of colours and of states.
+    # The bytes are indices of objects (up to 10), colours and states.
     "policy.pixel_scale": 10.0,
     f"{ACTOR}.optim.lr": 1e-3,
 }
@@ -97,7 +97,7 @@ POLICIES: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(VLA_TYPES, VLA),
     **dict.fromkeys(FLOW_TYPES, FLOW),
 }
-"""``policy.model_type`` -> defaults beside `COMMON`; those of `PRESETS` go before."""
+"""``policy.model_type`` -> defaults in addition to `COMMON`; those of `PRESETS` take precedence."""
 PRESETS: Mapping[str, Mapping[str, object]] = {
     **dict.fromkeys(
         (
@@ -109,50 +109,52 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "*MiniGrid-*": MINIGRID,
     "*": DISCRETE,
 }  # fmt: skip
-"""Pattern of ids -> defaults beside `COMMON` (close to those of CleanRL's PPO); the first that fits counts."""
+"""Pattern of ids -> defaults in addition to `COMMON`, close to those of CleanRL's PPO; the first match counts."""
 
 
-def is_embodied(given: Given) -> bool:
-    """Whether what the user gave describes an embodied run."""
-    return SWITCH in given and given[SWITCH].value is not None
+def is_embodied(settings: Settings) -> bool:
+    """Whether the settings describe an embodied run."""
+    return SWITCH in settings and settings[SWITCH].value is not None
 
 
-def with_defaults(given: Given, *, continuous: bool = False) -> Given:
-    """The given values over the defaults of embodied runs, where the run is one.
+def with_defaults(settings: Settings, *, continuous: bool = False) -> Settings:
+    """Return the settings with the defaults of embodied runs, or unchanged for a text run.
 
     Args:
-        given: by the user.
-        continuous: the actions of the environment are numbers, whatever its id is.
+        settings: the user's settings.
+        continuous: the environment has continuous actions, whatever its id is.
     """
-    if not is_embodied(given):
-        return given
-    preset = CONTINUOUS if continuous or _says_continuous(given) else _preset(given)
-    model = given["policy.model_type"].value if "policy.model_type" in given else preset.get("policy.model_type")
+    if not is_embodied(settings):
+        return settings
+    preset = CONTINUOUS if continuous or _requests_continuous(settings) else _preset(settings)
+    model = settings["policy.model_type"].value if "policy.model_type" in settings else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
-    own = {path: setting for path, setting in given.items() if setting.value is not None or not _is_required(path)}
-    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | own
+    own_settings = {
+        path: setting for path, setting in settings.items() if setting.value is not None or not _is_required(path)
+    }
+    return {key: Setting(value, SOURCE, -1) for key, value in defaults.items()} | own_settings
 
 
 def _is_required(path: str) -> bool:
-    """Whether a text run has to give the key, so that null is as good as nothing."""
+    """Whether a text run requires the key, so that null means unset."""
     return path in keys() and keys()[path].required
 
 
-def is_undecided(given: Given) -> bool:
-    """Whether only the environment itself can tell which defaults fit it."""
-    if not is_embodied(given) or _says_continuous(given) or _preset(given) is not DISCRETE:
+def is_undecided(settings: Settings) -> bool:
+    """Whether the defaults depend on the environment itself."""
+    if not is_embodied(settings) or _requests_continuous(settings) or _preset(settings) is not DISCRETE:
         return False
-    kinds = {key: given[key].value for key in ("env.train.env_type", "policy.model_type") if key in given}
+    kinds = {key: settings[key].value for key in ("env.train.env_type", "policy.model_type") if key in settings}
     return kinds.get("env.train.env_type", "gymnasium") == "gymnasium" and (
         kinds.get("policy.model_type") not in (*VLA_TYPES, *FLOW_TYPES)
     )
 
 
-def _preset(given: Given) -> Mapping[str, object]:
-    name = str(given[SWITCH].value)
+def _preset(settings: Settings) -> Mapping[str, object]:
+    name = str(settings[SWITCH].value)
     return next(values for pattern, values in PRESETS.items() if fnmatchcase(name, pattern))
 
 
-def _says_continuous(given: Given) -> bool:
-    arguments = given["env.train.init_params"].value if "env.train.init_params" in given else {}
+def _requests_continuous(settings: Settings) -> bool:
+    arguments = settings["env.train.init_params"].value if "env.train.init_params" in settings else {}
     return isinstance(arguments, Mapping) and arguments.get("continuous") is True

@@ -1,4 +1,4 @@
-"""Which devices of a run each of its models has: all of them, or a part that no other has or that others share.
+"""Devices of each model of a run: all of them, or a subset that is either its own or shared with other models.
 
 Devices are numbered over those of ``trainer.nnodes`` first, then those that only sample
 (``actor_rollout_ref.rollout.nnodes``), then those that only score (``reward_model.enable_resource_pool``).
@@ -29,47 +29,47 @@ LORA = "actor_rollout_ref.model.lora_rank"
 
 
 def pools(cfg: RunConfig) -> tuple[Pool, ...]:
-    """The devices of a run, in the order of their numbers."""
+    """Return the pools of devices of a run, in the order of device numbers."""
     trainer, rollout, reward = cfg.trainer, cfg.actor_rollout_ref.rollout, cfg.reward_model
-    found = [Pool(trainer.nnodes, trainer.n_gpus_per_node)]
+    pools_of_run = [Pool(trainer.nnodes, trainer.n_gpus_per_node)]
     if rollout.nnodes:
-        found.append(Pool(rollout.nnodes, rollout.n_gpus_per_node, ROLLOUT))
+        pools_of_run.append(Pool(rollout.nnodes, rollout.n_gpus_per_node, ROLLOUT))
     if reward.enable and reward.enable_resource_pool:
-        found.append(Pool(reward.nnodes, reward.n_gpus_per_node, REWARD))
-    return tuple(found)
+        pools_of_run.append(Pool(reward.nnodes, reward.n_gpus_per_node, REWARD))
+    return tuple(pools_of_run)
 
 
 def device_count(cfg: RunConfig) -> int:
-    """All devices of a run."""
+    """Return the number of devices of a run."""
     return sum(pool.size for pool in pools(cfg))
 
 
 def placed(cfg: RunConfig) -> dict[str, range]:
-    """The devices of each model that a run has.
+    """Return the devices of each model of a run.
 
     Raises:
-        ValueError: the placement does not add up, which `misplaced` says before.
+        ValueError: the placement is invalid, which `misplaced` reports earlier.
     """
-    found = _placed(cfg)
-    if isinstance(found, Problem):
-        raise ValueError(f"{found.path}: {found.what}. {found.fix}")
-    return found
+    devices = _placed(cfg)
+    if isinstance(devices, Problem):
+        raise ValueError(f"{devices.path}: {devices.what}. {devices.fix}")
+    return devices
 
 
 def devices_of(cfg: RunConfig, model: str) -> range:
-    """Those of one model, or of the actor where there is no such model; see `placed`."""
-    found = placed(cfg)
-    return found.get(model, found["actor"])
+    """Return the devices of a model, or those of the actor if the run does not have the model."""
+    devices = placed(cfg)
+    return devices.get(model, devices["actor"])
 
 
 def misplaced(cfg: RunConfig) -> Problem | None:
-    """Why the devices of the models do not add up, if they do not."""
-    found = _placed(cfg)
-    return found if isinstance(found, Problem) else _unfit(cfg, found)
+    """Return the problem of an invalid placement, or None."""
+    devices = _placed(cfg)
+    return devices if isinstance(devices, Problem) else _wrongly_separate(cfg, devices)
 
 
 def models_of(cfg: RunConfig) -> set[str]:
-    """The models that the devices of a run hold; of an embodied run the policy, with its critic, acts there, too."""
+    """Return the models on the devices of a run; an embodied run only has the policy, which includes its critic."""
     if cfg.env.train.id is not None:
         return {"actor"}
     has = {
@@ -79,102 +79,107 @@ def models_of(cfg: RunConfig) -> set[str]:
         "sampler": cfg.actor_rollout_ref.rollout.name not in SERVERS,
         "reward_model": cfg.reward_model.enable and cfg.reward_model.server.url is None,
     }
-    return {name for name, is_there in has.items() if is_there}
+    return {name for name, is_used in has.items() if is_used}
 
 
 def _placed(cfg: RunConfig) -> dict[str, range] | Problem:
-    there, first = models_of(cfg), cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    found = dict.fromkeys(sorted(there), range(first))
+    models, trainer_devices = models_of(cfg), cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    devices = dict.fromkeys(sorted(models), range(trainer_devices))
     if cfg.cluster.component_placement and cfg.env.train.id is None:
-        given = _given(cfg, first)
-        if isinstance(given, Problem):
-            return given
-        found |= {name: ranks for name, ranks in given.items() if name in there}
-    start = first
-    for pool, model in zip(pools(cfg)[1:], [m for m, key in _apart(cfg)], strict=True):
+        configured = _placement_of_config(cfg, trainer_devices)
+        if isinstance(configured, Problem):
+            return configured
+        devices |= {name: ranks for name, ranks in configured.items() if name in models}
+    start = trainer_devices
+    for pool, model in zip(pools(cfg)[1:], [m for m, key in _separate_pools(cfg)], strict=True):
         if not pool.size:
             return Problem(f"{pool.section}.nnodes", "0 machines have no device", "set it to 1 or more")
-        if model not in there:
+        if model not in models:
             engine = cfg.actor_rollout_ref.rollout.name
             why = f": {engine} samples in servers ({ROLLOUT}.name)" if pool.section == ROLLOUT else ""
             what = f"{pool.size} devices have nothing to do{why}"
             return Problem(f"{pool.section}.nnodes", what, f"leave {pool.section}.nnodes out")
-        found[model] = range(start, start := start + pool.size)
-    return _overlap(found) or _idle(found, start) or found
+        devices[model] = range(start, start := start + pool.size)
+    return _overlap(devices) or _idle(devices, start) or devices
 
 
-def _apart(cfg: RunConfig) -> list[tuple[str, str]]:
-    """Models with devices beside those of the trainer, and the key that says so."""
+def _separate_pools(cfg: RunConfig) -> list[tuple[str, str]]:
+    """Return the models with separate pools of devices, each with the key that configures its pool."""
     keys = {ROLLOUT: ("sampler", f"{ROLLOUT}.nnodes"), REWARD: ("reward_model", f"{REWARD}.enable_resource_pool")}
     return [keys[pool.section] for pool in pools(cfg)[1:]]
 
 
-def _given(cfg: RunConfig, devices: int) -> dict[str, range] | Problem:
-    """The devices that ``cluster.component_placement`` gives each model."""
-    if twice := _apart(cfg):
-        return Problem(twice[0][1], f"says devices of its own beside {PATH}", f"keep one of the two, such as {PATH}")
+def _placement_of_config(cfg: RunConfig, devices: int) -> dict[str, range] | Problem:
+    """Return the devices of each model in ``cluster.component_placement``."""
+    if separate := _separate_pools(cfg):
+        return Problem(
+            separate[0][1], f"sets separate devices in addition to {PATH}", f"keep one of the two, such as {PATH}"
+        )
     placements, problems = parse_placements(cfg.cluster.component_placement, {}, devices)
     if problems:
         return problems[0]
-    found = {}
+    ranks_by_model = {}
     for placement in placements:
-        ranks = _neighbours(placement)
+        ranks = _contiguous(placement)
         if isinstance(ranks, Problem):
             return ranks
-        found[MODELS[placement.component]] = ranks
-    return found
+        ranks_by_model[MODELS[placement.component]] = ranks
+    return ranks_by_model
 
 
-def _neighbours(placement: Placement) -> range | Problem:
-    """One process a device, on devices in a row."""
+def _contiguous(placement: Placement) -> range | Problem:
+    """Return the devices of a placement, which must be contiguous, with one process per device."""
     path, processes = f"{PATH}.{placement.component}", placement.processes
     if placement.component not in MODELS:
         return Problem(path, "is no model of a text run", f"a run has {', '.join(MODELS)}")
     assert processes is not None, "the number of devices is known"
-    if len(set(processes)) < len(processes) or any(len(own) > 1 for own in processes):
-        return Problem(path, "is not one process a device", "write devices only, such as 0-3")
-    devices = [own[0] for own in processes]
+    if len(set(processes)) < len(processes) or any(len(resources) > 1 for resources in processes):
+        return Problem(path, "is not one process per device", "write devices only, such as 0-3")
+    devices = [resources[0] for resources in processes]
     if devices[-1] - devices[0] >= len(devices):
-        return Problem(path, f"leaves a gap in {devices}", "use devices in a row")
+        return Problem(path, f"leaves a gap in {devices}", "use consecutive devices")
     return range(devices[0], devices[-1] + 1)
 
 
-def _overlap(found: Mapping[str, range]) -> Problem | None:
-    for one, mine in found.items():
-        for other, theirs in found.items():
+def _overlap(devices_by_model: Mapping[str, range]) -> Problem | None:
+    for one, mine in devices_by_model.items():
+        for other, theirs in devices_by_model.items():
             shared = sorted({*mine} & {*theirs})
             if shared and mine != theirs:
-                what = f"shares devices {shared} of {_words(mine)} with {NAMES[other]}, which has {_words(theirs)}"
-                fix = "give both the same devices, or none in common; a component that is not named is on all"
+                what = f"shares devices {shared} of {_shown(mine)} with {NAMES[other]}, which has {_shown(theirs)}"
+                fix = "give both the same devices, or disjoint ones; a component that is not named is on all devices"
                 return Problem(f"{PATH}.{NAMES[one]}", what, fix)
     return None
 
 
-def _idle(found: Mapping[str, range], devices: int) -> Problem | None:
-    idle = sorted({*range(devices)}.difference(*found.values()))
+def _idle(devices_by_model: Mapping[str, range], devices: int) -> Problem | None:
+    idle = sorted({*range(devices)}.difference(*devices_by_model.values()))
     if not idle:
         return None
     return Problem(PATH, f"leaves devices {idle} with nothing to do", "place a model there, or ask for fewer devices")
 
 
-def _words(ranks: range) -> str:
+def _shown(ranks: range) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
 
 
-def _unfit(cfg: RunConfig, found: Mapping[str, range]) -> Problem | None:
-    """Models that must share devices and do not."""
-    settings, apart = cfg.actor_rollout_ref, {name for name, ranks in found.items() if ranks != found["actor"]}
-    if not apart:
+def _wrongly_separate(cfg: RunConfig, devices_by_model: Mapping[str, range]) -> Problem | None:
+    """Return the problem of a model that must share the actor's devices and does not."""
+    settings, separate = (
+        cfg.actor_rollout_ref,
+        {name for name, ranks in devices_by_model.items() if ranks != devices_by_model["actor"]},
+    )
+    if not separate:
         return None
-    if settings.actor.strategy == "megatron" and "sampler" in apart:
-        key = dict(_apart(cfg)).get("sampler", f"{PATH}.{NAMES['sampler']}")
-        what = "devices of its own; with actor_rollout_ref.actor.strategy=megatron it samples on the actor's so far"
+    if settings.actor.strategy == "megatron" and "sampler" in separate:
+        key = dict(_separate_pools(cfg)).get("sampler", f"{PATH}.{NAMES['sampler']}")
+        what = "has separate devices; with actor_rollout_ref.actor.strategy=megatron it shares the actor's"
         return Problem(key, what, "give both the same devices, or sample with vLLM or SGLang")
-    if "reference" in apart and settings.model.lora_rank:
-        what = f"apart from the actor, of whose model it is a part ({LORA}={settings.model.lora_rank})"
+    if "reference" in separate and settings.model.lora_rank:
+        what = f"is separate from the actor, whose model it shares ({LORA}={settings.model.lora_rank})"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
-    if "reference" in apart and reference_runs_with_actor(cfg):
+    if "reference" in separate and reference_runs_with_actor(cfg):
         key = "actor_rollout_ref.actor.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
-        what = f"apart from the actor, which runs beside it ({key}=full)"
+        what = f"is separate from the actor, which computes the KL on both models together ({key}=full)"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
     return None

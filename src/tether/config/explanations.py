@@ -14,21 +14,21 @@ from tether.config.support.verl_keys import Unread, renamed, unread, unread_keys
 
 
 def explain(key: str, loaded: LoadedConfig | None = None) -> str:
-    """Say what a key means, what it takes, its default, and whether it acts here; of a section, list its keys.
+    """Return the description of a key (meaning, type, default, conditions), or the keys of a section.
 
     Args:
         key: the key or section.
-        loaded: a run's configuration: its values, and where they come from, are shown.
+        loaded: configuration of a run, whose values and their sources are added.
 
     Raises:
-        ConfigError: there is no such key; names the nearest.
+        ConfigError: unknown key; names the nearest one.
     """
     if renamed(key) in keys():
         path = renamed(key)
         return _explain_key(keys()[path]) + (_in_this_run(path, loaded) if loaded else "")
     if key in sections():
-        own = [path for path in keys() if path.startswith(f"{key}.")]
-        return _explain_section(key) + "".join(f"\n{path}\n{_in_this_run(path, loaded)}" for path in own if loaded)
+        paths = [path for path in keys() if path.startswith(f"{key}.")]
+        return _explain_section(key) + "".join(f"\n{path}\n{_in_this_run(path, loaded)}" for path in paths if loaded)
     if (row := unread(renamed(key))) is not None:
         return f"{key}\n  A key of verl's that nothing reads here.\n  {_unread_status(row)}\n"
     if inner := {path: row for path, row in unread_keys().items() if path.startswith(f"{renamed(key)}.")}:
@@ -38,33 +38,33 @@ def explain(key: str, loaded: LoadedConfig | None = None) -> str:
 
 
 def list_sections() -> str:
-    """List every section with what it is for and how many keys it has."""
+    """Return a list of all sections with their docs and numbers of keys."""
     counts = {section: sum(path.startswith(f"{section}.") for path in keys()) for section in sections()}
     width = max(map(len, counts))
     return "".join(f"{section:<{width}}  {count:>3} keys  {sections()[section]}\n" for section, count in counts.items())
 
 
 def search(word: str) -> str:
-    """List the keys whose name or description contains `word`, upper case or lower.
+    """Return a list of the keys whose name or description contains `word`, ignoring case.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no key matches.
     """
-    found = [key for key in keys().values() if word.lower() in f"{key.path} {key.doc}".lower()]
-    if not found:
+    matches = [key for key in keys().values() if word.lower() in f"{key.path} {key.doc}".lower()]
+    if not matches:
         raise ValueError(f"--search {word}: no key or description has it; `tether config explain` lists sections")
-    width = max(len(key.path) for key in found)
-    return "".join(f"{key.path:<{width}}  {key.doc}\n" for key in found)
+    width = max(len(key.path) for key in matches)
+    return "".join(f"{key.path:<{width}}  {key.doc}\n" for key in matches)
 
 
 def format_tree(loaded: LoadedConfig) -> str:
-    """The resolved config, each value with where it comes from, then the notes."""
+    """Return the resolved config as text, each value with its source, followed by the notes."""
     text = render.format_tree(masked(values_of(loaded.config)), loaded.sources)
     return text + "".join(f"# note: {note}\n" for note in loaded.notes)
 
 
 def format_inheritance() -> str:
-    """Every key that takes another key's value while it is unset, one a line."""
+    """Return a list of the keys that inherit another key's value while they are unset."""
     inheriting = [key for key in keys().values() if key.inherits]
     width = max(len(key.path) for key in inheriting)
     return "".join(f"{key.path:<{width}}  <- {_source(key)}\n" for key in inheriting)
@@ -90,13 +90,15 @@ def _unread_status(row: Unread) -> str:
 
 
 def _explain_section(path: str) -> str:
-    own = [key for key in keys().values() if key.path.startswith(path + ".")]
-    width = max(len(key.path) for key in own)
-    return "".join([f"{path}\n  {sections()[path]}\n", *(f"  {key.path:<{width}}  {key.doc}\n" for key in own)])
+    section_keys = [key for key in keys().values() if key.path.startswith(path + ".")]
+    width = max(len(key.path) for key in section_keys)
+    return "".join(
+        [f"{path}\n  {sections()[path]}\n", *(f"  {key.path:<{width}}  {key.doc}\n" for key in section_keys)]
+    )
 
 
 def default(key: Key) -> str:
-    """Return the default of a key as text: its value, the key that it inherits from, or that it must be given."""
+    """Return the default of a key as text: its value, the key from which it inherits, or that it is required."""
     if key.inherits:
         return f"inherits {_source(key)}"
     return f"none, it must be given (for example {key.example})" if key.required else show(key.default)

@@ -1,4 +1,4 @@
-"""The schema as a flat table: every dotted key with its type, default, doc and marks."""
+"""The schema as a flat table of keys with their types, defaults, docs and marks."""
 
 from __future__ import annotations
 
@@ -41,60 +41,58 @@ class Key:
 
     path: str
     section: type[Section]
-    """The class that has it as a field."""
+    """The class with the field."""
     type_text: str
-    """The type in words, with "or null" where it may be null."""
+    """Description of the type, including "or null" if it may be null."""
     default: object
-    """None for a required key and for one that inherits."""
+    """Default; None for a required key and for one that inherits."""
     required: bool
     example: str | None
     choices: tuple[str, ...]
-    """Allowed names, where the type is a choice of names."""
+    """Choices, if the type is a choice of names."""
     inherits: Inherits | None
-    """With an absolute key."""
+    """The inherited key, as an absolute key; None if it does not inherit."""
     alias_of: str | None
-    """Absolute key that this one is a second name of."""
+    """The absolute key of which this one is an alias."""
     is_mapping: bool
-    """Any names may stand below it."""
+    """Whether the value is a mapping with free names."""
     null_is_unset: bool
-    """Null means the same as leaving the key out."""
+    """Whether null means unset."""
     acts_if: ActsIf | None
-    """Conditions that switch the key on, with absolute keys; None: it always acts."""
+    """Conditions under which the key acts, with absolute keys; None if it always acts."""
     in_embodied: bool
-    """Embodied runs read it."""
+    """Whether embodied runs read it."""
     refuses: Refuses | None
-    """Choices that verl has and tether refuses."""
+    """Choices of verl that tether refuses."""
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The names that the key may take here; empty where it takes more than names."""
+        """Return the choices that are not refused; empty if the type is not a choice of names."""
         refused = self.refuses.choices if self.refuses else ()
         return tuple(choice for choice in self.choices if choice not in refused)
 
     @property
     def doc(self) -> str:
-        """The docstring of the field."""
+        """Return the docstring of the field."""
         return field_docs(self.section)[self.path.rpartition(".")[2]]
 
 
 @cache
 def keys() -> dict[str, Key]:
-    """Every key by its dotted path, in the order of the schema."""
+    """Return every key by its dotted path, in the order of the schema."""
     return {path: _key(path, section, field, above) for path, section, field, above in _fields("", RunConfig, ())}
 
 
 @cache
 def sections() -> dict[str, str]:
-    """Every section by its dotted path, with its doc."""
+    """Return the doc of every section by its dotted path."""
     return dict(_sections("", RunConfig))
 
 
 @cache
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """The docstrings below the fields of a section, by the names of the fields.
-
-    Read out of the source when somebody asks; pydantic's `use_attribute_docstrings` would do so in every start.
-    """
+    """Return the docstrings of a section's fields by name."""
+    # Parsed from the source on demand; pydantic's `use_attribute_docstrings` would do so at every start.
     docs: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if issubclass(kind, Section):
@@ -108,12 +106,12 @@ def field_docs(section: type[Section]) -> dict[str, str]:
 
 
 def values_of(config: RunConfig) -> dict[str, Any]:
-    """The config as a flat table: dotted key -> value."""
+    """Return the config as a flat table: dotted key -> value."""
     return {path: reduce(getattr, path.split("."), config) for path in keys()}
 
 
 def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """The config with other values: dotted key -> value."""
+    """Return a copy of the config with new values: dotted key -> value."""
     tree = config.model_dump()
     for path, value in values.items():
         *sections, name = path.split(".")
@@ -122,7 +120,7 @@ def with_values(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
 
 
 def show(value: object) -> str:
-    """A value as one would write it in YAML or in an override, without its secrets."""
+    """Return a value as text, as in YAML or in an override, without its secrets."""
     value = masked(value)
     if isinstance(value, list):
         return "[" + ",".join(show(item) for item in value) + "]"
@@ -132,7 +130,7 @@ def show(value: object) -> str:
 def _fields(
     prefix: str, section: type[Section], above: tuple[object, ...]
 ) -> Iterator[tuple[str, type[Section], FieldInfo, tuple[object, ...]]]:
-    """Every field with its path, its section, and the marks of the sections that it stands in, the innermost first."""
+    """Yield every field with its path, its section, and the marks of its enclosing sections, innermost first."""
     for name, field in section.model_fields.items():
         if _is_section(field):
             assert isinstance(field.annotation, type)
@@ -175,7 +173,7 @@ def _key(path: str, section: type[Section], field: FieldInfo, above: tuple[objec
 
 
 def _switch(path: str, mark: ActsIf | None) -> ActsIf | None:
-    """The mark with absolute keys; a section's mark does not speak of the key that switches it."""
+    """Return the mark with absolute keys; None for the key that switches its own section."""
     if mark is None or _absolute(path, mark.key) == path:
         return None
     return replace(mark, key=_absolute(path, mark.key), other=_switch(path, mark.other))
@@ -193,17 +191,17 @@ def _absolute(path: str, key: str) -> str:
 
 
 def _is_mapping(annotation: object) -> bool:
-    return get_origin(annotation) is dict or any(_is_mapping(part) for part in get_args(annotation))
+    return get_origin(annotation) is dict or any(_is_mapping(argument) for argument in get_args(annotation))
 
 
 def _choices(annotation: object) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+    return tuple(choice for argument in get_args(annotation) for choice in _choices(argument))
 
 
 def type_text(annotation: Any, metadata: list[object]) -> str:
-    """Word a type: by its `Says` mark, or by its structure."""
+    """Return the description of a type, from its `Says` mark or its structure."""
     says = _mark(Says, metadata)
     origin = get_origin(annotation)
     if says is not None:
@@ -216,7 +214,7 @@ def type_text(annotation: Any, metadata: list[object]) -> str:
     if origin is tuple:
         return "one or more of " + ", ".join(_choices(annotation))
     if origin in (Union, types.UnionType):
-        return " or ".join(type_text(part, []) for part in get_args(annotation))
+        return " or ".join(type_text(argument, []) for argument in get_args(annotation))
     if annotation is types.NoneType:
         return "null"
     return PLAIN_WORDS[origin or annotation]

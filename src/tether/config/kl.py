@@ -1,4 +1,4 @@
-"""Where a run penalises its distance from the reference, and what each KL is computed from."""
+"""Whether a run penalises the KL from the reference, in the loss or the reward, and how the KL is computed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from tether.config.schema.root import RunConfig
 
 
 def full_kl_in_loss(cfg: RunConfig) -> bool:
-    """Whether the loss compares whole distributions."""
+    """Whether the loss has a KL of full distributions."""
     actor = cfg.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_type == "full"
 
 
 def full_kl_in_reward(cfg: RunConfig) -> bool:
-    """Whether the reward compares whole distributions."""
+    """Whether the reward has a KL of full distributions."""
     return cfg.algorithm.use_kl_in_reward and cfg.algorithm.kl_penalty == "full"
 
 
 def reference_runs_with_actor(cfg: RunConfig) -> bool:
-    """Whether the actor's engine runs the reference too: it compares the distributions of each micro-batch."""
+    """Whether the actor's engine also runs the reference, to compare the distributions of each micro-batch."""
     return full_kl_in_loss(cfg) or full_kl_in_reward(cfg)
 
 

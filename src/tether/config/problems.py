@@ -1,4 +1,4 @@
-"""Problems of a configuration: all of them at once, one line each."""
+"""Problems of a configuration, which are reported together."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong; reads as `path: what is wrong. what to do`."""
+    """A problem, printed as `path: what is wrong. what to do`."""
 
     path: str
-    """Dotted key, or the override or file where no key is to blame."""
+    """Dotted key, or the override or file if the problem has no key."""
     what: str
     """The fault, with the value."""
     fix: str
@@ -23,10 +23,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration.
+    """All problems of a configuration.
 
     Attributes:
-        problems: in the order in which they were found, never empty.
+        problems: the problems in the order of the checks, at least one.
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:

@@ -1,4 +1,4 @@
-"""A config as text: to save, and to show."""
+"""A config as text, for files and for display."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Line = Callable[[str, str], str]
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the strings that OmegaConf would read as numbers, and PyYAML would not, and those with odd line breaks."""
+    """Quotes strings that OmegaConf but not PyYAML would read as numbers, and strings with unusual line breaks."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """A string; in double quotes, and so escaped, where YAML takes a letter of it for the end of a line."""
+        """Return the node of a string, in double quotes if it has a character that YAML reads as a line break."""
         style = '"' if re.search("[\x85\u2028\u2029]", data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
@@ -31,7 +31,7 @@ Dumper.add_implicit_resolver(
 
 
 def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """YAML that loads to the same config: inherited values as comments, untouched keys that do nothing left out."""
+    """Return YAML that loads to the same config, with inherited values as comments and without idle default keys."""
 
     def line(path: str, text: str) -> str:
         return f"# {text}  ({sources[path]})" if sources[path].startswith("inherits ") else text
@@ -40,19 +40,19 @@ def to_yaml(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
 
 
 def format_tree(values: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """Every key that acts or was given, with its value and where that comes from; then how many were left out."""
+    """Return every key that acts or was set, with its value and source, and the number of other keys."""
     shown = _shown_keys(values, sources)
     width = max(len(_text(path, values[path])) + 2 * path.count(".") for path in shown if len(str(values[path])) < 40)
 
     def line(path: str, text: str) -> str:
         return f"{text:<{width - 2 * path.count('.')}}  # {sources[path]}"
 
-    rest = len(values) - len(shown)
-    return _tree(values, shown, line) + f"# and {rest} keys at their default that do nothing in this run\n"
+    num_hidden = len(values) - len(shown)
+    return _tree(values, shown, line) + f"# and {num_hidden} keys at their default that do nothing in this run\n"
 
 
 def annotated(values: Mapping[str, object], comments: Mapping[str, str]) -> str:
-    """YAML of these keys, in their order, each with a comment."""
+    """Return YAML of these keys in their order, each with a comment."""
     return _tree(values, list(values), lambda path, text: f"{text}  # {comments[path]}")
 
 
@@ -66,7 +66,7 @@ def _is_untouched(source: str) -> bool:
 
 
 def _tree(values: Mapping[str, object], paths: list[str], line: Line) -> str:
-    """Lay keys out as nested YAML, a section's name once above its keys."""
+    """Return keys as nested YAML, with the name of each section once above its keys."""
     lines: list[str] = []
     open_sections: list[str] = []
     for path in paths:
@@ -78,14 +78,14 @@ def _tree(values: Mapping[str, object], paths: list[str], line: Line) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _common(left: list[str], right: list[str]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+def _common(first: list[str], second: list[str]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _text(path: str, value: object) -> str:
     plain = _plain(value)
-    # Line breaks and the like are escaped, so that every key stays on one line, also as a comment.
+    # Line breaks and similar characters are escaped, so that every key is one line, also in a comment.
     one_line = all(text.isprintable() for text in _strings(plain))
     style = None if one_line else '"'
     dumped = yaml.dump(
@@ -102,14 +102,14 @@ def _text(path: str, value: object) -> str:
 
 def _strings(value: object) -> list[str]:
     if isinstance(value, dict):
-        return [text for item in value.items() for part in item for text in _strings(part)]
+        return [text for pair in value.items() for item in pair for text in _strings(item)]
     if isinstance(value, list):
-        return [text for part in value for text in _strings(part)]
+        return [text for item in value for text in _strings(item)]
     return [value] if isinstance(value, str) else []
 
 
 def _plain(value: object) -> object:
-    """Lists for tuples, and characters that must not be taken for an interpolation on reading."""
+    """Return plain containers, with `${` escaped so that it is not read as an interpolation."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`reward_model.parts`: several rewards, whose weighted sum is the score. Their names are the user's."""
+"""Sections of `reward_model.parts`: rewards with names of the user's, whose weighted sum is the score."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tether.spelling import did_you_mean
 KEY = "reward_model.parts"
 
 
-def _least_and_greatest(value: object) -> object:
-    numbers = list(value) if isinstance(value, list | tuple) else []
-    if len(numbers) != 2 or not all(type(number) in (int, float) for number in numbers) or numbers[0] >= numbers[1]:
+def _as_range(value: object) -> object:
+    bounds = list(value) if isinstance(value, list | tuple) else []
+    if len(bounds) != 2 or not all(type(bound) in (int, float) for bound in bounds) or bounds[0] >= bounds[1]:
         raise ValueError("a range is [least, greatest], such as [0, 10]")
-    return tuple(numbers)
+    return tuple(bounds)
 
 
-Range = Annotated[tuple[float, float], BeforeValidator(_least_and_greatest)]
+Range = Annotated[tuple[float, float], BeforeValidator(_as_range)]
 
 
 class AnyPart(Section):
     """Fields of every part."""
 
     weight: float = 1.0
-    """Factor of its score; 0: it is logged and not learned from."""
+    """Weight of its score; with 0 it is only logged."""
     optional: bool = False
-    """Where it abstains, the other parts score the response; otherwise nothing does."""
+    """Whether the other parts score a response from which it abstains; otherwise such a response has no score."""
     data_sources: Strings | None = None
-    """It scores rows of these only; null: all."""
+    """Data sources of the rows that it scores; null for all."""
 
 
 class RulesPart(AnyPart):
@@ -42,7 +42,7 @@ class RulesPart(AnyPart):
 
 
 class FunctionPart(AnyPart):
-    """A function of yours, called as custom_reward_function is."""
+    """A function of yours, called like custom_reward_function."""
 
     kind: Literal["function"]
     path: str
@@ -57,40 +57,40 @@ class ModelPart(AnyPart):
 
 
 class JudgePart(AnyPart):
-    """A language model that is shown the response and asked for a score."""
+    """A language model that reads the response and returns a score."""
 
     kind: Literal["judge"]
     base_url: str | None = None
-    """Of an endpoint that speaks OpenAI's API, such as https://HOST/v1."""
+    """URL of an endpoint with OpenAI's API, such as https://HOST/v1."""
     path: str | None = None
-    """Or a model that tether samples from itself: its directory or hub id."""
+    """Directory or hub id of a model that tether runs itself, as an alternative to base_url."""
     model: str | None = None
-    """The model's name at the endpoint."""
+    """Name of the model at the endpoint."""
     prompt: str
-    """Text that shows {prompt} and {response}, and {ground_truth} or {data_source} if asked for; or FILE.txt."""
+    """Template with {prompt} and {response}, and optionally {ground_truth} and {data_source}; or FILE.txt."""
     system: str | None = None
-    """A system message before it."""
+    """System message."""
     parser: str | None = None
-    """Regular expression with one group; its last match is the score. null: Score: NUMBER."""
+    """Regular expression with one group, whose last match is the score; null for Score: NUMBER."""
     scores: Annotated[dict[str, float], Field(default_factory=dict)]
-    """Word -> score, where the group is a word."""
+    """Word in the group -> score."""
     range: Range | None = None
-    """Least and greatest score; what is beyond is an error."""
+    """Minimum and maximum score; other scores are errors."""
     temperature: float = 0.0
     max_tokens: Positive = 512
-    """Tokens of an answer; a longer one is an error."""
+    """Maximum tokens of an answer; a longer one is an error."""
     extra_body: Options
-    """More fields of the request, for the endpoint."""
+    """Additional fields of requests to the endpoint."""
     api_key_env: str | None = None
-    """Environment variable that holds the endpoint's key."""
+    """Environment variable with the endpoint's key."""
     timeout: PositiveFloat = 60.0
-    """Seconds that a response may take, all attempts included."""
+    """Timeout of a response in seconds, including all attempts."""
     attempts: Positive = 4
-    """Requests for one response, where the endpoint is busy or fails."""
+    """Maximum requests for a response if the endpoint is busy or fails."""
     max_concurrent: Positive = 32
-    """Requests at once."""
+    """Maximum concurrent requests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of a model at path."""
+    """Dtype of the model at path."""
 
 
 RewardPart = RulesPart | FunctionPart | ModelPart | JudgePart
@@ -99,35 +99,39 @@ _PARTS: dict[str, type[AnyPart]] = {
 }  # fmt: skip
 
 
-def check_has_part(parts: Mapping[str, RewardPart], data_source: str) -> None:
-    """Refuse a row that no part scores.
+def check_has_part(sections: Mapping[str, RewardPart], data_source: str) -> None:
+    """Check that a part scores rows of this data source.
 
     Raises:
-        ValueError: names its data source.
+        ValueError: no part scores it.
     """
-    if not any(part.data_sources is None or data_source in part.data_sources for part in parts.values()):
+    if not any(section.data_sources is None or data_source in section.data_sources for section in sections.values()):
         raise ValueError(f"`data_source` is {data_source!r}, which none of reward_model.parts scores; add it to one")
 
 
-def read_parts(given: Mapping[str, object]) -> dict[str, RewardPart]:
-    """The parts as typed sections. To be called on what `part_problems` has no word about."""
-    return {name: _adapter(str(part["kind"])).validate_python(part) for name, part in given.items()}  # type: ignore[index]
+def read_parts(options: Mapping[str, object]) -> dict[str, RewardPart]:
+    """Return the parts as typed sections; they must have no `part_problems`."""
+    return {name: _adapter(str(section["kind"])).validate_python(section) for name, section in options.items()}  # type: ignore[index]
 
 
-def part_problems(given: Mapping[str, object]) -> list[Problem]:
-    """All that is wrong with each part by itself."""
+def part_problems(options: Mapping[str, object]) -> list[Problem]:
+    """Return the problems of each part by itself."""
     problems: list[Problem] = []
-    for name, part in given.items():
+    for name, section in options.items():
         path = f"{KEY}.{name}"
         if not str(name).replace("-", "_").isidentifier():
-            problems.append(Problem(path, "is no name", "take letters, digits, _ and -; it is logged under it"))
-        elif not isinstance(part, dict):
-            problems.append(Problem(path, f"{part!r} is no part", f"give {{kind: {'|'.join(_PARTS)}, weight: 1.0}}"))
-        elif (kind := part.get("kind")) not in _PARTS:
+            problems.append(
+                Problem(path, "is not a name", "use letters, digits, _ and -; the part is logged by its name")
+            )
+        elif not isinstance(section, dict):
+            problems.append(
+                Problem(path, f"{section!r} is not a part", f"give {{kind: {'|'.join(_PARTS)}, weight: 1.0}}")
+            )
+        elif (kind := section.get("kind")) not in _PARTS:
             fix = f"choose one of {', '.join(_PARTS)}.{did_you_mean(str(kind), _PARTS)}"
-            problems.append(Problem(f"{path}.kind", f"{kind!r} is no kind of reward", fix))
+            problems.append(Problem(f"{path}.kind", f"{kind!r} is not a kind of reward", fix))
         else:
-            problems += _problems_of(path, str(kind), part)
+            problems += _problems_of(path, str(kind), section)
     return problems
 
 
@@ -135,26 +139,28 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(_PARTS[kind])
 
 
-def _problems_of(path: str, kind: str, part: Mapping[str, object]) -> list[Problem]:
+def _problems_of(path: str, kind: str, section: Mapping[str, object]) -> list[Problem]:
     try:
-        read = _adapter(kind).validate_python(part)
+        read = _adapter(kind).validate_python(section)
     except ValidationError as error:
-        return [_worded(path, kind, detail) for detail in error.errors()]
+        return [_type_problem(path, kind, detail) for detail in error.errors()]
     if not isinstance(read, JudgePart):
         return []
     problems = []
     if (read.base_url is None) == (read.path is None):
-        which = "an endpoint (base_url) or a model (path)"
-        problems.append(Problem(path, f"a judge is {which}, and it has {'both' if read.path else 'none'}", "give one"))
+        alternatives = "an endpoint (base_url) or a model (path)"
+        problems.append(
+            Problem(path, f"a judge is {alternatives}, and it has {'both' if read.path else 'none'}", "give one")
+        )
     elif read.base_url is not None and read.model is None:
-        problems.append(Problem(f"{path}.model", "missing", "say what the endpoint calls the model"))
+        problems.append(Problem(f"{path}.model", "missing", "give the model's name at the endpoint"))
     elif read.path is not None and read.temperature != 0:
-        what = f"{read.temperature} draws answers, and a model of tether's own answers greedily, so that runs repeat"
+        what = f"{read.temperature} samples answers, but a model run by tether answers greedily, so that runs repeat"
         problems.append(Problem(f"{path}.temperature", what, "leave it out"))
     return problems
 
 
-def _worded(path: str, kind: str, detail: Any) -> Problem:
+def _type_problem(path: str, kind: str, detail: Any) -> Problem:
     where = ".".join(str(step) for step in detail["loc"])
     if detail["type"] == "extra_forbidden":
         names = tuple(_PARTS[kind].model_fields)

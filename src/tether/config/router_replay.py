@@ -1,4 +1,4 @@
-"""Which experts of a mixture the update chooses, by the keys of the engine that trains."""
+"""The mode of router replay, from the keys of the engine that trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tether.config.schema.root import RunConfig
 
 
 def replay_of(config: RunConfig) -> tuple[str, Literal["disabled", "R2", "R3"]]:
-    """The key that counts, and its value."""
+    """Return the key that applies to the engine, and its value."""
     actor, key = config.actor_rollout_ref.actor, "actor_rollout_ref.actor"
     if actor.strategy == "megatron":
         return f"{key}.megatron.router_replay.mode", actor.megatron.router_replay.mode

@@ -1,4 +1,4 @@
-"""Values that are not shown: those of keys that are named like passwords, and like keys and tokens of services."""
+"""Masking of values whose keys are named like passwords, or like keys and tokens of services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(value: object) -> Any:
-    """The same tree of plain values, with ``***`` for each text under a secret's name."""
+    """Return the tree of plain values with ``***`` for each string whose key is named like a secret."""
     if isinstance(value, Mapping):
         return {k: HIDDEN if _hides(k, inner) else masked(inner) for k, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -36,7 +36,7 @@ def has_secrets(value: object) -> bool:
 
 
 def masked_command(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command, to be shown: ``a.b.api_key=***``."""
+    """Return the arguments of a command with masked secrets: ``a.b.api_key=***``."""
     return [_masked_argument(argument) for argument in arguments]
 
 

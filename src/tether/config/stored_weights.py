@@ -1,4 +1,4 @@
-"""Which models of a run begin with the weights of a checkpoint of Megatron, in the place of those of ``model.path``."""
+"""Models of a run whose initial weights come from a Megatron checkpoint instead of ``model.path``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tether.config.schema.root import RunConfig
 
 
 def stored_weights(config: RunConfig) -> dict[str, tuple[str, Path]]:
-    """Of each model that does, the key and the directory that it names."""
+    """Return the key and directory of the checkpoint of each such model."""
     settings = config.actor_rollout_ref
     sections: dict[str, tuple[str, MegatronConfig | RefMegatronConfig]] = {
         "actor": ("actor_rollout_ref.actor", settings.actor.megatron),
@@ -25,5 +25,5 @@ def stored_weights(config: RunConfig) -> dict[str, tuple[str, Path]]:
 
 
 def reads_weights(config: RunConfig, *models: str) -> bool:
-    """Whether one of these models begins with the weights of its ``model.path``."""
+    """Whether one of these models loads its initial weights from ``model.path``."""
     return bool((models_of(config) & {*models}) - stored_weights(config).keys())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ from tether.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, S
 from tether.envs.protocol import VectorEnv
 from tether.envs.spaces.action_masks import MaskedActions
 from tether.envs.spaces.observations import ObservationReader
-from tether.envs.vectorization.answers import FIX, described
+from tether.envs.vectorization.answers import FIX, described, read_unusual
 from tether.envs.vectorization.episode_starts import PacedEnv
 from tether.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.envs.vectorization.loop import SyncVectorEnv
@@ -372,15 +372,18 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
             raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
     try:
         with closing(env):
-            obs, _ = env.reset(seed=0)
+            begun: object = env.reset(seed=0)
             env.action_space.seed(0)
-            after, reward, _, _, _ = env.step(env.action_space.sample())
-            float(reward)
+            answer = env.step(env.action_space.sample())
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{where}: reset(seed=0), a step and close() do not give what Gymnasium's do: (observation, info), "
             f"(observation, reward, terminated, truncated, info) and None. {type(error).__name__}: {error}"
         ) from error
+    # an observation of two numbers could be unpacked as well
+    if not isinstance(begun, tuple | list) or len(begun) != 2 or not isinstance(begun[1], Mapping | None):
+        raise ValueError(f"{where}: reset gives {described(begun)}, not (observation, info) as Gymnasium's. {FIX}")
+    obs, after = begun[0], read_unusual(answer, where)[0]
     reader = ObservationReader(env.observation_space, where)
     for name, seen in (("reset", obs), ("step", after)):
         try:

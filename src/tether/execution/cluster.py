@@ -1,4 +1,4 @@
-"""A Ray cluster: one that exists already, or a local one; room in it for the ranks of a run."""
+"""Connections to a Ray cluster, existing or local, and the reservation of its devices for the ranks of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves ranks beside any other work on their machine
+os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, any other work on the machine starves ranks
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -29,14 +29,14 @@ from tether.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0
-"""Seconds between two looks of a wait, and until it says what it waits for."""
-REACH_SECONDS, ANSWER_SECONDS = 10.0, 60.0
-"""Seconds in which a cluster takes a connection, and in which its nodes start a process that has imported tether."""
-SETTINGS = 4
-"""The type of a frame of HTTP/2."""
-STARTS = 3
-"""A machine under load may start Ray too slowly for Ray's own patience."""
+POLL_SECONDS, LOG_AFTER_SECONDS = 1.0, 10.0
+"""Seconds between two polls of a wait, and until it logs what it waits for."""
+CONNECT_SECONDS, NODE_SECONDS = 10.0, 60.0
+"""Timeouts of a connection to a cluster, and of starting a process that imports tether on its nodes."""
+SETTINGS_FRAME = 4
+"""Type of HTTP/2's SETTINGS frame."""
+MAX_ATTEMPTS = 3
+"""Attempts to start Ray, which can exceed its own timeout on a machine under load."""
 OBJECT_STORE = 1 << 30  # bytes
 LOCAL = "local"
 KEY = "ray_kwargs.ray_init"
@@ -47,62 +47,64 @@ TOKEN = (
 
 
 def address_of(nodes: int, options: Mapping[str, Any]) -> str:
-    """The cluster that a run uses: the one that is named, by an option or by RAY_ADDRESS; else one of its own, or for
-    several nodes the one that runs on this machine.
+    """Return the address of the cluster that a run uses.
+
+    It is the `address` option, else RAY_ADDRESS; by default a run on one node starts a cluster of its own, and a run on
+    several nodes uses the cluster that this machine is part of.
     """
-    found: str = options.get("address") or os.environ.get("RAY_ADDRESS") or (LOCAL if nodes == 1 else "auto")
-    return found
+    address: str = options.get("address") or os.environ.get("RAY_ADDRESS") or (LOCAL if nodes == 1 else "auto")
+    return address
 
 
 def is_local(nodes: int, options: Mapping[str, Any]) -> bool:
-    """Whether a run starts a cluster of its own, on this machine."""
+    """Return whether a run starts a cluster of its own on this machine."""
     return not ray.is_initialized() and address_of(nodes, options) == LOCAL
 
 
-def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> str:
-    """Connect to a cluster, or start one on this machine; returns this machine's address in it.
+def connect(nodes: int, local_devices: int, device: str, options: Mapping[str, Any]) -> str:
+    """Connect to a cluster or start one on this machine, and return this machine's address in it.
 
-    The cluster that this process is connected to already, such as that of a sweep, is used as it is.
+    If this process is already connected to a cluster, such as that of a sweep, that one is used unchanged.
 
     Args:
-        nodes: machines that a run needs.
-        here: its devices on this one, if that is all there is.
+        nodes: number of machines that the run needs.
+        local_devices: number of devices of a cluster that is started on this machine.
         device: ``cpu`` or ``cuda``.
-        options: of ``ray.init``.
+        options: arguments of ``ray.init``.
 
     Raises:
-        RankFailed: an option that there is not, or no cluster.
+        RankFailed: unknown option, or no cluster.
     """
     address = address_of(nodes, options)
-    given = {name: value for name, value in options.items() if value is not None} | {"address": address}
-    known = inspect.signature(ray.init).parameters
-    for name in given:
-        if name not in known and not name.startswith("_"):
-            raise RankFailed(f"{KEY}.{name}: ray.init takes no {name}.{did_you_mean(name, known)}")
+    arguments = {name: value for name, value in options.items() if value is not None} | {"address": address}
+    parameters = inspect.signature(ray.init).parameters
+    for name in arguments:
+        if name not in parameters and not name.startswith("_"):
+            raise RankFailed(f"{KEY}.{name}: ray.init takes no {name}.{did_you_mean(name, parameters)}")
     if ray.is_initialized():
         for name, value in options.items():
             if value is not None and (name, value) != ("address", "auto"):
                 raise RankFailed(
-                    f"{KEY}.{name}={value}: this process is connected to Ray already, and the run uses that as it is. "
-                    f"Leave {KEY} out, or call ray.shutdown() before the run"
+                    f"{KEY}.{name}={value}: this process is connected to Ray already, and the run "
+                    f"uses that connection unchanged. Leave {KEY} out, or call ray.shutdown() before the run"
                 )
         return str(ray.util.get_node_ip_address())
-    _reach(address, nodes)
-    gc.collect()  # what an earlier session left would free its namesakes in this one: both number from 1
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    _check_reachable(address, nodes)
+    gc.collect()  # objects of an earlier session would free those of this one with equal ids: both count from 1
+    defaults: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
-        cores = max(here, usable_cores()) if device == "cpu" else None
-        quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": cores}
-    for attempt in range(STARTS):
+        cores = max(local_devices, usable_cores()) if device == "cpu" else None
+        defaults |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE, "num_cpus": cores}
+    for attempt in range(MAX_ATTEMPTS):
         try:
-            with _signals_kept():
-                ray.init(**quiet | given)
+            with _preserving_signals():
+                ray.init(**defaults | arguments)
         except Exception as error:  # Ray raises many kinds
             ray.shutdown()
             if address != LOCAL:
-                asks = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
-                raise _no_cluster(address, nodes, f"{error}. {TOKEN}" if asks else error) from error
-            if attempt == STARTS - 1:
+                needs_token = isinstance(error, ConnectionError) and "RAY_AUTH_MODE" not in os.environ
+                raise _no_cluster(address, nodes, f"{error}. {TOKEN}" if needs_token else error) from error
+            if attempt == MAX_ATTEMPTS - 1:
                 why = f"{type(error).__name__}: {error}"
                 raise RankFailed(f"Ray does not start on this machine ({why}); its options are {KEY}") from error
         else:
@@ -110,9 +112,13 @@ def connect(nodes: int, here: int, device: str, options: Mapping[str, Any]) -> s
     return "127.0.0.1" if address == LOCAL else str(ray.util.get_node_ip_address())
 
 
-def _reach(address: str, nodes: int) -> None:
-    """Whether Ray listens at HOST:PORT, or where the last cluster of this machine did: Ray itself would wait there for
-    minutes.
+def _check_reachable(address: str, nodes: int) -> None:
+    """Check that Ray listens at HOST:PORT, or at the address of this machine's last cluster.
+
+    Ray itself would wait for minutes.
+
+    Raises:
+        RankFailed: nothing listens there, or another program.
     """
     if address == "auto":
         with suppress(OSError):
@@ -120,22 +126,22 @@ def _reach(address: str, nodes: int) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "//" not in host:
         try:
-            with socket.create_connection((host, int(port)), REACH_SECONDS) as there:
-                known = "RAY_USE_TLS" in os.environ or _speaks_http2(there)
+            with socket.create_connection((host, int(port)), CONNECT_SECONDS) as connection:
+                is_ray = "RAY_USE_TLS" in os.environ or _is_http2(connection)
         except OSError as error:
             raise _no_cluster(address, nodes, error) from error
-        if not known:
+        if not is_ray:
             raise _no_cluster(address, nodes, "another program listens there; give Ray a port with --port=...")
 
 
-def _speaks_http2(there: socket.socket) -> bool:
-    """Whether a server answers as gRPC's do: the preface of HTTP/2 (RFC 9113, 3.4) by a frame of settings."""
+def _is_http2(connection: socket.socket) -> bool:
+    """Return whether a server replies to the preface of HTTP/2 with a SETTINGS frame, as gRPC does (RFC 9113, 3.4)."""
     try:
-        there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0]))
-        head = there.recv(9, socket.MSG_WAITALL)
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS_FRAME, 0, 0, 0, 0, 0]))
+        header = connection.recv(9, socket.MSG_WAITALL)
     except OSError:
         return False
-    return len(head) == 9 and head[3] == SETTINGS
+    return len(header) == 9 and header[3] == SETTINGS_FRAME
 
 
 def _no_cluster(address: str, nodes: int, error: Exception | str) -> RankFailed:
@@ -145,68 +151,77 @@ def _no_cluster(address: str, nodes: int, error: Exception | str) -> RankFailed:
     return RankFailed(f"trainer.nnodes={nodes}: no Ray cluster to join at {address} ({error}). {fix}")
 
 
-def room(pool: Pool, device: str, seconds: float) -> PlacementGroup:
-    """Reserve devices of a run: a bundle for each node, no two of them on the same.
+def reserve(pool: Pool, device: str, timeout: float) -> PlacementGroup:
+    """Reserve the devices of a pool with one bundle per node.
 
     Raises:
-        RankFailed: they are not there within so many seconds; says what is missing.
+        RankFailed: not available before the timeout; names what is missing.
     """
     share = {"CPU": pool.per_node} | ({"GPU": pool.per_node} if device == "cuda" else {})
     group = placement_group([share] * pool.nodes, strategy="STRICT_SPREAD" if pool.nodes > 1 else "STRICT_PACK")
-    ready, began, said = group.ready(), time.monotonic(), False
-    while not ray.wait([ready], timeout=LOOK_SECONDS)[0]:
+    ready, began, logged = group.ready(), time.monotonic(), False
+    while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
         waited = time.monotonic() - began
-        if waited > seconds:
+        if waited > timeout:
             missing = _missing(pool, next(reversed(share)))
             remove_placement_group(group)
-            raise RankFailed(f"{missing}; waited {seconds:g} s. Ask for fewer, or start more")
-        if waited > SAY_SECONDS and not said:
-            said = True
-            logger.warning("waiting up to %g s: %s", seconds, _missing(pool, next(reversed(share))))
+            raise RankFailed(f"{missing}; waited {timeout:g} s. Ask for fewer, or start more")
+        if waited > LOG_AFTER_SECONDS and not logged:
+            logged = True
+            logger.warning("waiting up to %g s: %s", timeout, _missing(pool, next(reversed(share))))
     return group
 
 
-def _missing(pool: Pool, kind: str) -> str:
-    """Resources that a run asks for, and those of the cluster's nodes."""
+def _missing(pool: Pool, resource: str) -> str:
+    """Return a message with the requested resources and those of the cluster's nodes."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    have = [(node["NodeManagerHostname"], int(node["Resources"].get(kind, 0))) for node in alive]
-    best = sorted((min(count, pool.per_node) for _, count in have), reverse=True)[: pool.nodes]
-    lack = pool.size - sum(best)
-    shown = ", ".join(f"{name}: {count}" for name, count in have)
-    why = f"{lack} {kind}s are missing" if lack else f"others use them: {ray.available_resources().get(kind, 0):g} free"
-    asked = f"{pool.section}.nnodes={pool.nodes} with {pool.section}.n_gpus_per_node={pool.per_node} each"
-    return f"{asked}: {why}; {kind}s of the {len(have)} nodes of the cluster: {shown}"
+    available = [(node["NodeManagerHostname"], int(node["Resources"].get(resource, 0))) for node in alive]
+    best = sorted((min(count, pool.per_node) for _, count in available), reverse=True)[: pool.nodes]
+    shortage = pool.size - sum(best)
+    shown = ", ".join(f"{name}: {count}" for name, count in available)
+    why = (
+        f"{shortage} {resource}s are missing"
+        if shortage
+        else f"others use them: {ray.available_resources().get(resource, 0):g} free"
+    )
+    requested = f"{pool.section}.nnodes={pool.nodes} with {pool.section}.n_gpus_per_node={pool.per_node} each"
+    return f"{requested}: {why}; {resource}s of the {len(available)} nodes of the cluster: {shown}"
 
 
-def nodes_of(address: str, seconds: float = ANSWER_SECONDS) -> list[str]:
-    """A line for each node of a cluster: its devices, and the versions there that differ from those here.
+def nodes_of(address: str, timeout: float = NODE_SECONDS) -> list[str]:
+    """Return a line for each node of a cluster: its devices, and the versions that differ from this machine's.
 
     Raises:
-        RankFailed: there is no such cluster.
+        RankFailed: no cluster at this address.
     """
     connect(2, 0, "cpu", {"address": address})
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-        ask = ray.remote(this_process)
-        asked = [ask.options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
-        ray.wait(asked, num_returns=len(asked), timeout=seconds)
+        strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        remote = ray.remote(this_process)
+        replies = [remote.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
+        ray.wait(replies, num_returns=len(replies), timeout=timeout)
         lines = []
-        for node, answer in zip(nodes, asked, strict=True):
-            has = ", ".join(f"{int(node['Resources'].get(kind, 0))} {kind}s" for kind in ("GPU", "CPU"))
-            said = _versions_of(answer, seconds)
-            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {has}; {said}")
+        for node, reply in zip(nodes, replies, strict=True):
+            devices = ", ".join(f"{int(node['Resources'].get(kind, 0))} {kind}s" for kind in ("GPU", "CPU"))
+            versions = _versions_of(reply, timeout)
+            lines.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}): {devices}; {versions}")
         return lines
     finally:
         ray.shutdown()
 
 
-def _versions_of(answer: Any, seconds: float) -> str:
-    """The versions on a node, which had as many seconds to answer, beside those here."""
+def _versions_of(reply: Any, timeout: float) -> str:
+    """Return the comparison of a node's versions with those of this machine.
+
+    Args:
+        reply: reference to the node's `Process`.
+        timeout: seconds that the node had, for the message.
+    """
     try:
-        theirs = ray.get(answer, timeout=0).versions
+        theirs = ray.get(reply, timeout=0).versions
     except GetTimeoutError:
-        return f"no answer within {seconds:g} seconds; all its CPUs may be busy, so ask again"
+        return f"no answer within {timeout:g} seconds; all its CPUs may be busy, so ask again"
     except RayError as error:
         return f"does not answer ({type(error).__name__}); is tether installed there?"
     mine = this_process().versions
@@ -215,10 +230,10 @@ def _versions_of(answer: Any, seconds: float) -> str:
 
 
 def check_versions(mine: Process, theirs: Sequence[Process]) -> None:
-    """Compare the nodes of a run with this one.
+    """Check that the nodes of a run have the versions of this one.
 
     Raises:
-        RankFailed: names each node with another version.
+        RankFailed: names each node with a different version.
     """
     wrong = {
         f"{process.host} has {name} {process.versions[name]}, {mine.host} has {version}": None
@@ -231,11 +246,11 @@ def check_versions(mine: Process, theirs: Sequence[Process]) -> None:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM and `breakpoint` over for good."""
-    term, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
+def _preserving_signals() -> Iterator[None]:
+    """Restore what Ray replaces for good: the handler of SIGTERM, and `breakpoint`."""
+    sigterm, debugger = signal.getsignal(signal.SIGTERM), os.environ.get("PYTHONBREAKPOINT")
     yield
-    if signal.getsignal(signal.SIGTERM) is not term:
-        signal.signal(signal.SIGTERM, term)
+    if signal.getsignal(signal.SIGTERM) is not sigterm:
+        signal.signal(signal.SIGTERM, sigterm)
     if debugger is None:
         os.environ.pop("PYTHONBREAKPOINT", None)

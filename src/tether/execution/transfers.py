@@ -1,4 +1,4 @@
-"""Traffic between the loop and its ranks: bytes and seconds of a step."""
+"""Bytes and seconds of transfers between the loop and its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_BYTES = 8
 
 
 class Transfers:
-    """Adds up what was moved since it was last asked; threads may share it."""
+    """Sums transfers since the last `take`; threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,23 +25,23 @@ class Transfers:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def add(self, kind: str, count: int, seconds: float = 0.0) -> None:
-        """Count bytes of one of `TO`, `FROM` and `WEIGHTS`, and the seconds that this process packed or unpacked."""
+        """Add bytes to `TO`, `FROM` or `WEIGHTS`, and the seconds that this process spent on packing or unpacking."""
         with self._lock:
             self._bytes[kind] += count
             self._seconds[kind] += seconds
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last call."""
+        """Return the metrics since the last call, and reset them."""
         with self._lock:
-            found = {f"transfer/{kind}_bytes": float(self._bytes[kind]) for kind in (TO, FROM, WEIGHTS)}
-            found |= {f"timing_s/{kind}": self._seconds[kind] for kind in (TO, FROM)}
+            metrics = {f"transfer/{kind}_bytes": float(self._bytes[kind]) for kind in (TO, FROM, WEIGHTS)}
+            metrics |= {f"timing_s/{kind}": self._seconds[kind] for kind in (TO, FROM)}
             self._bytes.clear()
             self._seconds.clear()
-        return found
+        return metrics
 
 
 def size_of(value: Any) -> int:
-    """Bytes of all tensors, arrays and tokens in a tree of them."""
+    """Return the bytes of all tensors, arrays and tokens in a nested value."""
     if isinstance(value, Tensor | np.ndarray):
         return int(value.nbytes)
     if is_tensor_collection(value):

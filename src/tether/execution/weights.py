@@ -1,4 +1,4 @@
-"""Weights in an object store, where all processes of a machine look at the same memory."""
+"""Weights in an object store, in memory that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from torch import Tensor
 
 from tether.batch import WeightUpdate
 
-PART = 64 << 20
-"""Bytes of weights that travel at a time: one part is stored while another is read, in memory that was used before."""
+CHUNK_BYTES = 64 << 20
+"""Bytes of weights in a chunk: one chunk is stored while the previous one is read, and memory is reused."""
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Tensors as bytes of NumPy, which Ray reads without a copy; each is stored once, whatever its names."""
+    """Tensors as NumPy bytes, which Ray reads without a copy; a tensor with several names is stored once."""
 
     names: tuple[tuple[str, int], ...]
-    """Name of a tensor, and which of the arrays it is."""
+    """Names of tensors with the index of their array."""
     arrays: tuple[np.ndarray[Any, np.dtype[np.uint8]], ...]
     formats: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-    """Of each array."""
+    """Dtype and shape of each array."""
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Tensor]]) -> StoredWeights:
-        """Weights in the memory of the host."""
-        places, arrays = dict[tuple[int, torch.Size], int](), list[Any]()
+        """Pack tensors into host memory."""
+        indices, arrays = dict[tuple[int, torch.Size], int](), list[Any]()
         names, formats = [], []
-        kept = list(tensors)  # or memory would be used again, and two tensors seem to be one
-        for name, tensor in kept:
+        items = list(tensors)  # keeps all alive: with reused memory two tensors would have one address
+        for name, tensor in items:
             key = (tensor.data_ptr(), tensor.shape)
-            if key not in places:
-                places[key] = len(arrays)
+            if key not in indices:
+                indices[key] = len(arrays)
                 arrays.append(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
                 formats.append((tensor.dtype, tuple(tensor.shape)))
-            names.append((name, places[key]))
+            names.append((name, indices[key]))
         return cls(tuple(names), tuple(arrays), tuple(formats))
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def update(self, version: int) -> WeightUpdate:
-        """The weights, to be copied from: the memory may be that of others, and is only read."""
+        """Return the weights for copying: the memory may be shared and must not be written to."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             tensors = [
                 torch.from_numpy(array).view(dtype).view(shape)
                 for array, (dtype, shape) in zip(self.arrays, self.formats, strict=True)
             ]
-        return WeightUpdate(version, [(name, tensors[place]) for name, place in self.names])
+        return WeightUpdate(version, [(name, tensors[index]) for name, index in self.names])
 
 
-def in_parts(
-    tensors: Iterable[tuple[str, Tensor]], limit: int = PART
+def weight_chunks(
+    tensors: Iterable[tuple[str, Tensor]], limit: int = CHUNK_BYTES
 ) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Tensors, some at a time, and whether there are more.
+    """Yield the tensors in chunks, each with whether another one follows.
 
     Args:
-        tensors: name and value; other names of a tensor follow its first, and are in the same part.
-        limit: bytes of a part; its last tensor may exceed it.
+        tensors: names and values; further names of a tensor directly follow the first, and stay in its chunk.
+        limit: bytes of a chunk; its last tensor may exceed it.
     """
-    part: list[tuple[str, Tensor]] = []
+    chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, value in tensors:
-        again = bool(part) and value is part[-1][1]
-        if size >= limit and not again:
-            yield part, True
-            part, size = [], 0
-        part.append((name, value))
-        size += 0 if again else value.nbytes
-    yield part, False
+        is_alias = bool(chunk) and value is chunk[-1][1]
+        if size >= limit and not is_alias:
+            yield chunk, True
+            chunk, size = [], 0
+        chunk.append((name, value))
+        size += 0 if is_alias else value.nbytes
+    yield chunk, False

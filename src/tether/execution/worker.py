@@ -1,4 +1,4 @@
-"""The process of one device: what a factory built there, and its methods by name."""
+"""The process of one rank, whose components a factory builds and whose methods are called by name."""
 
 from __future__ import annotations
 
@@ -28,78 +28,78 @@ from torch.profiler import record_function
 
 from tether import __version__
 from tether.execution.transfers import Transfers
-from tether.execution.weights import StoredWeights, in_parts
+from tether.execution.weights import StoredWeights, weight_chunks
 from tether.runtime.machine import set_threads
 from tether.runtime.rendezvous import StoreAddress
 
 BEAT_SECONDS = 0.5
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 GETS_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
 class Group(Protocol):
-    """Ranks with the same parts, which know each other."""
+    """Ranks that have the same components and one process group."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Return the number of ranks."""
         ...
 
     @property
     def transfers(self) -> Transfers:
-        """Bytes and seconds of transfers to them and back."""
+        """Return the counter of bytes and seconds of transfers to and from the ranks."""
         ...
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
-        """Have a factory, which is named by its module, make the parts on every rank."""
+        """Build the components on every rank with a factory that ranks can import."""
         ...
 
-    def call(self, part: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
-        """Call a method of a part on every rank at once.
+    def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
+        """Call a method of a component on all ranks at once.
 
         Args:
-            part: name that the factory gave it.
-            method: its method.
-            arguments: of each rank; None: this rank is not called, and its answer is None.
+            component: its key in the mapping that the factory returned.
+            method: name of the method.
+            arguments: positional arguments of each rank; None does not call this rank and returns None for it.
 
         Returns:
-            The answers, in the order of ranks.
+            The results, in the order of ranks.
 
         Raises:
-            RankFailed: see there.
+            RankFailed: a rank failed or was lost.
         """
         ...
 
     def share(self, value: object) -> object:
-        """Store a large argument once for all ranks; stands in its place in `call`."""
+        """Store a large argument once for all ranks, and return a reference to pass to `call` instead."""
         ...
 
-    def share_weights(self, part: str) -> Iterator[object]:
-        """Have the first rank store the weights of an engine, some at a time, for ranks of any group.
+    def share_weights(self, component: str) -> Iterator[object]:
+        """Store the weights of an engine in chunks, from its first rank, for ranks of any group.
 
-        Each item stands in the place of a `StoredWeights` in `call`. The next one is stored while it is used, and it is
-        freed once nobody has it; the engine must stay as it is until the last.
+        Each reference that is yielded is passed to `call` instead of a `StoredWeights`. The next chunk is stored while
+        this one is used, and a chunk is freed with its last reference. The engine must not change before the last one.
         """
         ...
 
     def read(self, shared: object) -> Any:
-        """The object that `share` or `share_weights` has stored."""
+        """Return the object that `share` or `share_weights` stored."""
         ...
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a rank runs, and on which versions."""
+    """Describes the process of a rank and its versions."""
 
     pid: int
     machine: str
-    """Processes with the same one have numbers of each other."""
+    """Identifies the machine and its PID namespace; processes with equal values can signal each other by pid."""
     host: str
     versions: Mapping[str, str]
 
 
 def this_process() -> Process:
-    """The one that asks."""
+    """Return the description of the current process."""
     machine = socket.gethostname()
     with suppress(OSError):
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(
@@ -110,20 +110,20 @@ def this_process() -> Process:
 
 
 class Worker:
-    """One rank.
+    """Hosts the components of one rank.
 
     Args:
-        rank: its number.
+        rank: its index.
         threads: CPU threads.
-        log: file that it adds what it prints to, stacks on SIGUSR1 among it.
-        folder: that relative paths begin at.
-        store: the driver's, where ranks meet and give signs of life.
+        log: file to which its output is appended, including stacks on SIGUSR1.
+        folder: working directory.
+        store: address of the driver's store, for the rendezvous and heartbeats of ranks.
     """
 
     def __init__(self, rank: int, threads: int, log: Path, folder: Path, store: StoreAddress) -> None:
         self._rank, self._address = rank, store
-        self._parts: Mapping[str, Any] = {}
-        self._left: Iterator[tuple[list[tuple[str, Tensor]], bool]] = iter(())
+        self._components: Mapping[str, Any] = {}
+        self._chunks: Iterator[tuple[list[tuple[str, Tensor]], bool]] = iter(())
         self._doing, self._since = "starts", time.time()
         with suppress(OSError):  # a folder of another machine
             os.chdir(folder)
@@ -134,79 +134,80 @@ class Worker:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
         set_threads(threads)
-        beats = self._address.connect()  # of its own: that of the main thread may wait for others
+        beats = self._address.connect()  # a separate connection: the main thread's may block
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def process(self) -> Process:
-        """This one."""
+        """Return the description of this process."""
         return this_process()
 
-    def join(self, ranks: range, device: str, seconds: float) -> None:
-        """Wait for the ranks that work together with this one, now and in each collective so many seconds."""
+    def join(self, ranks: range, device: str, timeout: float) -> None:
+        """Create the process group with these ranks; `timeout` applies to this call and to each collective."""
         _use_interface_to(self._address.host)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore(f"ranks from {ranks.start}", self._address.connect()),
             rank=self._rank - ranks.start,
             world_size=len(ranks),
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=timeout),
         )
         if device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each rank its own device alone
 
     def build(self, factory: Callable[..., Mapping[str, Any]], arguments: tuple[object, ...]) -> None:
-        """Have a factory make the parts."""
+        """Build the components of this rank."""
         self._doing, self._since = "build", time.time()
-        self._parts = factory(*arguments)
+        self._components = factory(*arguments)
         self._doing, self._since = "waits", time.time()
 
-    def call(self, part: str, method: str, *arguments: object) -> Any:
-        """Call a method of a part."""
-        return self._do(f"{part}.{method}", lambda: getattr(self._parts[part], method)(*arguments))
+    def call(self, component: str, method: str, *arguments: object) -> Any:
+        """Call a method of a component."""
+        return self._do(f"{component}.{method}", lambda: getattr(self._components[component], method)(*arguments))
 
-    def next_weights(self, part: str, begin: bool) -> tuple[StoredWeights | None, bool]:
-        """Some of the weights of an engine, from its first ones on or those that come next; and whether there are more.
+    def next_weights(self, component: str, begin: bool) -> tuple[StoredWeights | None, bool]:
+        """Return the first or the next chunk of an engine's weights, and whether there are more.
 
-        All ranks of the engine take part; the first has the weights.
+        All ranks of the engine must call it; only the first one gets the weights.
         """
         if begin:
-            self._left = in_parts(self._parts[part].whole_weights())
-        weights, more = self._do(f"{part}.whole_weights", lambda: next(self._left))
+            self._chunks = weight_chunks(self._components[component].whole_weights())
+        weights, more = self._do(f"{component}.whole_weights", lambda: next(self._chunks))
         return StoredWeights.of(weights) if dist.get_rank() == 0 else None, more
 
     def _do(self, name: str, work: Callable[[], Any]) -> Any:
         self._doing, self._since = name, time.time()
         with record_function(name):
-            answer = work()
+            result = work()
         self._doing, self._since = "waits", time.time()
-        return answer
+        return result
 
     def _beat(self, store: dist.TCPStore) -> None:
-        number, key = 0, f"rank {self._rank}"
+        count, key = 0, f"rank {self._rank}"
         try:
             while True:
-                number += 1
+                count += 1
                 device = torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
                 host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # peak
-                sign = {"beat": number, "doing": self._doing, "since": self._since, "host": host, "device": device}
-                signed = self._address.signed(key, json.dumps(sign).encode())
-                # Never a question, for which it would wait.
-                store.set(key, signed)  # type: ignore[arg-type]  # bytes are taken, too
+                heartbeat = {"beat": count, "doing": self._doing, "since": self._since, "host": host, "device": device}
+                signed = self._address.signed(key, json.dumps(heartbeat).encode())
+                # Only ever write: a read would wait.
+                store.set(key, signed)  # type: ignore[arg-type]  # it accepts bytes too
                 time.sleep(BEAT_SECONDS)
-        except dist.DistError:  # the driver is gone; Ray would see it later, and this process must not write any more
+        except dist.DistError:  # the driver is gone, which Ray would notice later; this process must not write any more
             os._exit(1)
 
 
 def _use_interface_to(host: str) -> None:
-    """Let Gloo talk by the network interface that leads to a host; else it takes what this host's name stands for,
-    which often is a loopback.
+    """Make Gloo use the network interface that routes to a host.
+
+    By default it uses the address that this host's name resolves to, which often is a loopback.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
-        mine = probe.getsockname()[0]
+        own_address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), GETS_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == mine:
+                request = fcntl.ioctl(probe.fileno(), GETS_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(request[20:24]) == own_address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                     return

@@ -1,6 +1,7 @@
-"""The training loop (`loop`), what it knows of its parts (`protocol`), checkpoints and callbacks.
+"""The training loop (`loop`), the protocols that it calls (`protocol`), checkpoints and callbacks.
 
-`text` and `control` hold the parts of one kind of policy, `parts` the steps that a configuration switches on.
+`text` and `control` implement the protocols for the two kinds of policy; `parts` has the steps of the loop that a
+configuration enables.
 """
 
 from tether.trainer.ahead import SamplingAhead, SourceAhead

@@ -1,13 +1,13 @@
-"""The content of a checkpoint, and whether a run may resume from it.
+"""The content of a checkpoint, and checks whether a run may resume from it.
 
-On the disk::
+Files::
 
     global_step_20/actor/             a language model and its tokenizer, a plain Hugging Face directory
     global_step_20/critic/            its critic, likewise, if there is one
     global_step_20/actor/             or a control policy: policy.json and policy.safetensors
     global_step_20/environments.pkl   the environments that it acts in
     global_step_20/training/*.pt      optimizers, position in the data, controllers, random number generators
-    global_step_20/training/*.safetensors   of several ranks: the optimizers' moments, a file each
+    global_step_20/training/*.safetensors   the optimizers' moments of several ranks, one file each
     global_step_20/identity.json      the data and the model, or the environments, that the run started from
     global_step_20/run.yaml           the resolved configuration
 """
@@ -35,49 +35,49 @@ from tether.training import Engine
 from tether.types import StateDict
 
 TRAINING = "training"
-"""Folder of the states in a checkpoint."""
+"""The folder of the states in a checkpoint."""
 RATES = {"actor": "actor_rollout_ref.actor.optim.lr", "critic": "critic.optim.lr", "rm": "--lr"}
-"""Folder of a model in a checkpoint -> what its learning rate is set by."""
+"""The setting of the learning rate, by the folder of the model in a checkpoint."""
 LARGEST_WEIGHT = 1e18
-"""Of a language model: with larger ones the squares that its norms sum overflow float32."""
+"""Largest weight of a language model: with larger ones, the sums of squares in its norms overflow float32."""
 
 
 class WeightsLost(ValueError):
-    """Weights hold NaN or infinity, so that no run could continue from them; the message names a good checkpoint."""
+    """Raised for weights with NaN or infinity, from which no run can continue; the message names a good checkpoint."""
 
 
 @dataclass(frozen=True)
 class Persistence:
-    """Saves everything that a run needs to resume exactly."""
+    """Saves the state that a run needs to resume exactly."""
 
     store: CheckpointStore
     identity: Mapping[str, str]
-    """Key of the configuration -> fingerprint of what it named, for example of the training data."""
+    """Fingerprints of inputs, such as the training data, by the configuration key that names them."""
     run_yaml: str
     private: bool = False
-    """`run_yaml` holds secrets, so that its file is for its owner alone."""
+    """Whether `run_yaml` contains secrets, so that only the owner may read its file."""
 
     def begin(self, step: int, start: Callable[[Path], Callable[[], None]], state: StateDict) -> Callable[[], Path]:
-        """Begin the checkpoint of a step; see `CheckpointStore.begin`.
+        """Begin the checkpoint of a step, as `CheckpointStore.begin`, and return a function that completes it.
+
+        The returned function raises `WeightsLost`, and saves nothing, if the weights are not usable.
 
         Args:
-            step: that was done.
-            start: begins to write the models and what belongs to them into the folder that it is given.
-            state: the trainer's.
-
-        Raises:
-            WeightsLost: by what is returned; nothing is saved then.
+            step: the finished step.
+            start: begins to write the models and their states into a folder, and returns a function that completes
+                them.
+            state: the state of the trainer.
         """
-        kept = as_bytes({**state, "rng": rng_state()})
+        trainer_state = as_bytes({**state, "rng": rng_state()})
 
         def start_all(folder: Path) -> Callable[[], None]:
             (folder / TRAINING).mkdir()
-            rest = start(folder)
+            complete_models = start(folder)
 
             def complete() -> None:
-                rest()
+                complete_models()
                 self._check_weights(folder, step)
-                (folder / TRAINING / "trainer.pt").write_bytes(kept)
+                (folder / TRAINING / "trainer.pt").write_bytes(trainer_state)
                 (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
                 write_run_yaml(folder, self.run_yaml, private=self.private)
 
@@ -86,7 +86,7 @@ class Persistence:
         return self.store.begin(step, start_all)
 
     def _check_weights(self, folder: Path, step: int) -> None:
-        """Read the weights that were written, of whichever engine and of all its ranks."""
+        """Check the weights that all ranks of all engines have written."""
         for file in sorted(folder.glob("*/*.safetensors")):
             broken = None if file.parent.name == TRAINING else _first_broken(file)
             if broken is None:
@@ -104,20 +104,21 @@ class Persistence:
 
 
 def _first_broken(file: Path) -> str | None:
-    """Name the first tensor of a file that holds no weights any more; None: all do."""
-    largest = LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf  # a policy has statistics, too
+    """Return the name of the first tensor of a file that is not finite or too large, or None."""
+    # The statistics of a control policy may be large.
+    largest = LARGEST_WEIGHT if (file.parent / "config.json").exists() else math.inf
     with safe_open(file, "pt") as weights:
-        for name in weights.keys():  # noqa: SIM118  it is no mapping
+        for name in weights.keys():  # noqa: SIM118  it is not a mapping
             weight = weights.get_tensor(name)
-            if weight.is_floating_point() and weight.element_size() == 1:  # float8, which has no least number
+            if weight.is_floating_point() and weight.element_size() == 1:  # float8 does not support aminmax
                 weight = weight.float()
-            if weight.numel() and not all(abs(float(end)) < largest for end in weight.aminmax()):
+            if weight.numel() and not all(abs(float(bound)) < largest for bound in weight.aminmax()):
                 return str(name)
     return None
 
 
 def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
-    """Save each model once before anything is learned, in a folder below `root` that goes again.
+    """Save each model once before training, in a temporary folder below `root`.
 
     Raises:
         ValueError: a model cannot be saved.
@@ -131,42 +132,43 @@ def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
             except RankLost:
                 raise
             except Exception as error:
-                if is_disk_full(error):  # the first checkpoint says how much it needs
+                if is_disk_full(error):  # the first checkpoint reports how much it needs
                     break
                 raise ValueError(
-                    f"the {role} cannot be saved, as was tried before the first step ({type(error).__name__}: "
-                    f"{error}). Fix that, or take another model or, with LoRA, other layers "
+                    f"the {role} cannot be saved, which a check before the first step showed ({type(error).__name__}: "
+                    f"{error}). Fix that, or use another model or, with LoRA, other layers "
                     "(actor_rollout_ref.model.target_modules)."
                 ) from error
-    set_rng_state(rng)  # whatever the libraries that write draw
+    set_rng_state(rng)  # the libraries that write files may draw random numbers
 
 
 def write_run_yaml(folder: Path, text: str, *, private: bool) -> None:
-    """Write the resolved configuration into a checkpoint; `private`: for its owner alone, from its first byte."""
+    """Write the resolved configuration into a checkpoint; only the owner may read it if it is `private`."""
     file = folder / "run.yaml"
+    # The permissions are set before the content is written.
     file.touch(0o600 if private else 0o666)
     file.write_text(text)
 
 
 def restore(checkpoint: Path, load: Mapping[str, Callable[[Path], None]]) -> StateDict:
-    """Load the states of a checkpoint, the global generators among them; returns the trainer's.
+    """Load the states of a checkpoint, including the global random generators, and return the trainer's.
 
     Args:
-        checkpoint: whose models are loaded already.
-        load: name of a state -> what takes its file over.
+        checkpoint: the checkpoint, whose models are loaded already.
+        load: the function that loads the file of a state, by the name of the state.
     """
-    for name, take in load.items():
-        take(checkpoint / TRAINING / f"{name}.pt")
+    for name, load_file in load.items():
+        load_file(checkpoint / TRAINING / f"{name}.pt")
     state = load_state(checkpoint / TRAINING / "trainer.pt")
     set_rng_state(state.pop("rng"))
     return state
 
 
 def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
-    """Refuse to resume with other data or another model than the run began with.
+    """Check that a run resumes with the data and the model that it began with.
 
     Raises:
-        ValueError: names each key whose content is another one now.
+        ValueError: a file or model has changed; names its configuration key.
     """
     before = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT)
     changed = [key for key, fingerprint in identity.items() if before.get(key, fingerprint) != fingerprint]
@@ -180,12 +182,12 @@ def check_identity(checkpoint: Path, identity: Mapping[str, str]) -> None:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Hash a model directory by name and content of all its files but hidden ones and pages, or a GGUF file."""
+    """Hash a GGUF file, or a model directory by names and contents of its files except hidden ones and Markdown."""
     if not path.is_dir():
         return sha256_of([path])[0]
     names = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
     names = [name for name in names if name.suffix != ".md" and name.name not in CARD]
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    names = [name for name in names if not any(component.startswith(".") for component in name.parts)]
     contents = sha256_of([path / name for name in names])
     listing = "".join(f"{name}:{content}\n" for name, content in zip(names, contents, strict=True))
     return hashlib.sha256(listing.encode()).hexdigest()
@@ -193,8 +195,8 @@ def model_fingerprint(path: Path) -> str:
 
 def object_fingerprint(model: nn.Module) -> str:
     """Hash the names and values of a model's state."""
-    hashed = hashlib.sha256(type(model).__name__.encode())
+    digest = hashlib.sha256(type(model).__name__.encode())
     for name, value in model.state_dict().items():
-        hashed.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        hashed.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return hashed.hexdigest()
+        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
 """The training loop, for language models and control policies alike.
 
-One step: let the policy act and score what it did; ask the policy, the reference and the critic about each of its
-decisions; turn rewards into advantages; update the critic and the policy; hand the new weights to the rollouts.
-`Trainer.step` is exactly that; `Trainer.fit` says when a run logs, tests, saves and stops.
+One step: let the policy act and score the result; compute the outputs of the policy, the reference and the critic for
+each of its decisions; turn rewards into advantages; update the critic and the policy; pass the new weights to the
+rollouts. `Trainer.step` is exactly that; `Trainer.fit` decides when a run logs, evaluates, saves and stops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.trainer.callbacks import Callbacks
 from tether.trainer.checkpoint import TRAINING, Persistence, check_saving, restore
 from tether.trainer.parts.alarms import Alarms
-from tether.trainer.parts.best_test import BestTest
+from tether.trainer.parts.best_evaluation import BestEvaluation
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.mismatch import MismatchAlarm
 from tether.trainer.parts.profiler import StepProfiler
@@ -37,18 +37,18 @@ from tether.training import AnyLearner
 from tether.types import StateDict
 
 OldLogProbs = Literal["recomputed", "sampler", "update"]
-"""Where the log-probs under the old policy come from: a forward pass of their own; the sampler's, as they are (bypass
-mode); or the only update that a rollout is used for, which begins with the old policy."""
+"""The origin of the log-probs under the old policy: a separate forward pass; the sampler (bypass mode); or the only
+update on the rollout, which begins with the old policy."""
 OnCollapse = Literal["warn", "stop", "rollback"]
 SelectRows = Callable[[Any, int], tuple[Any, dict[str, float]]]
-"""(batch with advantages, training step) -> the rows that the update learns from, and metrics."""
+"""Called with (batch with advantages, training step); returns the rows that the update learns from, and metrics."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When what happens, in training steps; a frequency of 0 or below means never.
+    """The steps at which a run saves, evaluates and logs; a frequency of 0 or below means never.
 
-    A `save_freq` of -1 saves after the last step alone.
+    A `save_freq` of -1 saves only after the last step.
     """
 
     total_steps: int
@@ -58,16 +58,16 @@ class Schedule:
     log_freq: int = 1
 
     def saves_at(self, step: int) -> bool:
-        """Is a checkpoint due after this step; always after the last, if any are saved."""
+        """Return whether a checkpoint is due after this step; always after the last, if any are saved."""
         return self._is_due(step, self.save_freq) or (self.save_freq == -1 and step == self.total_steps)
 
-    def tests_at(self, step: int) -> bool:
-        """Is a validation due after this step; always after the last, if there are any."""
+    def evaluates_at(self, step: int) -> bool:
+        """Return whether an evaluation is due after this step; always after the last, if there are any."""
         return self._is_due(step, self.test_freq)
 
     def logs_at(self, step: int) -> bool:
-        """Are the metrics of this step logged; always those of the last, and of one that is tested."""
-        return self._is_due(step, self.log_freq) or self.tests_at(step)
+        """Return whether the metrics of this step are logged; always for the last step and steps with an evaluation."""
+        return self._is_due(step, self.log_freq) or self.evaluates_at(step)
 
     def _is_due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.total_steps)
@@ -75,24 +75,25 @@ class Schedule:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """All parts of a run; `tether.assembly` makes one from a configuration. A resumed run is bitwise the uninterrupted
-    one. Everything optional is an object that may be None.
+    """Runs the training loop over the components of a run, which `tether.assembly` builds from a configuration.
+
+    A resumed run is bitwise equal to an uninterrupted one. Optional components may be None.
     """
 
     source: Source[Any]
     rollouts: Rollouts[Any, Any, Any]
     actor: AnyLearner
     critic: AnyLearner | None
-    """None where there is none, or where it is part of the actor's model."""
+    """The critic; None without a critic, or if it belongs to the actor's model."""
     reference: Callable[[Any], Any] | None
-    """Outputs of the reference policy for a batch."""
+    """Returns the outputs of the reference policy for a batch."""
     reward_transforms: Sequence[RewardTransform[Any]]
-    """Applied in this order."""
+    """The transforms in the order in which they are applied."""
     estimate_advantages: Callable[[Any], dict[str, float]]
-    """Fills in advantages and returns, and gives metrics."""
+    """Adds advantages and returns to a batch, and returns metrics."""
     rollout_correction: RolloutCorrection | None = None
     select_rows: SelectRows | None = None
-    """None: every row is learned from."""
+    """Selects the rows of the update; None uses all."""
     mismatch: MismatchAlarm | None = None
     old_log_probs: OldLogProbs = "recomputed"
     critic_warmup: CriticWarmup
@@ -100,31 +101,31 @@ class Trainer:
     persistence: Persistence
     loggers: Loggers
     alarms: Alarms = field(default_factory=Alarms)
-    best: BestTest = field(default_factory=BestTest)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     profiler: StepProfiler | None = None
     saver: Saver = field(default_factory=Saver)
     on_collapse: OnCollapse = "warn"
-    """Where an alarm says that the policy has collapsed: go on, save and stop, or do so to be started again earlier."""
+    """What to do if an alarm reports that the policy has collapsed: continue, save and stop, or also roll back."""
     rollbacks: Rollbacks | None = None
-    """With ``rollback``."""
-    goes_back_to: Path | None = None
-    """The checkpoint from which the run that `fit` has ended is to be started again."""
+    """The rollbacks, if `on_collapse` is ``rollback``."""
+    rollback_target: Path | None = None
+    """The checkpoint from which the run is to be restarted after `fit` has returned."""
     stopped_by: str | None = None
-    """The setting that ended `fit` before the last step."""
+    """The setting that stopped `fit` before the last step."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     step_number: int = 0
-    """Training steps done."""
+    """The number of finished training steps."""
     validation_due: bool = False
-    """The validation of the last step has not been done: the resumed run begins with it."""
+    """Whether the evaluation of the last step is missing, so that a resumed run begins with it."""
     unlogged: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step that no log has: the resumed run begins with them."""
+    """Metrics of the last step that were not logged, which a resumed run logs first."""
     saved_step: int = 0
-    """Step of the last checkpoint."""
+    """The step of the last checkpoint."""
     weights_change: bool = False
-    """The step in progress has begun to change weights: nothing can be saved before it is done."""
+    """Whether the current step has begun to change weights, so that nothing can be saved before it is done."""
 
     def step(self, tasks: Any) -> dict[str, float]:
-        """Do one training step with what the source dealt; returns its metrics."""
+        """Run one training step on tasks of the source and return its metrics."""
         number, time = self.step_number + 1, Timer(self.loggers.phase, record_function)
         with time("step"):
             experience = self.rollouts.collect(tasks, number, time, self._show("gen"))
@@ -173,62 +174,62 @@ class Trainer:
         return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}
 
     def fit(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Train to the last step, or until `interrupted` or an alarm says so after one; then a checkpoint is saved."""
-        starts = self.step_number == 0
+        """Train to the last step, or until `interrupted`, an alarm or a score stops the run with a checkpoint."""
+        is_new_run = self.step_number == 0
         if self.step_number < self.schedule.total_steps:
             self._check_saving()
-        if starts:
+        if is_new_run:
             self.rollouts.begin(self.step_number)
         if self.unlogged:
             self.log(self.unlogged)
             self.unlogged = {}
-        if self.validation_due or (starts and self.schedule.val_before_train and self.rollouts.can_evaluate):
+        if self.validation_due or (is_new_run and self.schedule.val_before_train and self.rollouts.can_evaluate):
             self.validation_due = False
             metrics = self.evaluate()
-            if not starts:
+            if not is_new_run:
                 self.alarms.check_validation(metrics, self.loggers.warn)
             self.loggers.log(self.step_number, metrics)
             self.callbacks.on_evaluation(self.step_number, metrics)
-            self._judge(metrics)
-        if not starts:  # after the validation, as in a run that was not interrupted before it
+            self._track_best(metrics)
+        if not is_new_run:  # after the evaluation, as in a run that was not interrupted before it
             self.rollouts.begin(self.step_number)
-        if self._has_to_stop():
+        if self._should_stop():
             return
         while self.step_number < self.schedule.total_steps:
             self.weights_change = False
-            with self._saving_first(deepcopy(self.state()), rng_state()):
+            with self._saving_on_error(deepcopy(self.state()), rng_state()):
                 self.unlogged = self.advance()
                 warming_up = not self.critic_warmup.ended
                 self.alarms.check_step(self.unlogged, warming_up=warming_up, warn=self.loggers.warn)
-            with self._saving_first():
+            with self._saving_on_error():
                 done = self.step_number
-                self.validation_due = self.rollouts.can_evaluate and self.schedule.tests_at(done)
-                stopping = self._has_to_stop() or interrupted()
+                self.validation_due = self.rollouts.can_evaluate and self.schedule.evaluates_at(done)
+                stopping = self._should_stop() or interrupted()
                 if self.validation_due and not stopping:
-                    tested = self.evaluate()
-                    self.alarms.check_validation(tested, self.loggers.warn)
-                    self.unlogged |= tested
+                    evaluation = self.evaluate()
+                    self.alarms.check_validation(evaluation, self.loggers.warn)
+                    self.unlogged |= evaluation
                     self.validation_due = False
-                    self.callbacks.on_evaluation(done, tested)
-                    self._judge(tested)
-                    stopping = self._has_to_stop()
-                measured = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
+                    self.callbacks.on_evaluation(done, evaluation)
+                    self._track_best(evaluation)
+                    stopping = self._should_stop()
+                metrics = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
-                self.callbacks.on_step_end(done, measured)
+                self.callbacks.on_step_end(done, metrics)
                 saves = self.schedule.saves_at(done) or stopping
                 self.collect_saved(wait=saves)
-            # After the log: a run killed in between does the step again, and its line is replaced, never missing.
+            # After the log: a run killed in between repeats the step, which replaces its log line instead of losing it.
             if saves:
                 self.save()
             if stopping:
                 break
         else:
-            if complaint := self.critic_warmup.never_over():
-                self.loggers.warn(complaint)
+            if problem := self.critic_warmup.unfinished_problem():
+                self.loggers.warn(problem)
         self.collect_saved(wait=True)
 
     def _check_saving(self) -> None:
-        """What cannot be saved is refused before the first step; a run that is not to be saved is only warned."""
+        """Raise an error before the first step if a model cannot be saved; warn if the run saves no checkpoints."""
         try:
             check_saving(
                 self.persistence.store.root, {role: learner.engine for role, learner in self._learners().items()}
@@ -238,41 +239,40 @@ class Trainer:
                 raise
             self.loggers.warn(str(error))
 
-    def _judge(self, tested: dict[str, float]) -> None:
-        """Compare a test with those before, and keep the checkpoint of the best."""
-        self.best.take(tested)
+    def _track_best(self, metrics: dict[str, float]) -> None:
+        """Compare an evaluation with earlier ones, and keep the checkpoint of the best."""
+        self.best.update(metrics)
         if self.best.is_new and self.best.persistence:
             self.loggers.phase("save_checkpoint")
             self.collect_saved(wait=True)
             self.write_checkpoint(self.state(), self.best.persistence)
 
-    def _has_to_stop(self) -> bool:
-        """Whether a test was good enough, or an alarm has spoken of a collapse since the last call and the run is to
-        stop then.
-        """
-        if self.best.is_enough:
+    def _should_stop(self) -> bool:
+        """Return whether an evaluation reached the target score, or a new alarm of a collapse stops the run."""
+        if self.best.reached_target:
             self.stopped_by = "trainer.stop_at_score"
             return True
         since = self.alarms.collapsed_since
         if since is None:
             return False
-        self.goes_back_to = self.rollbacks.target(since) if self.rollbacks else None
-        if self.goes_back_to is None:  # else a run that is killed before it went back does so when it resumes
+        self.rollback_target = self.rollbacks.target(since) if self.rollbacks else None
+        # With a target it stays set, so that a run that is killed before the rollback does it when it resumes.
+        if self.rollback_target is None:
             self.alarms.collapsed_since = None
         if self.on_collapse == "warn":
             return False
         self.stopped_by = "trainer.on_collapse"
-        self.loggers.warn(self.rollbacks.words(self.goes_back_to, since) if self.rollbacks else STOPS)
+        self.loggers.warn(self.rollbacks.message(self.rollback_target, since) if self.rollbacks else STOPS)
         return True
 
     def advance(self) -> dict[str, float]:
-        """Do the next training step; returns its metrics."""
-        source, number = self.source.metrics(), self.step_number + 1
+        """Run the next training step and return its metrics."""
+        source_metrics, number = self.source.metrics(), self.step_number + 1
         with self.profiler.recording(number) if self.profiler else nullcontext():
-            return self.step(self.source.next(number)) | source
+            return self.step(self.source.next(number)) | source_metrics
 
     def evaluate(self) -> dict[str, float]:
-        """Validate the current policy; returns its metrics and logs samples."""
+        """Evaluate the current policy, log samples and return its metrics."""
         time = Timer(self.loggers.phase, record_function)
         with time("testing"):
             result = self.rollouts.evaluate(self.step_number, self._show("testing"))
@@ -281,36 +281,36 @@ class Trainer:
         return result.metrics | time.metrics()
 
     def log(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Log the metrics of the current step; returns all that was logged."""
+        """Log the metrics of the current step and return everything that was logged."""
         logged = metrics | self.rollouts.metrics_to_log()
         self.loggers.log(self.step_number, logged)
-        self.rollouts.logged()  # after the log, which may fail: a checkpoint is saved then
+        self.rollouts.logged()  # after the log, which may fail and cause a checkpoint
         return logged
 
     def save(self) -> None:
-        """Save a checkpoint of the current step; how long training waited for it is logged under the step, too."""
+        """Save a checkpoint of the current step, and log how long training waited for it."""
         time = Timer(self.loggers.phase, record_function)
         with time("save_checkpoint"):
             self.collect_saved(wait=True)
             rng = rng_state()
-            self.saver.take(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.later))
-            set_rng_state(rng)  # whatever the libraries that write draw
-            self.rollouts.saved(self.step_number)
+            self.saver.submit(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.background))
+            set_rng_state(rng)  # the libraries that write files may draw random numbers
+            self.rollouts.checkpoint_saved(self.step_number)
         self.loggers.log(self.step_number, time.metrics())
         self.collect_saved(wait=False)
 
     def collect_saved(self, *, wait: bool) -> None:
-        """Tell of the last checkpoint, once it is complete; with `wait` it is then."""
-        self.saver.collect(self._saved, wait=wait)
+        """Notify callbacks of the last checkpoint if it is complete; `wait` waits until it is."""
+        self.saver.collect(self._checkpoint_complete, wait=wait)
 
-    def _saved(self, step: int, path: Path) -> None:
+    def _checkpoint_complete(self, step: int, path: Path) -> None:
         self.saved_step = step
         self.callbacks.on_checkpoint(step, path)
 
     def write_checkpoint(
         self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False
     ) -> Path:
-        """Write a checkpoint; for the arguments see `begin_checkpoint`."""
+        """Write a checkpoint; the arguments are those of `begin_checkpoint`."""
         rng = rng_state()
         path = self.begin_checkpoint(state, persistence, in_step=in_step)()
         set_rng_state(rng)
@@ -324,37 +324,38 @@ class Trainer:
         in_step: bool = False,
         copy: bool = False,
     ) -> Callable[[], Path]:
-        """Begin a checkpoint; what is returned completes it.
+        """Begin a checkpoint and return a function that completes it.
 
         Args:
-            state: what `state` gave.
-            persistence: another one than that of the run.
-            in_step: a step was begun after that, and failed before it changed a weight.
-            copy: of all that training goes on to change, so that it may be completed meanwhile, in another thread.
+            state: the result of `state`.
+            persistence: replaces the persistence of the run.
+            in_step: whether a step was begun after `state` and failed before it changed a weight.
+            copy: whether to copy everything that training changes, so that another thread can complete the
+                checkpoint while training continues.
         """
-        frozen = self.rollouts.freeze(in_step=in_step)
+        extras = self.rollouts.checkpoint_extras(in_step=in_step)
 
         def start(folder: Path) -> Callable[[], None]:
-            rest = [
+            completions = [
                 learner.engine.saving(folder / role, folder / TRAINING / f"{role}.pt", copy=copy)
                 for role, learner in self._learners().items()
             ]
 
             def write() -> None:
-                for complete in rest:
+                for complete in completions:
                     complete()
-                for name, content in frozen.files.items():
+                for name, content in extras.files.items():
                     write_own(folder / name, content)
 
             return write
 
-        trainer = state | {"rollouts": state["rollouts"] | frozen.state}
+        trainer = state | {"rollouts": state["rollouts"] | extras.state}
         return (persistence or self.persistence).begin(state["step"], start, trainer)
 
     def resume(self, checkpoint: Path) -> None:
-        """Take over all state of a checkpoint; the weights came with the models."""
+        """Load all state of a checkpoint except the weights, which were loaded with the models."""
         engines = {role: learner.engine.load_state for role, learner in self._learners().items()}
-        self.rollouts.restore(checkpoint)
+        self.rollouts.load_checkpoint(checkpoint)
         with reading(checkpoint / TRAINING / "trainer.pt", ANOTHER_CHECKPOINT):
             self.load_state(restore(checkpoint, engines))
 
@@ -365,12 +366,12 @@ class Trainer:
         return lambda done, total: self.loggers.phase(phase, done, total)
 
     @contextmanager
-    def _saving_first(self, before: StateDict | None = None, rng: StateDict | None = None) -> Iterator[None]:
-        """Whatever ends the run inside, a checkpoint is saved first: of now, or of how all was `before` a step."""
+    def _saving_on_error(self, before: StateDict | None = None, rng: StateDict | None = None) -> Iterator[None]:
+        """Save a checkpoint if the block raises, of the current state or of the state `before` a step."""
         try:
             yield
-        except BaseException as error:  # SystemExit and KeyboardInterrupt of a callback, too
-            with suppress(BaseException):  # it is saved again below
+        except BaseException as error:  # including SystemExit and KeyboardInterrupt of a callback
+            with suppress(BaseException):  # a checkpoint that failed is saved again below
                 self.collect_saved(wait=True)
             state = self.state() if before is None else before
             if state["step"] > self.saved_step and not (before and self.weights_change):
@@ -380,16 +381,16 @@ class Trainer:
                         set_rng_state(rng)
                     path = self.write_checkpoint(state, in_step=before is not None)
                 except Exception as failure:
-                    if failure is error:  # of a rank, which saves nothing any more: it is said once
+                    if failure is error:  # a failed rank cannot save either, and the error is reported once
                         raise
-                    why = failure.strerror if isinstance(failure, OSError) else failure
-                    self.loggers.warn(f"{stopping}, and no checkpoint could be saved: {why}")
+                    reason = failure.strerror if isinstance(failure, OSError) else failure
+                    self.loggers.warn(f"{stopping}, and no checkpoint could be saved: {reason}")
                 else:
                     self.loggers.warn(f"{stopping}; {path} is saved, and the same command resumes from it")
             raise
 
     def state(self) -> StateDict:
-        """All state that no model, optimizer or environment holds."""
+        """Return all state except that of models, optimizers and environments."""
         return {
             "step": self.step_number,
             "validation_due": self.validation_due,
@@ -400,11 +401,13 @@ class Trainer:
             "mismatch": self.mismatch.state_dict() if self.mismatch else {},
             "source": self.source.state_dict(),
             "rollouts": self.rollouts.state_dict(),
-            "reward_transforms": {type(part).__name__: part.state_dict() for part in self.reward_transforms},
+            "reward_transforms": {
+                type(transform).__name__: transform.state_dict() for transform in self.reward_transforms
+            },
         }
 
     def load_state(self, state: StateDict) -> None:
-        """Take over what `state` gave."""
+        """Load what `state` returned."""
         self.step_number = self.saved_step = int(state["step"])
         self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate
@@ -415,9 +418,9 @@ class Trainer:
             self.mismatch.load_state_dict(state["mismatch"])
         self.source.load_state_dict(state["source"])
         self.rollouts.load_state_dict(state["rollouts"])
-        for part in self.reward_transforms:  # one that is new in the configuration begins without a state
-            if type(part).__name__ in state["reward_transforms"]:
-                part.load_state_dict(state["reward_transforms"][type(part).__name__])
+        for transform in self.reward_transforms:  # one that is new in the configuration has no saved state
+            if type(transform).__name__ in state["reward_transforms"]:
+                transform.load_state_dict(state["reward_transforms"][type(transform).__name__])
 
 
 def _prefixed(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Before the first step: is there memory for it, and what is wrong with what the untrained policy does?
+"""Checks before the first step: whether there is enough memory, and what is wrong with the untrained policy's samples.
 
-Most runs that learn nothing can be told from one screen: a template that was not applied, actions that are all clipped,
-rewards that are all the same. Each finding names its cause and the fix.
+Most runs that learn nothing can be recognised from one screen: a template that was not applied, actions that are all
+clipped, rewards that are all the same. Each finding names its cause and the fix.
 """
 
 from __future__ import annotations
@@ -19,111 +19,113 @@ from tether.runtime.machine import available_memory
 from tether.training import LOWER, AnyLearner
 
 TRAINING_BYTES = 12
-"""Of each number that trains: its gradient and AdamW's two moments, in float32."""
+"""Bytes per trainable parameter: its gradient and AdamW's two moments, in float32."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or likely to be."""
+    """A problem of the run, certain or likely."""
 
     cause: str
-    """Short name, for example ``all_truncated``."""
+    """A short name, for example ``all_truncated``."""
     message: str
-    """The fault, with numbers, and the fix."""
+    """The problem, with numbers, and the fix."""
     refuses: bool = False
-    """The run does not start with it."""
+    """Whether the run does not start with it."""
 
 
-class Seen(Protocol):
-    """A sample of what the untrained policy does."""
+class PreflightSample(Protocol):
+    """A sample of the untrained policy's behaviour."""
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """Its fault."""
+        """The problems of the sample."""
         ...
 
     @property
     def step_rows(self) -> int:
-        """Rows that a training step learns from."""
+        """The number of rows that a training step learns from."""
         ...
 
-    def shown(self) -> list[RenderableType]:
-        """The sample itself."""
+    def render(self) -> list[RenderableType]:
+        """Return what is printed of the sample."""
         ...
 
 
 @dataclass(frozen=True)
-class Need:
-    """Memory that a run has not taken yet, and keeps from its first step on."""
+class MemoryNeed:
+    """Memory that a run allocates in its first step and keeps."""
 
-    what: str
+    purpose: str
     device: torch.device
     bytes: int
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """The samples of a preflight, and its findings."""
+    """The sample of a preflight, and its findings."""
 
-    seen: Seen | None
-    """None: there is no memory for a step, and so none was tried."""
+    sample: PreflightSample | None
+    """The sample; None if there is not enough memory for a step, so that nothing was sampled."""
     findings: Sequence[Finding]
 
     @property
     def refused(self) -> bool:
-        """A finding forbids the run."""
+        """Whether a finding prevents the run."""
         return any(finding.refuses for finding in self.findings)
 
     def show(self, console: Console) -> None:
-        """Print everything on one screen."""
-        parts = self.seen.shown() if self.seen else []
-        parts += [
+        """Print the sample and the findings on one screen."""
+        renderables = self.sample.render() if self.sample else []
+        renderables += [
             Text(f"{'refused' if f.refuses else 'warning'}: {f.message}", style="bold red" if f.refuses else "yellow")
             for f in self.findings
         ]
         if not self.findings:
-            parts.append(Text("nothing suspicious found", style="green"))
-        console.print(Panel(Group(*parts), title="preflight", title_align="left"))
+            renderables.append(Text("nothing suspicious found", style="green"))
+        console.print(Panel(Group(*renderables), title="preflight", title_align="left"))
 
 
-def preflight(look: Callable[[], Seen], learners: Sequence[AnyLearner], needs: Iterable[Need] = ()) -> Preflight:
-    """Judge a run that has not begun.
+def preflight(
+    take_sample: Callable[[], PreflightSample], learners: Sequence[AnyLearner], needs: Iterable[MemoryNeed] = ()
+) -> Preflight:
+    """Check a run that has not begun.
 
     Args:
-        look: takes the sample, which changes nothing in the run.
-        learners: the policy first.
-        needs: memory beside that of the optimizers.
+        take_sample: samples without changing the state of the run.
+        learners: the learners, with the policy first.
+        needs: memory in addition to that of the optimizers.
     """
-    lack = memory_findings([*needs, *(need for learner in learners for need in _needs_of(learner))])
-    if lack:
-        return Preflight(None, lack)
-    seen, plan = look(), learners[0].plan
-    return Preflight(seen, [*seen.findings, *update_findings(seen.step_rows, plan.mini_batch_rows, plan.epochs)])
+    lacking = memory_findings([*needs, *(need for learner in learners for need in _optimizer_needs(learner))])
+    if lacking:
+        return Preflight(None, lacking)
+    sample, plan = take_sample(), learners[0].plan
+    return Preflight(sample, [*sample.findings, *update_findings(sample.step_rows, plan.mini_batch_rows, plan.epochs)])
 
 
-def memory_findings(needs: Sequence[Need]) -> list[Finding]:
-    """Devices on which the first step cannot fit, however small its micro-batches."""
-    found = []
+def memory_findings(needs: Sequence[MemoryNeed]) -> list[Finding]:
+    """Return a finding for each device whose memory cannot fit the first step, whatever its micro-batch size."""
+    findings = []
     for device in dict.fromkeys(need.device for need in needs):
-        here, free = [need for need in needs if need.device == device], available_memory(device)
-        total = sum(need.bytes for need in here)
+        device_needs, free = [need for need in needs if need.device == device], available_memory(device)
+        total = sum(need.bytes for need in device_needs)
         if free is None or total <= free:
             continue
-        parts = ", ".join(f"{need.what} {_size(need.bytes)}" for need in here if need.bytes)
+        listing = ", ".join(f"{need.purpose} {_size(need.bytes)}" for need in device_needs if need.bytes)
         message = (
-            f"the first step needs {_size(total)} more on {device} ({parts}), where {_size(free)} are free. {LOWER}"
+            f"the first step needs {_size(total)} more on {device} ({listing}), where {_size(free)} are free. {LOWER}"
         )
-        found.append(Finding("out_of_memory", message, refuses=True))
-    return found
+        findings.append(Finding("out_of_memory", message, refuses=True))
+    return findings
 
 
-def _needs_of(learner: AnyLearner) -> list[Need]:
+def _optimizer_needs(learner: AnyLearner) -> list[MemoryNeed]:
     trained = {id(weight): weight for _, weight in learner.engine.export().tensors if weight.requires_grad}
     counts: dict[torch.device, int] = {}
     for weight in trained.values():
         counts[weight.device] = counts.get(weight.device, 0) + weight.numel()
-    what = "gradients and moments of a model"
-    return [Need(what, device, count * TRAINING_BYTES) for device, count in counts.items()]
+    purpose = "gradients and moments of a model"
+    return [MemoryNeed(purpose, device, count * TRAINING_BYTES) for device, count in counts.items()]
 
 
 def _size(count: int) -> str:
@@ -131,13 +133,13 @@ def _size(count: int) -> str:
 
 
 def update_findings(rows: int, mini_batch_rows: int, epochs: int) -> list[Finding]:
-    """One update a batch: the ratio is 1 and the clip never acts."""
+    """Return a finding if each batch gets a single update, in which the ratio is 1 and the clip has no effect."""
     if rows > mini_batch_rows or epochs > 1:
         return []
     return [
         Finding(
             "clipping_inactive",
-            "one optimizer step a batch: the probability ratio is always 1, so PPO's clip never acts. That is plain "
-            "policy gradient; for PPO lower ppo_mini_batch_size or raise ppo_epochs.",
+            "one optimizer step per batch: the probability ratio is always 1, so PPO's clip has no effect and this is "
+            "plain policy gradient. For PPO lower ppo_mini_batch_size or raise ppo_epochs.",
         )
     ]

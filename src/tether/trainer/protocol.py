@@ -1,4 +1,4 @@
-"""Protocols of the parts of the training loop: the methods that it calls, for text and control alike."""
+"""Protocols of the objects that the training loop calls, for both text and control."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tether.metrics.timing import Timer
 from tether.types import StateDict
 
 Progress = Callable[[int, int], None]
-"""Called with (done, of all)."""
-Dealt = TypeVar("Dealt", covariant=True)
+"""Called with (done, total)."""
+Tasks_co = TypeVar("Tasks_co", covariant=True)
 """The tasks of a step: prompts, or seeds of start states."""
-Taken = TypeVar("Taken", contravariant=True)
+Tasks_contra = TypeVar("Tasks_contra", contravariant=True)
+Batch_contra = TypeVar("Batch_contra", contravariant=True)
 Batch = TypeVar("Batch")
 Details = TypeVar("Details")
-"""Anything else that a collector knows of its batch; the loop only hands it back."""
+"""What a collector needs to know of its batch later; the loop only passes it back."""
 
 
 @dataclass(frozen=True)
@@ -33,120 +34,120 @@ class Experience(Generic[Batch, Details]):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of a validation."""
+    """The result of an evaluation."""
 
     metrics: dict[str, float]
     samples: list[Sample] = field(default_factory=list)
-    """All responses, in the order of the dataset."""
+    """All responses in the order of the dataset."""
 
 
 class Stateful(Protocol):
-    """Keeps something from one step to the next."""
+    """An object with state that persists between steps."""
 
     def state_dict(self) -> StateDict:
-        """All of it, for a checkpoint."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         ...
 
 
-class Source(Stateful, Protocol[Dealt]):
-    """Deals what each step begins with."""
+class Source(Stateful, Protocol[Tasks_co]):
+    """Provides the tasks of each step."""
 
-    def next(self, step: int) -> Dealt:
-        """The tasks of training step `step`, counted from 1."""
+    def next(self, step: int) -> Tasks_co:
+        """Return the tasks of training step `step`, counted from 1."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Position of the source before the next tasks."""
+        """Return metrics of the position of the source before the next tasks."""
         ...
 
 
-class RewardTransform(Stateful, Protocol[Taken]):
+class RewardTransform(Stateful, Protocol[Batch_contra]):
     """Changes ``token_level_rewards`` before advantages are estimated."""
 
-    def apply(self, batch: Taken) -> dict[str, float]:
-        """Change the rewards in place; returns metrics."""
+    def apply(self, batch: Batch_contra) -> dict[str, float]:
+        """Change the rewards in place and return metrics."""
         ...
 
 
-class Rollouts(Stateful, Protocol[Taken, Batch, Details]):
-    """Acts with the current policy, in training and in validation."""
+class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
+    """Acts with the current policy, in training and in evaluation."""
 
     @property
     def can_evaluate(self) -> bool:
-        """There is something to test the policy on."""
+        """Whether there is something to evaluate the policy on."""
         ...
 
     def begin(self, step: int) -> None:
-        """Called once before the first step of a run that starts or resumes after `step` steps."""
+        """Prepare for the first step of a run that starts or resumes after `step` steps."""
         ...
 
-    def collect(self, tasks: Taken, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
-        """Sample with the current policy, and score.
+    def collect(self, tasks: Tasks_contra, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
+        """Sample with the current policy and score the samples.
 
         Args:
-            tasks: of the step.
-            step: number of the training step, from 1; with the seed it names every random draw.
-            time: takes the seconds of phases.
+            tasks: the tasks of the step.
+            step: the training step, counted from 1, which determines every random draw together with the seed.
+            time: records the seconds of phases.
             progress: called while sampling.
         """
         ...
 
     def record(self, step: int, experience: Experience[Batch, Details], time: Timer) -> None:
-        """Write down what was sampled, where the user asked for it; the batch has its advantages."""
+        """Write the samples to files if the user configured that; the batch has its advantages."""
         ...
 
     def metrics(self, experience: Experience[Batch, Details], outputs: Any, time: Timer) -> dict[str, float]:
-        """Metrics of a step that is done.
+        """Return the metrics of a finished step.
 
         Args:
-            experience: with all that the step filled in.
-            outputs: of the policy at the start of the update; None where they were not computed.
-            time: of the phases, with "step" the whole.
+            experience: the rollout, with everything that the step added to it.
+            outputs: outputs of the policy at the start of the update; None if they were not computed.
+            time: seconds of the phases; "step" is the total.
         """
         ...
 
     def metrics_to_log(self) -> dict[str, float]:
-        """Metrics of what happened since the last log."""
+        """Return metrics of everything since the last log."""
         ...
 
     def logged(self) -> None:
-        """Called after `metrics_to_log` was logged."""
+        """Reset the metrics of `metrics_to_log`, which were logged."""
         ...
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """Sample with these weights from now on; free where they are shared."""
+        """Sample with these weights from now on; shared weights are not copied."""
         ...
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
-        """Validate the current policy after `step` steps."""
+        """Evaluate the current policy after `step` steps."""
         ...
 
-    def freeze(self, *, in_step: bool) -> Frozen:
-        """The part of a checkpoint that the rollouts add to their `state_dict`.
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        """Return what a checkpoint contains in addition to `state_dict`.
 
         Args:
-            in_step: a step was begun after `state_dict`, and failed.
+            in_step: whether a step was begun after `state_dict` and failed.
         """
         ...
 
-    def saved(self, step: int) -> None:
-        """Called after a checkpoint of `step` steps was written, and the run goes on."""
+    def checkpoint_saved(self, step: int) -> None:
+        """Handle that a checkpoint of `step` steps was written and the run continues."""
         ...
 
-    def restore(self, checkpoint: Path) -> None:
-        """Take over the files of a checkpoint, before `load_state_dict`."""
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Load the files of a checkpoint, before `load_state_dict`."""
         ...
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """The part of a checkpoint that the rollouts write."""
+class CheckpointExtras:
+    """What the rollouts add to a checkpoint."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Replaces entries of `Rollouts.state_dict`."""
+    """Entries that replace those of `Rollouts.state_dict`."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Name -> content."""
+    """Contents of files by name."""

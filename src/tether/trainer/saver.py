@@ -1,4 +1,4 @@
-"""Completes checkpoints: at once, or in a thread while training goes on (``trainer.async_save``)."""
+"""Completes checkpoints, either immediately or in a thread while training continues (``trainer.async_save``)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ OnSaved = Callable[[int, Path], None]
 
 
 class Saver:
-    """One checkpoint at a time, each whole before the next begins; errors are those of `collect`.
+    """Writes one checkpoint at a time; `collect` raises the errors of writing.
 
     Args:
-        later: in a thread.
+        background: whether to write in a thread.
     """
 
-    def __init__(self, later: bool = False) -> None:
-        self.later = later
+    def __init__(self, background: bool = False) -> None:
+        self.background = background
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._step = 0
         self._pending: Future[Path] | None = None
 
-    def take(self, step: int, complete: Complete) -> None:
-        """Complete the checkpoint of a step; those before must have been collected."""
+    def submit(self, step: int, complete: Complete) -> None:
+        """Complete the checkpoint of a step; earlier ones must have been collected."""
         assert self._pending is None
-        self._step, self._pending = step, self._thread.submit(complete) if self.later else _done(complete())
+        self._step, self._pending = step, self._thread.submit(complete) if self.background else _done(complete())
 
     def collect(self, on_saved: OnSaved, *, wait: bool) -> None:
-        """Tell of the checkpoint that was taken once it is complete; with `wait` it is then, else it may not be yet."""
+        """Call `on_saved` if the submitted checkpoint is complete; `wait` waits until it is."""
         if self._pending is None or not (wait or self._pending.done()):
             return
         pending, self._pending = self._pending, None
         on_saved(self._step, pending.result())
 
     def close(self) -> None:
-        """Wait for the thread; what it still completes is whole or absent."""
+        """Wait for the thread to finish."""
         self._thread.shutdown()
 
 

@@ -436,7 +436,7 @@ def test_a_simulator_that_is_not_translated_is_set_in_native_keys(imported):
         result = imported(mlp, "env.train.env_type=libero", *eval_too, "env.train.id=libero_10/3")
         assert (result.problems, result.refusals()) == ((), [])
         assert {"env.train.env_type", "env.train.task_suite_name", "env.eval.env_type"} <= set(result.left_out)
-        assert [item.path for item in result.rest] == [
+        assert [item.path for item in result.other_overrides] == [
             "env.train.env_type",
             *(["env.eval.env_type"] if eval_too else []),
         ]
@@ -629,6 +629,6 @@ def test_an_unknown_key_may_be_taken_out(imported):
     assert "did you mean algorithm.gamma? or take it out: ~algorithm.gama" in problems["algorithm.gama"]
     assert "~rollout.nonsense" in problems["rollout.nonsense"]
     taken_out = imported(text, "~algorithm.gama", "~algorithm.nonsense", "~rollout.nonsense", "~reward.old")
-    assert (taken_out.problems, taken_out.rest, taken_out.native["algorithm.gamma"]) == ((), (), 0.8)
-    (left,) = imported(text, "~algorithm.lam").rest
+    assert (taken_out.problems, taken_out.other_overrides, taken_out.native["algorithm.gamma"]) == ((), (), 0.8)
+    (left,) = imported(text, "~algorithm.lam").other_overrides
     assert left.path == "algorithm.lam"

@@ -61,13 +61,13 @@ def said(result):
         (EMBODIED, "actor.model=${runner.max_epochs}", "actor.model", "3 stands where a section of keys belongs"),
         (EMBODIED, "env.train.init_params=x", "env.train.init_params", "x is refused: arguments of an environment are"),
         (EMBODIED, "env.train.init_params=[]", "env.train.init_params", "[] is refused: arguments of an environment"),
-        (EMBODIED, "cluster.node_groups=3", "cluster.node_groups", "3 is no list of groups"),
-        (EMBODIED, "cluster.node_groups=x", "cluster.node_groups", "'x' is no list of groups"),
+        (EMBODIED, "cluster.node_groups=3", "cluster.node_groups", "3 is not a list of groups"),
+        (EMBODIED, "cluster.node_groups=x", "cluster.node_groups", "'x' is not a list of groups"),
         (
             EMBODIED,
             "cluster.node_groups=[{label: a, node_ranks: 0, hardware: 3}]",
             "cluster.node_groups[0]",
-            "hardware=3 is no section",
+            "hardware=3 is not a section",
         ),
         (
             EMBODIED,
@@ -104,12 +104,12 @@ def test_a_search_path_is_a_list(imported):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("${multiply:4,'8'}", "'8' is no number; write it as one, without quotes"),
+        ("${multiply:4,'8'}", "'8' is not a number; write it as one, without quotes"),
         ("${multiply:${env.train.group_size},4}", "'8' is no number"),
         ("${multiply:true,3}", "True is no number"),
         ("${subtract:null,3}", "None is no number"),
         ("${int_div:3,0}", "zero"),
-        ("${not:'False'}", "'False' is a text, neither true nor false"),
+        ("${not:'False'}", "'False' is a string, neither true nor false"),
     ],
 )
 def test_arithmetic_of_texts_is_refused(imported, value, says):

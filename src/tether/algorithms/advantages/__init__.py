@@ -1,4 +1,4 @@
-"""Advantage estimators: token rewards and a mask in, advantages and returns out.
+"""Advantage estimators, which compute advantages and returns from token rewards and a mask.
 
 Every estimator can be called with the keywords of all of them (`tether.algorithms.registry`).
 """

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation where a row holds many episodes, one after the other, as simulators give them."""
+"""Generalised advantage estimation for rows that hold many consecutive episodes, as simulators return them."""
 
 import torch
 from jaxtyping import Float
@@ -21,21 +21,21 @@ def episodic_gae(
     gamma: Fraction,
     lam: Fraction | Rows,
 ) -> Advantages:
-    """Estimate every episode of every row (Schulman et al. 2016, arXiv 1506.02438); not whitened.
+    """Estimate the advantages of every episode of every row, not whitened (Schulman et al. 2016, arXiv 1506.02438).
 
     d_t = r_t + gamma V'_t - V_t and A_t = d_t + gamma lam A_{t+1} up to the end of the episode, where t + 1 is the next
     valid step; returns are A + V. `gae` is the case of one episode per row.
 
     Args:
         rewards: reward of each step.
-        values: V_t, of the state in which step t acts.
-        next_values: V'_t, of the state that step t leads to, before any reset: 0 where the episode terminated, the
-            critic's value of the final observation where it was truncated.
+        values: V_t, the value of the state in which step t acts.
+        next_values: V'_t, the value of the state that step t leads to, before any reset: 0 where the episode
+            terminated, the critic's value of the final observation where it was truncated.
         ends: the last step of each episode, however it ended. A row's last episode may be unfinished.
-        valid: steps that happened; the others (a tool's output, a reset that counts as a step, steps after an end) are
-            never read, and cost no discount.
-        gamma: discount of a step.
-        lam: between bias (0) and variance (1), also one for each row.
+        valid: steps that were executed; the others (a tool's output, a reset that counts as a step, steps after an
+            end) are never read, and cost no discount.
+        gamma: discount per step.
+        lam: trade-off between bias (0) and variance (1), or one for each row.
     """
     values = select(values, valid)
     differences = select(rewards, valid) + gamma * select(next_values, valid) - values
@@ -51,13 +51,13 @@ def episodic_gae(
 def discounted_sums(
     rewards: Float[Tensor, "B T"], starts: Mask, before: Float[Tensor, " B"], gamma: Fraction
 ) -> Float[Tensor, "B T"]:
-    """Sum the rewards of an episode so far: R_t = r_t + gamma R_{t-1}, with R_t = r_t where an episode starts.
+    """Return the discounted sum of an episode's rewards so far: R_t = r_t + gamma R_{t-1}, and R_t = r_t at its start.
 
     Args:
         rewards: reward of each step.
         starts: the first step of each episode.
         before: R of the step before the first one.
-        gamma: discount of a step.
+        gamma: discount per step.
     """
     rewards = widen(rewards)
     carry = gamma * (~starts.bool()).to(rewards.dtype)
@@ -77,7 +77,7 @@ def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> F
     distance = 1
     while distance < x.shape[1]:
         head = slice(None, -distance)
-        # Both right sides are complete before anything is written.
+        # Both right-hand sides are computed before either is assigned.
         x[:, head], carry[:, head] = (
             x[:, head] + _carried(carry[:, head], x[:, distance:]),
             carry[:, head] * carry[:, distance:],
@@ -87,5 +87,6 @@ def linear_recurrence(x: Float[Tensor, "B T"], carry: Float[Tensor, "B T"]) -> F
 
 
 def _carried(carry: Float[Tensor, "B T"], later: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Multiply, but take nothing over the end of an episode: 0 times the NaN of another one would be NaN."""
+    """Multiply, with 0 at the end of an episode."""
+    # 0 times a NaN of the next episode would be NaN.
     return torch.where(carry == 0, 0.0, carry * later)

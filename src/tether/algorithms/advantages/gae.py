@@ -1,4 +1,4 @@
-"""Generalised advantage estimation, and the other estimators that look at rewards token by token."""
+"""Generalised advantage estimation, and the other estimators that use the reward of each token."""
 
 from dataclasses import replace
 
@@ -25,12 +25,12 @@ def gae(
     """Exponentially weighted sum of temporal differences (Schulman et al. 2016, arXiv 1506.02438).
 
     d_t = r_t + gamma V_{t+1} - V_t and A_t = d_t + gamma lam A_{t+1}, where t + 1 is the row's next *policy* token:
-    what stands between two of them (a tool's output, padding) is skipped, whatever its reward, and costs no discount.
-    Returns are A + V; the advantages are whitened over the whole batch afterwards.
+    positions between two of them (a tool's output, padding) are skipped, whatever their reward, and cost no discount.
+    Returns are A + V; the advantages are whitened over the full batch afterwards.
 
     Assumes: the critic is near the value of the policy that sampled. Lambda trades its bias (0) for the variance of
         returns (1).
-    Use it: with a critic: where credit must be found inside a long answer, or with one answer to each prompt.
+    Use it: with a critic: where credit must be assigned inside a long answer, or with one answer to each prompt.
     Watch: `critic/vf_explained_var`: at 0 or below, the critic adds noise; warm it up first (`trainer.critic_warmup`).
     Keys: `algorithm.adv_estimator=gae`, `algorithm.gamma`, `algorithm.lam`, `algorithm.lam_critic`,
         `algorithm.bootstrap_truncated`.
@@ -40,26 +40,29 @@ def gae(
         response_mask: the policy's tokens.
         values: V_t, the critic's estimate before token t.
         gamma: discount for each policy token.
-        lam: lambda, also one for each row (`length_adaptive_lambda`).
-        critic_lam: another lambda for the returns (VAPO's decoupled GAE); None: the same.
+        lam: lambda, or one lambda for each row (`length_adaptive_lambda`).
+        critic_lam: a different lambda for the returns (VAPO's decoupled GAE); None uses the same.
         bootstrap_values: value of the state after the last token: the critic's where a row was truncated, 0 where it
             ended by itself. None: 0 everywhere, as in verl.
         normalize_advantages: whiten (`masked_whiten`).
     """
-    after, no_ends = _next_values(values, response_mask, bootstrap_values), torch.zeros_like(response_mask)
-    found = episodic_gae(token_level_rewards, values, after, no_ends, response_mask, gamma=gamma, lam=lam)
+    next_values = _next_values(values, response_mask, bootstrap_values)
+    no_ends = torch.zeros_like(response_mask)
+    estimate = episodic_gae(token_level_rewards, values, next_values, no_ends, response_mask, gamma=gamma, lam=lam)
     if normalize_advantages:
-        found = replace(found, advantages=masked_whiten(found.advantages, response_mask))
+        estimate = replace(estimate, advantages=masked_whiten(estimate.advantages, response_mask))
     if critic_lam is None:
-        return found
-    decoupled = episodic_gae(token_level_rewards, values, after, no_ends, response_mask, gamma=gamma, lam=critic_lam)
-    return replace(found, returns=decoupled.returns)
+        return estimate
+    decoupled = episodic_gae(
+        token_level_rewards, values, next_values, no_ends, response_mask, gamma=gamma, lam=critic_lam
+    )
+    return replace(estimate, returns=decoupled.returns)
 
 
 def length_adaptive_lambda(response_mask: Mask, alpha: Positive) -> Rows:
-    """Choose a lambda by length: 1 - 1 / (alpha n) for a row of n tokens, not below 0 (VAPO, arXiv 2504.05118).
+    """Return a lambda for each row by its length: 1 - 1 / (alpha n) for n tokens, not below 0 (VAPO, arXiv 2504.05118).
 
-    Temporal differences of the end then reach back over a constant share of the row. VAPO takes alpha = 0.05.
+    Temporal differences at the end then reach back over a constant share of the row. VAPO uses alpha = 0.05.
 
     Assumes: the longer an answer, the more of its tokens matter to its end.
     Use it: with `gae`, where answers of very different length share a batch.
@@ -76,7 +79,7 @@ def reinforce_plus_plus(token_level_rewards: Tokens, response_mask: Mask, *, gam
     G_t = r_t + gamma G_{t+1} over the row's policy tokens, then whitened over the batch. What comes after a tool's
     output is credited to the tokens before it too.
 
-    Assumes: prompts are about equally hard: one mean of the batch is the baseline of all.
+    Assumes: prompts are about equally hard, so that the mean of the batch is a baseline for all.
     Use it: with one answer to each prompt and no memory for a critic; with several, `reinforce_plus_plus_baseline` is
         less noisy.
     Watch: `actor/grad_norm`: its spread is what the coarse baseline costs.
@@ -102,7 +105,7 @@ def remax(token_level_rewards: Tokens, response_mask: Mask, *, reward_baselines:
 
 
 def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantages: bool = False) -> Advantages:
-    """Take the score of a row as the advantage of its tokens: REINFORCE without a baseline (RLinf's ``raw``).
+    """The score of a row as the advantage of its tokens: REINFORCE without a baseline (RLinf's ``raw``).
 
     A_t = s at every token, with s the sum of the row's rewards; with normalize_advantages whitened over the batch.
 
@@ -116,20 +119,20 @@ def raw(token_level_rewards: Tokens, response_mask: Mask, *, normalize_advantage
 
 
 def discounted_returns(token_level_rewards: Tokens, response_mask: Mask, gamma: float) -> Tokens:
-    """Sum the rewards from each policy token on, discounted by gamma for each policy token; 0 outside the mask."""
-    nothing, no_ends = torch.zeros_like(token_level_rewards), torch.zeros_like(response_mask)
-    return episodic_gae(token_level_rewards, nothing, nothing, no_ends, response_mask, gamma=gamma, lam=1.0).advantages
+    """Return the sum of rewards from each policy token on, discounted by gamma per policy token; 0 outside the mask."""
+    zeros, no_ends = torch.zeros_like(token_level_rewards), torch.zeros_like(response_mask)
+    return episodic_gae(token_level_rewards, zeros, zeros, no_ends, response_mask, gamma=gamma, lam=1.0).advantages
 
 
 def _next_values(values: Tokens, response_mask: Mask, bootstrap_values: Rows | None) -> Tokens:
-    """The value of each token's next policy token; after the last one `bootstrap_values`, or 0."""
+    """Return the value of the policy token that follows each token; after the last one `bootstrap_values`, or 0."""
     mask = response_mask.bool()
     values = select(values, mask)
     last = values.new_zeros(len(values))
     if bootstrap_values is not None:
         last = select(bootstrap_values, mask.any(dim=-1)).to(values.dtype)
     width = mask.shape[1]
-    place = torch.arange(width, device=mask.device).where(mask, width)
-    following = torch.cat([place[:, 1:], place.new_full((len(place), 1), width)], dim=1)[:, :width]
+    position = torch.arange(width, device=mask.device).where(mask, width)
+    following = torch.cat([position[:, 1:], position.new_full((len(position), 1), width)], dim=1)[:, :width]
     following = following.flip(1).cummin(dim=1).values.flip(1)
     return torch.cat([values, last[:, None]], dim=1).gather(1, following)

@@ -1,7 +1,8 @@
-"""Estimators that compare the score of a row with the other answers to its prompt; none needs a critic.
+"""Estimators that compare the score of a row with the other answers to its prompt, without a critic.
 
 The score s of a row is the sum of its rewards, its group the rows with the same ``uid``, k their number. Rows without
-a valid token are in no statistic. All tokens of a row get the same advantage, and the returns are the advantages.
+a valid token are ignored in all statistics. All tokens of a row get the same advantage, and the returns are the
+advantages.
 """
 
 import torch
@@ -15,7 +16,7 @@ from tether.algorithms.masking import masked_whiten, spread, widen
 from tether.algorithms.shapes import GroupIds, Mask, Tokens
 
 EPSILON = 1e-6
-"""Added to a standard deviation before dividing, as in verl."""
+"""Added to a standard deviation before division, as in verl."""
 
 
 def grpo(
@@ -144,7 +145,8 @@ def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> A
     """
     scores, groups = score_groups(token_level_rewards, response_mask, uid)
     length = response_mask.bool().sum(dim=-1).to(scores.dtype)
-    shifted = torch.where(groups.valid, scores - groups.max(scores), 0.0)  # equal scores: exactly 0, see Groups.centre
+    # As in Groups.centre, equal scores give exactly 0.
+    shifted = torch.where(groups.valid, scores - groups.max(scores), 0.0)
     advantages = shifted - groups.sum(length * shifted) / groups.sum(length).clamp(min=1)
     return outcome(torch.where(groups.size() > 1, advantages, scores), response_mask)
 
@@ -152,11 +154,11 @@ def opo(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds) -> A
 def gpg(token_level_rewards: Tokens, response_mask: Mask, *, uid: GroupIds, f_norm: Positive = 1.0) -> Advantages:
     """Score minus the group's mean, scaled up where many scores are 0 (GPG, Chu et al. 2025, arXiv 2504.02546).
 
-    A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the whole batch, not
+    A = alpha (s - mean) / f_norm with alpha = rows / rows with a score other than 0, both over the full batch, not
     counting rows without a token. A group of one keeps its score (times alpha / f_norm).
 
     Assumes: a score of 0 means that the row failed; with other scales alpha has no meaning.
-    Use it: with 0/1 scores and few successes, beside the policy loss of the same name.
+    Use it: with 0/1 scores and few successes, together with the policy loss of the same name.
     Watch: `critic/score/nonzero_fraction`, which is 1 / alpha: at 0.01 the step is a hundred times as large.
     Keys: `algorithm.adv_estimator=gpg`, `actor_rollout_ref.rollout.n`.
     """
@@ -178,7 +180,7 @@ def gdpo(
 
     A = whiten(sum_r w_r (s_r - mean_r) / (std_r + 1e-6)), whitened over the tokens of the batch. Summed first, rewards
     of different size and rarity collapse onto a few advantages; normalised first, each keeps its say. In a group of
-    one each component keeps its score. The components are the whole reward: token_level_rewards is not read. (NeMo RL
+    one each component keeps its score. The components are the entire reward: token_level_rewards is not read. (NeMo RL
     whitens over rows.)
 
     Assumes: every component is meant to count, by its weight and not by its scale.
@@ -192,7 +194,7 @@ def gdpo(
         response_mask: the policy's tokens.
         uid: prompt group of each row.
         reward_components: one score for each row and component.
-        component_weights: w_r; None: all 1.
+        component_weights: w_r; None uses 1 for all.
     """
     _, groups = score_groups(token_level_rewards, response_mask, uid)
     reward_components = widen(reward_components)

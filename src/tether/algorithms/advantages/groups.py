@@ -1,4 +1,4 @@
-"""Statistics of the rows that answer the same prompt."""
+"""Statistics over the rows that answer the same prompt."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -14,66 +14,66 @@ from tether.algorithms.shapes import GroupIds, Mask, RowIds, Rows, Tokens
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together. Every statistic is of the row's own group and stands at each of its rows.
+    """Groups of rows. Every statistic has one entry per row, that of the group of the row.
 
-    A row without a valid token (its reward failed, or nothing was sampled) is in no statistic.
+    A row without a valid token (its reward failed, or nothing was sampled) is ignored in all statistics.
     """
 
     member: RowIds
-    """The number of the row's group, from 0 to ``count - 1``."""
+    """The index of each row's group, from 0 to ``count - 1``."""
     valid: Bool[Tensor, " B"]
     count: int
 
     @classmethod
     def of(cls, uid: GroupIds, response_mask: Mask) -> "Groups":
-        """Group by equal uid, in any order, any number of rows each."""
+        """Group rows by equal uid, in any order; groups may differ in size."""
         if not isinstance(uid, Tensor):
-            uid = torch.tensor(_numbered(uid), dtype=torch.long, device=response_mask.device)
+            uid = torch.tensor(_group_indices(uid), dtype=torch.long, device=response_mask.device)
         labels, member = torch.unique(uid, return_inverse=True)
         return cls(member, response_mask.bool().any(dim=-1), labels.numel())
 
-    def sum(self, values: Float[Tensor, " B *rest"]) -> Float[Tensor, " B *rest"]:
-        """Sum over the valid rows of the group."""
+    def sum(self, values: Float[Tensor, " B *shape"]) -> Float[Tensor, " B *shape"]:
+        """Return the sum over the valid rows of the group."""
         values = torch.where(self.valid.view(-1, *[1] * (values.ndim - 1)), values, 0.0)
         total = values.new_zeros(self.count, *values.shape[1:])
         return total.index_add(0, self.member, values)[self.member]
 
     def max(self, values: Rows) -> Rows:
-        """Maximum over the valid rows of the group."""
+        """Return the maximum over the valid rows of the group."""
         lowest = values.new_full((self.count,), -torch.inf)
-        kept = torch.where(self.valid, values, -torch.inf)
-        return lowest.scatter_reduce(0, self.member, kept, "amax")[self.member]
+        valid_values = torch.where(self.valid, values, -torch.inf)
+        return lowest.scatter_reduce(0, self.member, valid_values, "amax")[self.member]
 
     def size(self) -> Int[Tensor, " B"]:
-        """Count the valid rows of the group."""
+        """Return the number of valid rows of the group."""
         return self.sum(self.valid.to(torch.float32)).long()
 
     def centre(self, scores: Rows) -> Rows:
-        """Subtract the group's mean; a group of equal scores gives exactly 0, and so does a group of one."""
-        # Relative to the group's best, equal scores have no rounding error left that a small std could blow up.
+        """Subtract the group's mean; a group of equal scores gives exactly 0, as does a group of one."""
+        # Relative to the group's best, equal scores have no rounding error that a small std could amplify.
         shifted = torch.where(self.valid, scores - self.max(scores), 0.0)
         return torch.where(self.valid, shifted - self.sum(shifted) / self.size().clamp(min=1), 0.0)
 
     def over_mean(self, scores: Rows) -> Rows:
-        """Subtract the group's mean, as `centre`; but a group of one, with nothing to compare to, keeps its score."""
+        """Subtract the group's mean as `centre` does, but keep the score of a group of one, which has no baseline."""
         return torch.where(self.size() > 1, self.centre(scores), scores)
 
     def std(self, scores: Rows) -> Rows:
-        """Take the unbiased standard deviation of the group; 1 for a group of one."""
+        """Return the unbiased standard deviation of the group; 1 for a group of one."""
         size = self.size()
         variance = self.sum(self.centre(scores).square()) / (size - 1).clamp(min=1)
         return torch.where(size > 1, variance.sqrt(), 1.0)
 
 
-def _numbered(uid: Iterable[object]) -> list[int]:
-    """Give equal labels the same number."""
-    numbers: dict[Hashable, int] = {}
+def _group_indices(uid: Iterable[object]) -> list[int]:
+    """Return the same integer for equal labels."""
+    indices: dict[Hashable, int] = {}
     member = []
-    for row, given in enumerate(uid):
-        label = given.item() if isinstance(given, Tensor | np.generic) else given
+    for row, element in enumerate(uid):
+        label = element.item() if isinstance(element, Tensor | np.generic) else element
         if not isinstance(label, Hashable) or label != label:
-            raise ValueError(f"uid: row {row} is {given!r}; expected something hashable that is equal to itself")
-        member.append(numbers.setdefault(label, len(numbers)))
+            raise ValueError(f"uid: row {row} is {element!r}; expected a hashable value that is equal to itself")
+        member.append(indices.setdefault(label, len(indices)))
     return member
 
 
@@ -83,7 +83,8 @@ def score_groups(token_level_rewards: Tokens, response_mask: Mask, uid: GroupIds
 
 
 def informative_rows(scores: Rows, response_mask: Mask, uid: GroupIds) -> Bool[Tensor, " B"]:
-    """Find the valid rows whose group has two different scores: the others have no advantage (dynamic sampling)."""
+    """Return the valid rows whose group has different scores; the others have no advantage (dynamic sampling)."""
     groups = Groups.of(uid, response_mask)
     scores = torch.where(groups.valid, scores, 0.0)
-    return groups.valid & (groups.max(scores) != -groups.max(-scores))  # a NaN is not hidden: it equals nothing
+    # A NaN differs from itself, so that it stays visible.
+    return groups.valid & (groups.max(scores) != -groups.max(-scores))

@@ -1,4 +1,4 @@
-"""Result of an advantage estimator."""
+"""The result of an advantage estimator."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from tether.algorithms.shapes import Mask, Rows, Tokens
 
 @dataclass(frozen=True)
 class Advantages:
-    """The weight of each token in the policy loss, and the target of the critic; both 0 outside the mask."""
+    """The weight of each token in the policy loss, and the target of the critic, both 0 outside the mask."""
 
     advantages: Tokens
     returns: Tokens
 
 
 def outcome(per_row: Rows, response_mask: Mask) -> Advantages:
-    """Give every token of a row the advantage of the row; without a critic, the returns are the advantages."""
+    """Return advantages that are the same for all tokens of a row, and returns equal to them, as there is no critic."""
     tokens = spread(per_row, response_mask)
     return Advantages(tokens, tokens)

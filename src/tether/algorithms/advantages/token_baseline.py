@@ -1,4 +1,4 @@
-"""Optimal token baselines: a baseline of least variance for each position of a group.
+"""Optimal token baselines, which minimise the variance for each position of a group.
 
 The idea: the variance that a token adds to the gradient grows with the squared size of the score function of the row
 so far. Measured on logits, a token's score function has the squared size 1 - 2 p_t + sum_v p_v^2, where p_t is the
@@ -43,9 +43,9 @@ def optimal_token_baseline(
         old_log_probs: log p of each sampled token.
         sum_pi_squared: sum_v p_v^2 at each position (`sum_pi_squared`).
         rollout_is_weights: rho, if the rollout is corrected by importance weights.
-        handle_zero_tail: where a row is the only one of its group that has a token, use baseline 0, so that its
-            advantage there is its return; False, verl's default until February 2026: it is its own baseline, and its
-            advantage 0.
+        handle_zero_tail: use baseline 0 at positions where only one row of the group has a token, so that its
+            advantage is its return. With False, verl's default until February 2026, the row is its own baseline, and
+            its advantage is 0.
     """
     groups = Groups.of(uid, response_mask)
     returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
@@ -54,8 +54,8 @@ def optimal_token_baseline(
         size = size * select(rollout_is_weights, response_mask).square()
     weight = select(select(size, response_mask).cumsum(dim=-1), response_mask)
     baseline = groups.sum(returns * weight) / (groups.sum(weight) + 1e-8)
-    rows_here = groups.sum(select(torch.ones_like(returns), response_mask))
-    has_baseline = rows_here > 1 if handle_zero_tail else (groups.size() > 1)[:, None]
+    row_count = groups.sum(select(torch.ones_like(returns), response_mask))
+    has_baseline = row_count > 1 if handle_zero_tail else (groups.size() > 1)[:, None]
     return Advantages(select(returns - torch.where(has_baseline, baseline, 0.0), response_mask), returns)
 
 
@@ -71,9 +71,9 @@ def tir_optimal_token_baseline(
 ) -> Advantages:
     """`optimal_token_baseline` that compares the n-th policy tokens of the rows, not those at the same position.
 
-    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as there.
-    For tool-integrated reasoning (verl's TIR): observations between the actions are taken out first, so that they
-    shift nothing. Arguments as there.
+    A_n = G_n - sum_i G_in W_in / (sum_i W_in + 1e-8) for the n-th policy token of a row, with G and W as in
+    `optimal_token_baseline`, and the same arguments. It is meant for tool-integrated reasoning (verl's TIR):
+    observations between the actions are removed first, so that they do not shift positions.
 
     Assumes: the n-th token that the policy wrote is comparable between rows, whatever a tool said between.
     Use it: as `optimal_token_baseline`, for answers of several turns.

@@ -1,4 +1,4 @@
-"""Policy losses: log-probabilities and advantages in, one loss for each token out, not aggregated.
+"""Policy losses, which compute one loss per token, not aggregated, from log-probs and advantages.
 
 Every loss can be called with the keywords of all of them (`tether.algorithms.registry`).
 """
@@ -38,8 +38,8 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
         "decoupled": decoupled,
     },
     meaning={
-        "selected": "[B, T]: the tokens that TOKEN_SELECTIONS[name] chose over the whole mini-batch",
-        "rollout_log_probs": "[B, T]: log-probabilities of the policy that sampled",
+        "selected": "[B, T]: the tokens that TOKEN_SELECTIONS[name] selected over the full mini-batch",
+        "rollout_log_probs": "[B, T]: log-probabilities of the sampling policy",
     },
     learns="log_probs",
 )
@@ -48,4 +48,4 @@ TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(
     {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov},
     meaning={"generator": "a seeded torch.Generator on the CPU"},
 )
-"""For the losses that need ``selected``: the function that chooses, once over the whole mini-batch."""
+"""The function that selects tokens, once over the full mini-batch, for each loss that needs ``selected``."""

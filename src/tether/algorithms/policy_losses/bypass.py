@@ -1,4 +1,4 @@
-"""The loss that takes the sampler itself as the old policy and corrects for it on the fly."""
+"""The loss that uses the sampler as the old policy and corrects for it in each update."""
 
 from tether.algorithms.checks import AboveOne, NonNegative, Positive
 from tether.algorithms.masking import select
@@ -29,7 +29,7 @@ def bypass_mode(
     clip_ratio_high: NonNegative = 0.2,
     clip_ratio_c: AboveOne | None = 3.0,
 ) -> TokenLoss:
-    """Skip the recomputed log-probabilities: old_log_probs are the sampler's own (verl's bypass mode).
+    """PPO without recomputed log-probs: old_log_probs are the sampler's (verl's bypass mode).
 
     ``ppo_clip``: `vanilla` around the sampler; its ratio already is the importance weight, so none is multiplied in.
     ``reinforce``: L = -w A log p with w the truncated importance weight of the current policy (`importance_weights`),
@@ -46,14 +46,14 @@ def bypass_mode(
     Raises:
         ValueError: an unknown loss_type.
     """
-    kept = response_mask.bool()
+    accepted = response_mask.bool()
     if rollout_rs is not None:
-        kept = rejection_mask(log_probs.detach(), old_log_probs, response_mask, rollout_rs)
+        accepted = rejection_mask(log_probs.detach(), old_log_probs, response_mask, rollout_rs)
     if veto_threshold is not None:
-        kept = kept & veto_mask(log_probs.detach(), old_log_probs, response_mask, veto_threshold)
+        accepted = accepted & veto_mask(log_probs.detach(), old_log_probs, response_mask, veto_threshold)
     log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask).detach()
     off_policy: dict[str, Metric] = {
-        "actor/rejected": Mean.of(~kept, response_mask),
+        "actor/rejected": Mean.of(~accepted, response_mask),
         "rollout_corr/kl": Mean.of(-log_ratio, response_mask),
         "rollout_corr/k3_kl": Mean.of(log_ratio.expm1() - log_ratio, response_mask),
     }
@@ -66,7 +66,7 @@ def bypass_mode(
             log_probs,
             old_log_probs,
             advantages,
-            kept,
+            accepted,
             clip_ratio_low=clip_ratio_low,
             clip_ratio_high=clip_ratio_high,
             clip_ratio_c=clip_ratio_c,
@@ -78,7 +78,7 @@ def bypass_mode(
             weights = importance_weights(
                 log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
             )
-        loss = -select(advantages, kept) * select(log_probs, kept)
-        metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, kept), kept)
-        return weighted(loss, kept, weights, metrics | off_policy)
+        loss = -select(advantages, accepted) * select(log_probs, accepted)
+        metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, accepted), accepted)
+        return weighted(loss, accepted, weights, metrics | off_policy)
     raise ValueError(f"bypass_mode: unknown loss_type {loss_type!r}. Use ppo_clip or reinforce")

@@ -21,12 +21,12 @@ def vanilla(
 ) -> TokenLoss:
     """PPO's clipped loss (Schulman et al. 2017, arXiv 1707.06347) with dual clip (Ye et al. 2019, arXiv 1912.09729).
 
-    With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 not above -A c, so that one
-    token whose ratio exploded can't dominate. A higher ``high`` than ``low`` is DAPO's clip-higher; c=None: no dual
-    clip.
+    With r = p / p_old: L = max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0, so that one
+    token with an exploding ratio cannot dominate. A higher ``high`` than ``low`` is DAPO's clip-higher; c=None turns
+    the dual clip off.
 
-    Assumes: old_log_probs are those of the policy that sampled, or close to it.
-    Use it: first; the others are answers to a problem seen with this one.
+    Assumes: old_log_probs are those of the sampling policy, or close to it.
+    Use it: first; each of the others solves a problem observed with this one.
     Watch: `actor/pg_clipfrac` (about 0 to 0.2; far more: lower the rate or the epochs), `actor/ppo_kl`,
         `actor/pg_clipfrac_lower`.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=vanilla`, `actor_rollout_ref.actor.clip_ratio`,
@@ -67,7 +67,7 @@ def cispo(
 
     Assumes: a ratio far from 1 marks a token that matters, not one to be left out.
     Use it: with several updates on each batch, where rare tokens that start a reflection get clipped away.
-    Watch: `actor/pg_clipfrac`, and `actor/ppo_kl`: nothing but the weight holds the policy back.
+    Watch: `actor/pg_clipfrac`, and `actor/ppo_kl`: only the weight limits the update.
     Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=cispo`, `actor_rollout_ref.actor.clip_ratio_low`,
         `actor_rollout_ref.actor.clip_ratio_high`.
     """
@@ -113,24 +113,24 @@ def decoupled(
         clip_ratio_c=clip_ratio_c,
     )
     weight = bounded_log_ratio(old_log_probs, rollout_log_probs, response_mask).exp().detach()
-    kept = torch.ones_like(weight, dtype=torch.bool)
+    accepted = torch.ones_like(weight, dtype=torch.bool)
     if behave_weight_threshold is not None:
-        kept = weight <= behave_weight_threshold
+        accepted = weight <= behave_weight_threshold
     metrics = clipped.metrics | {
         "actor/behave_weight_mean": Mean.of(weight, response_mask),
-        "actor/behave_dropped": Mean.of(~kept, response_mask),
+        "actor/behave_dropped": Mean.of(~accepted, response_mask),
     }
-    return TokenLoss(clipped.loss * select(weight, kept), metrics)
+    return TokenLoss(clipped.loss * select(weight, accepted), metrics)
 
 
 @torch.no_grad()
 def interpolate_proximal(
     log_probs: Tokens, rollout_log_probs: Tokens, *, sample_version: RowIds, current_version: int
 ) -> Tokens:
-    """Guess the proximal policy between the sampler and the current one, which saves a forward pass (RLinf).
+    """Interpolate the proximal policy between the sampler and the current policy, without a forward pass (RLinf).
 
     log p_old = log p_rollout + alpha (log p - log p_rollout), without gradient, with alpha = (v - 1 - u) / (v - u) in
-    [0, 1] for rows that were sampled by version u when the trainer is at version v; alpha = 0 where u >= v.
+    [0, 1] for rows that version u sampled when the trainer is at version v; alpha = 0 where u >= v.
     """
     log_probs, rollout_log_probs = widen(log_probs), widen(rollout_log_probs)
     age = (current_version - sample_version).to(rollout_log_probs.dtype)

@@ -1,4 +1,4 @@
-"""Which tokens `clip_cov` and `kl_cov` treat apart: chosen once over a whole mini-batch, before it is split.
+"""Selection of the tokens that `clip_cov` and `kl_cov` treat differently, once over a mini-batch before it is split.
 
 Both rank tokens by how much they move the entropy: the product of the deviations of advantage and log-probability
 from their means over the mini-batch.
@@ -31,11 +31,11 @@ def select_clip_cov(
     """Draw tokens whose covariance lies strictly between the bounds, among those that PPO does not clip anyway.
 
     Args:
-        log_probs: of the current policy, over the whole mini-batch.
-        old_log_probs: of the policy before the update.
-        advantages: of each token.
+        log_probs: log-probs of the current policy, over the full mini-batch.
+        old_log_probs: log-probs of the policy before the update.
+        advantages: advantage of each token.
         response_mask: the policy's tokens.
-        generator: the draw, on the CPU; the same generator state and row order give the same tokens.
+        generator: random generator, on the CPU; the same state and row order give the same tokens.
         clip_cov_ratio: fraction of the mini-batch's tokens to draw (at least one token, at most the candidates).
         clip_cov_lb: lower bound of the covariance.
         clip_cov_ub: upper bound of the covariance.
@@ -62,7 +62,7 @@ def select_kl_cov(
     *,
     kl_cov_ratio: Fraction = 2e-4,
 ) -> Bool[Tensor, "B T"]:
-    """Take the tokens of the largest covariance: the fraction kl_cov_ratio of the mini-batch's, at least one."""
+    """Select the tokens with the largest covariance: the fraction kl_cov_ratio of the mini-batch, at least one."""
     mask = response_mask.bool()
     tokens = int(mask.sum())
     covariance = torch.where(mask, _covariance(log_probs, advantages, mask), -torch.inf).flatten()
@@ -75,5 +75,5 @@ def _covariance(log_probs: Tokens, advantages: Tokens, mask: Bool[Tensor, "B T"]
     return next(deviations) * next(deviations)
 
 
-def _mask_of(chosen: Tensor, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    return torch.zeros_like(mask.flatten()).index_fill(0, chosen, True).view(mask.shape)
+def _mask_of(indices: Tensor, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    return torch.zeros_like(mask.flatten()).index_fill(0, indices, True).view(mask.shape)

@@ -1,4 +1,4 @@
-"""Losses whose ratio belongs to the whole sequence; aggregate both with ``seq-mean-token-mean``."""
+"""Losses with one ratio per sequence; aggregate both with ``seq-mean-token-mean``."""
 
 import torch
 
@@ -24,7 +24,7 @@ def gspo(
     each its own. L = max(-A s, -A clip(s, 1 - low, 1 + high)). The paper clips at 3e-4 and 4e-4, far tighter than
     token ratios, since the mean of many log ratios hardly moves. log s is bounded by 10.
 
-    Assumes: the reward belongs to the whole answer, so the ratio should too.
+    Assumes: the reward belongs to the entire answer, so the ratio should too.
     Use it: where token ratios are noisy: long answers, mixture-of-experts models.
     Watch: `actor/pg_clipfrac`: the paper sees 0.15, far more than with `vanilla`; at 0 the clip range is one for token
         ratios.
@@ -57,7 +57,7 @@ def geo_mean(
 
     e_t = sgn(A_t) min(sgn(A_t) d_t, sgn(A_t) clip(d_t, -low, high)) with d = log r: the clip acts on the *log* ratio.
     L = -mean_t(A_t) exp(mean_t e_t), the same for all tokens of the row, so that ``seq-mean-token-mean`` gives the
-    mean over rows. Rollout weights are put together in the same way, by their geometric mean.
+    mean over rows. Rollout weights are combined in the same way, by their geometric mean.
 
     Assumes: one outlier among the ratios of a row should not decide the row.
     Use it: where single tokens of huge ratio disturb `vanilla`; the paper clips widely, at 0.4.

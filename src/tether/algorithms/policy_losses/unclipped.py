@@ -1,4 +1,4 @@
-"""Losses that bound the update in another way than by clipping, or not at all."""
+"""Losses that bound the update by other means than clipping, or not at all."""
 
 import torch
 from jaxtyping import Shaped

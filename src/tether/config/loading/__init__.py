@@ -1,7 +1,7 @@
-"""From files and command-line overrides to a typed configuration, with all problems reported at once.
+"""Loading of files and command-line overrides as a typed configuration, with all problems reported at once.
 
-`load` is the way in; `compose` and `yaml_file` read files, `overrides` the command line, `typos` and `type_errors` say
-what is wrong with a key or a value.
+The entry point is `load`; `compose` and `yaml_file` read files, `overrides` reads the command line, and `typos` and
+`type_errors` describe what is wrong with a key or a value.
 """
 
-__all__ = ["compose", "given", "load", "overrides", "type_errors", "typos", "yaml_file"]
+__all__ = ["compose", "load", "overrides", "settings", "type_errors", "typos", "yaml_file"]

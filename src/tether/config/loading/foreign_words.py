@@ -1,4 +1,4 @@
-"""The names that TRL, Stable-Baselines3, OpenRLHF and transformers have for our keys and their values."""
+"""Names of our keys and values in TRL, Stable-Baselines3, OpenRLHF and transformers."""
 
 from __future__ import annotations
 
@@ -96,6 +96,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": (f"{CORRECTION}.rollout_is",),
     "vllm_importance_sampling_clip_max": (f"{CORRECTION}.rollout_is_threshold",),
     "vllm_importance_sampling_cap": (f"{CORRECTION}.rollout_is_threshold",),
+    "tools": (f"{ROLLOUT}.multi_turn.tool_config_path",),
+    "max_tool_calling_iterations": (f"{ROLLOUT}.multi_turn.max_assistant_turns",),
     # the objective
     "advantage_estimator": ("algorithm.adv_estimator",),
     "lambd": ("algorithm.lam",),
@@ -169,6 +171,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "adam_offload": (f"{ACTOR}.fsdp_config.optimizer_offload",),
     "ring_attn_size": (f"{ACTOR}.ulysses_sequence_parallel_size",),
     "bf16": (f"{ACTOR}.fsdp_config.dtype",),
+    "fp16": (f"{ACTOR}.fsdp_config.dtype",),
+    "dtype": (f"{ACTOR}.fsdp_config.dtype",),
+    "torch_dtype": (f"{ACTOR}.fsdp_config.dtype",),
     # data and rewards
     "train_dataset": ("data.train_files",),
     "eval_dataset": ("data.val_files",),
@@ -236,7 +241,23 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "log_completions": ("trainer.log_val_generations",),
     "num_completions_to_print": ("trainer.log_val_generations",),
 }
-"""Name that has no dot, or the last part of one -> our keys, the likeliest first."""
+"""Name without its sections -> our keys, the most likely first."""
+
+WITHOUT_KEY: Mapping[str, str] = {
+    "logging_steps": "every step is logged",
+    "logging_strategy": "every step is logged",
+    "min_p": f"sampling is cut by {ROLLOUT}.top_p and {ROLLOUT}.top_k only",
+    "mask_truncated_completions": "a response that reaches the limit is scored as it is; "
+    "reward_model.overlong_buffer.enable=True takes points off",
+    "disable_dropout": "dropout is always off",
+    "lora_dropout": "dropout is always off",
+    "sync_ref_model": "the reference stays the starting policy",
+    "attn_implementation": "the device and the dtype decide which attention kernel is used",
+    "load_in_4bit": "quantized weights are not supported",
+    "load_in_8bit": "quantized weights are not supported",
+    "deepspeed": "trainer.n_gpus_per_node and trainer.nnodes share a run among devices",
+}
+"""Arguments of other libraries that no key corresponds to -> what tether does instead."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "adv_estimator": {
@@ -279,4 +300,4 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "vectorization": {"subprocvecenv": "subprocess", "dummyvecenv": "sync"},
 }
-"""Last part of our key -> its value in another library, in small letters and with _ for - -> ours."""
+"""Last name of our key -> value in another library, in lower case with _ for - -> our value."""

@@ -1,4 +1,4 @@
-"""`${...}` in values."""
+"""Interpolations `${...}` in values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import Container, DictConfig, OmegaConf
 
 _PLAIN = re.compile(r"\$\{([^\W\d]\w*(?:\.\w+)*)\}")
-"""The name of a key from the root, without resolvers, names in names and relative ones."""
+"""A reference to a key by its full path; no resolver, nested or relative reference."""
 
 
 def interpolates(value: object) -> bool:
-    """Whether a value, or something in it, holds `${...}`."""
+    """Whether a value contains `${...}`."""
     if isinstance(value, dict):
         return any(map(interpolates, value)) or any(map(interpolates, value.values()))
     return any(map(interpolates, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
@@ -33,7 +33,7 @@ def nest(flat: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in a value."""
+    """Yield all strings in a value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -42,9 +42,9 @@ def _texts(value: object) -> Iterator[str]:
 
 
 class Values:
-    """The value of every key, resolved by OmegaConf where that is needed, in a tree of what the value needs.
+    """The value of every key; interpolations are resolved by OmegaConf, in a tree of only the keys that they refer to.
 
-    Filling one with all keys would take most of a load.
+    A tree of all keys would take most of the time of a load.
     """
 
     def __init__(self, written: Mapping[str, object]) -> None:
@@ -52,10 +52,10 @@ class Values:
         self._tree: DictConfig | None = None
 
     def __getitem__(self, path: str) -> object:
-        """The resolved value of a key, in plain containers.
+        """Return the resolved value of a key, in plain containers.
 
         Raises:
-            OmegaConfBaseException: its `${...}` leads nowhere.
+            OmegaConfBaseException: its `${...}` does not resolve.
         """
         if not interpolates(self._written[path]):
             return deepcopy(self._written[path])
@@ -63,7 +63,7 @@ class Values:
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
 
     def __setitem__(self, path: str, value: object) -> None:
-        """Write another value."""
+        """Replace a value."""
         self._written[path] = value
         self._tree = None
 
@@ -75,18 +75,18 @@ class Values:
         return self._tree
 
     def _needed(self, path: str) -> dict[str, None] | None:
-        """The keys that a value leads to; None where it leads to anything but keys by their names."""
-        found, new = dict[str, None](), [path]
-        while new:
-            name = new.pop()
+        """Return the keys that a value refers to, also indirectly; None if it has other than plain references."""
+        needed, pending = dict[str, None](), [path]
+        while pending:
+            name = pending.pop()
             if name not in self._written:
                 return None
-            if name in found:
+            if name in needed:
                 continue
-            found[name] = None
+            needed[name] = None
             for text in _texts(self._written[name]):
                 names = _PLAIN.findall(text)
                 if text.count("${") != len(names):
                     return None
-                new.extend(names)
-        return found
+                pending.extend(names)
+        return needed

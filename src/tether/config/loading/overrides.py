@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
 
-_MOST_LEVELS = 100
-"""Lists and mappings within one another that a value may have: OmegaConf reads hardly more."""
+_MAX_DEPTH = 100
+"""Maximum nesting of lists and mappings in a value; OmegaConf reads hardly more."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """One parsed override. `+` and `++` mean the same as none of them: the schema knows which keys there are."""
+    """One parsed override; the prefixes `+` and `++` make no difference, since the schema defines all keys."""
 
     path: str
     value: object
     delete: bool
-    """`~a.b`: back to the default. With a value, only if the key has it, as in Hydra."""
+    """Whether it resets the key to its default, as `~a.b` does; with a value, only if the key has that value."""
 
 
-def parse_overrides(given: Sequence[str | Override]) -> tuple[list[Override], list[Problem]]:
-    """Parse each text by itself, so that one bad override does not hide another; parsed ones stay as they are."""
-    parsed = [_parse(one) if isinstance(one, str) else one for one in given]
+def parse_overrides(overrides: Sequence[str | Override]) -> tuple[list[Override], list[Problem]]:
+    """Parse each override separately, so that all problems are reported; parsed ones are returned unchanged."""
+    parsed = [_parse(override) if isinstance(override, str) else override for override in overrides]
     return (
         [item for item in parsed if isinstance(item, Override)],
         [item for item in parsed if isinstance(item, Problem)],
@@ -50,12 +50,10 @@ def _parse(text: str) -> Override | Problem:
     try:
         override = _parser().parse_override(text)
     except HydraException as error:
-        return Problem(
-            text.strip() or repr(text), f"cannot be read ({str(error).splitlines()[0]})", _how_to_write(text)
-        )
+        return Problem(text.strip() or repr(text), f"cannot be read ({str(error).splitlines()[0]})", _syntax_hint(text))
     except RecursionError:
         return _too_deep(text)
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # such as an integer with thousands of digits
         return Problem(_key(text), f"cannot be read ({error})", "give another number")
     if not override.key_or_group:
         return Problem(text, "names no key", "an override is key=value")
@@ -65,10 +63,10 @@ def _parse(text: str) -> Override | Problem:
         return Problem(text, what, f"write key=value, or `- override {choice}` last in the file's defaults list")
     if override.is_sweep_override():
         return Problem(text, "asks for several runs", "give one value; a list is written [a,b]")
-    if "\0" in text:  # which ends a path for the system
+    if "\0" in text:  # it would truncate a path
         return Problem(_key(text), "holds a NUL character", "take it out")
     value = override.value()
-    if _depth(value) > _MOST_LEVELS:
+    if _depth(value) > _MAX_DEPTH:
         return _too_deep(text)
     return Override(override.key_or_group, value, override.is_delete())
 
@@ -86,7 +84,7 @@ def _key(text: str) -> str:
     return text.partition("=")[0].lstrip("+~")
 
 
-def _how_to_write(text: str) -> str:
+def _syntax_hint(text: str) -> str:
     key, equals, value = text.partition("=")
     if equals and value and re.fullmatch(r"[+~]*\w+([.]\w+)*", key):
         return f"""quote the value, inside quotes for the shell: '{key}="{value}"'"""

@@ -1,4 +1,4 @@
-"""Values of the wrong type, in words."""
+"""Problems of missing values and values of the wrong type."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tether.config.secrets import masked
 
 
 def type_problems(error: ValidationError, resolved: Resolved) -> list[Problem]:
-    """One problem for each key that is missing or mistyped; a key that only inherits such a value is not named."""
+    """Return a problem for each key that is missing or has the wrong type, except those that inherit such a value."""
     bad = dict.fromkeys(_key_of(detail["loc"]) for detail in error.errors())
     return [_problem(keys()[path], resolved) for path in bad if not _repeats(path, set(bad), resolved)]
 
 
 def expected(key: Key) -> str:
-    """The values that a key takes, in words; of names, only those that work here."""
+    """Return a description of the values that a key takes, without choices that are refused."""
     return key.type_text.replace(", ".join(key.choices), ", ".join(key.allowed)) if key.allowed else key.type_text
 
 
 def _key_of(loc: tuple[int | str, ...]) -> str:
-    """The key that an error of pydantic is about: its location without list positions."""
-    parts = [str(part) for part in loc]
-    return next(path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in keys())
+    """Return the key of an error of pydantic: its location without list indices."""
+    names = [str(item) for item in loc]
+    return next(path for end in range(len(names), 0, -1) if (path := ".".join(names[:end])) in keys())
 
 
 def _repeats(path: str, bad: set[str], resolved: Resolved) -> bool:
@@ -43,8 +43,8 @@ def _problem(key: Key, resolved: Resolved) -> Problem:
 
 def _fix(key: Key, value: object) -> str:
     if key.choices:
-        meant = value_meant(key.path, str(value), key.allowed)
-        return f"did you mean {meant}?" if meant else "choose one of these"
+        suggestion = value_meant(key.path, str(value), key.allowed)
+        return f"did you mean {suggestion}?" if suggestion else "choose one of these"
     if key.type_text.startswith("a string") and isinstance(value, bool | int | float):
         return f"""put it in quotes: '{key.path}="{value}"'"""
     if key.inherits:

@@ -1,4 +1,4 @@
-"""One YAML file as plain nested data."""
+"""Reading of one YAML file as plain nested data."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from tether.config.problems import ConfigError, Problem
 from tether.spelling import closest
 
 MISSING = "???"
-"""OmegaConf's word for a value that is still to be given."""
+"""OmegaConf's mark of a missing value."""
 
 
-MOST_VALUES = 100_000
-"""Values that a file may hold, with its aliases written out."""
+MAX_VALUES = 100_000
+"""Maximum number of values of a file, with its aliases expanded."""
 
 
-_OF_RAY = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
-"""The prefix that Ray puts before each line of another process."""
+_RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
+"""Prefix that Ray adds to each line of another process."""
 
 
 def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
-    """Read a file of keys, or the dict of Python that verl prints at its start; interpolations stand as `${...}`.
+    """Read a file of keys, or the Python dict that verl prints at its start; interpolations are kept as `${...}`.
 
     Args:
-        path: of the file.
-        others: names without a suffix that could have been given instead, beside those of files in its folder.
+        path: path of the file.
+        others: names without a suffix to suggest if it is missing, in addition to files in its folder.
 
     Raises:
-        ConfigError: it cannot be read, or holds no keys.
+        ConfigError: it cannot be read, or has no keys.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        tree: object = _printed(text)
+        tree: object = _parse_printed(text)
         if tree is None:
             _check_size(yaml.compose(text, Loader=yaml.SafeLoader))
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -49,11 +49,15 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
     except OSError as error:
         fix = "give a YAML file"
         if isinstance(error, FileNotFoundError):
-            there = [file.name for file in path.parent.glob("*.y*ml")]
-            meant = closest(path.name, [*there, *(f"{name}.yaml" for name in others)], cutoff=0.8)
-            fix = f"did you mean {path.with_name(meant[0])}?" if meant else fix
+            names = [file.name for file in path.parent.glob("*.y*ml")]
+            suggestions = closest(path.name, [*names, *(f"{name}.yaml" for name in others)], cutoff=0.8)
+            fix = f"did you mean {path.with_name(suggestions[0])}?" if suggestions else fix
         raise ConfigError([Problem(str(path), f"cannot be read ({error.strerror or error})", fix)]) from error
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:  # ValueError: no UTF-8, or too long a number
+    except (
+        YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+    ) as error:  # ValueError: not UTF-8, or an integer with too many digits
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error
     if not isinstance(tree, dict):
@@ -61,9 +65,9 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
     return tree
 
 
-def _printed(text: str) -> dict[Any, Any] | None:
-    """The tree of a text that is a dict as `pprint` writes it, whose None YAML would read as a word."""
-    text = _OF_RAY.sub("", text).strip()
+def _parse_printed(text: str) -> dict[Any, Any] | None:
+    """Parse a dict that `pprint` wrote, in which YAML would read None as a string; None if it is not one."""
+    text = _RAY_PREFIX.sub("", text).strip()
     if not text.startswith("{"):
         return None
     try:
@@ -74,30 +78,29 @@ def _printed(text: str) -> dict[Any, Any] | None:
 
 
 class _Numbers(ast.NodeTransformer):
-    """Turns the names by which Python writes numbers that are not finite into them."""
+    """Replaces the names `inf` and `nan` by numbers."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """See `ast.NodeVisitor`."""
         return ast.Constant(float(node.id)) if node.id in ("inf", "nan") else node
 
 
 def _check_size(root: yaml.Node | None) -> None:
-    """Count the values of a file, whose aliases may stand for any number of them, and for what they stand in.
+    """Check the number of values of a file with its aliases expanded, which may also be recursive.
 
     Raises:
-        YAMLError: there are too many, or without end; or one holds a NUL character.
+        YAMLError: too many or recursive values, or a NUL character.
     """
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            if isinstance(node.value, str) and "\0" in node.value:  # which ends a path for the system
+            if isinstance(node.value, str) and "\0" in node.value:  # it would truncate a path
                 raise YAMLError(f"line {node.start_mark.line + 1} holds a NUL character")
-            sizes[id(node)] = MOST_VALUES  # of a node that is reached again from within itself
+            sizes[id(node)] = MAX_VALUES  # for a node that contains itself
             inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-            parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
-            sizes[id(node)] = 1 + sum(map(size, parts))
+            children = [child for item in inner for child in (item if isinstance(item, tuple) else (item,))]
+            sizes[id(node)] = 1 + sum(map(size, children))
         return sizes[id(node)]
 
-    if root is not None and size(root) > MOST_VALUES:
-        raise YAMLError(f"its aliases stand for more than {MOST_VALUES} values, or contain themselves")
+    if root is not None and size(root) > MAX_VALUES:
+        raise YAMLError(f"its aliases stand for more than {MAX_VALUES} values, or contain themselves")

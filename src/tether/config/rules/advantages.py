@@ -10,14 +10,14 @@ COMPARES_RESPONSES = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg",
     "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
-"""Estimators whose baseline is the other responses to a prompt: those that need `uid` in `tether.algorithms`."""
+"""Estimators whose baseline is the other responses to a prompt, which need `uid` in `tether.algorithms`."""
 
 WITHOUT_PEERS = ("grpo", "grpo_vectorized", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
-"""Those whose advantage of a response without peers is its score, as in verl."""
+"""Estimators with which the advantage of a single response is its score, as in verl."""
 
 
 def group_has_peers(cfg: RunConfig) -> Problem | None:
-    """A group of one is its own mean: every advantage is zero or has no baseline."""
+    """A group of one response is its own mean, so that every advantage is zero or has no baseline."""
     estimator = cfg.algorithm.adv_estimator
     if estimator not in COMPARES_RESPONSES or estimator in WITHOUT_PEERS or cfg.actor_rollout_ref.rollout.n > 1:
         return None
@@ -40,7 +40,7 @@ def gdpo_has_components(cfg: RunConfig) -> Problem | None:
 
 
 def gdpo_reads_components_only(cfg: RunConfig) -> Problem | None:
-    """Settings that change the score of a row, and would be ignored."""
+    """GDPO ignores settings that change the score of a row."""
     changes = {
         "algorithm.use_kl_in_reward": cfg.algorithm.use_kl_in_reward,
         "algorithm.normalize_rewards": cfg.algorithm.normalize_rewards != "none",
@@ -54,7 +54,7 @@ def gdpo_reads_components_only(cfg: RunConfig) -> Problem | None:
 
 
 def remax_scores_keep_their_scale(cfg: RunConfig) -> Problem | None:
-    """The greedy answer's score is on the scale of the reward."""
+    """The score of the greedy answer, which is the baseline, is not normalised."""
     how = cfg.algorithm.normalize_rewards
     if how == "none" or cfg.algorithm.adv_estimator != "remax":
         return None
@@ -63,7 +63,7 @@ def remax_scores_keep_their_scale(cfg: RunConfig) -> Problem | None:
 
 
 def lambda_is_used(cfg: RunConfig) -> Problem | None:
-    """With both halves decoupled from it, nothing reads lam; its default is no wish."""
+    """Nothing reads lam if both actor and critic have lambdas of their own; its default is allowed."""
     algorithm = cfg.algorithm
     if algorithm.lam_actor_alpha is None or algorithm.lam_critic == algorithm.lam or algorithm.lam == 1:
         return None
@@ -72,11 +72,11 @@ def lambda_is_used(cfg: RunConfig) -> Problem | None:
 
 
 def overlong_buffer_fits(cfg: RunConfig) -> Problem | None:
-    """The buffer is the end of the longest response."""
+    """The buffer is at most as long as the longest response."""
     buffer, limit = cfg.reward_model.overlong_buffer, cfg.data.max_response_length
     if not buffer.enable or 0 < buffer.len <= limit:
         return None
-    what = f"{buffer.len} tokens are no part of data.max_response_length={limit}"
+    what = f"{buffer.len} tokens do not fit in data.max_response_length={limit}"
     return Problem("reward_model.overlong_buffer.len", what, f"set it from 1 to {limit}, or leave the buffer off")
 
 

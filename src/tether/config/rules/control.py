@@ -15,7 +15,7 @@ STEP_ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "gpg", "raw",
 )  # fmt: skip
-"""Estimators that need nothing that only language models have."""
+"""Estimators that work without a language model."""
 
 
 def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
@@ -30,7 +30,7 @@ def mini_batch_fits_rollout(cfg: RunConfig) -> Problem | None:
 
 
 def ignored_terminations_end(cfg: RunConfig) -> Problem | None:
-    """Without terminations only a time limit ends an episode."""
+    """Only a time limit ends an episode whose terminations are ignored."""
     for role, env in ((TRAIN, cfg.env.train), (EVAL, cfg.env.eval)):
         if env.ignore_terminations and env.max_episode_steps is None:
             what = f"True leaves episodes without an end, since {role}.max_episode_steps is null"
@@ -47,7 +47,7 @@ def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
 
 
 def device_pays(cfg: RunConfig) -> Problem | None:
-    """Networks that are more than a few small layers may be on another device than the CPU."""
+    """Only large networks may be on another device than the CPU."""
     if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in LARGE:
         return None
     what = f"{cfg.trainer.device} is for {', '.join(LARGE)}: smaller networks are faster on the CPU"
@@ -55,7 +55,7 @@ def device_pays(cfg: RunConfig) -> Problem | None:
 
 
 def devices_are_named(cfg: RunConfig) -> Problem | None:
-    """One device is the CPU where nothing is said; of several that is no matter of course."""
+    """The default of a single device is the CPU; with several devices the kind must be set."""
     if cfg.trainer.devices == 1 or cfg.trainer.device != "auto":
         return None
     what = f"auto does not say what the {cfg.trainer.devices} devices are"
@@ -101,20 +101,20 @@ def critic_exists(cfg: RunConfig) -> Problem | None:
     estimator, trainer = cfg.algorithm.adv_estimator, cfg.trainer
     if estimator == "gae":
         return None
-    asks = {
+    requests = {
         "policy.share_critic": cfg.policy.share_critic,
         "trainer.critic_warmup": trainer.critic_warmup > 1,
         "trainer.critic_warmup_until_explained_variance": cfg.trainer.critic_warmup_until_explained_variance
         is not None,
     }
-    key = next((key for key, asked in asks.items() if asked), None)
+    key = next((key for key, is_requested in requests.items() if is_requested), None)
     if key is None:
         return None
     return Problem(key, f"there is no critic with algorithm.adv_estimator={estimator}", "leave it out")
 
 
 def critic_has_layers(cfg: RunConfig) -> Problem | None:
-    """Sizes are of a critic's own network."""
+    """Sizes of the critic apply to a network of its own."""
     policy = cfg.policy
     for key, size in (("critic_hidden_dim", policy.hidden_dim), ("critic_num_layers", policy.num_layers)):
         if policy.share_critic and getattr(policy, key) != size:

@@ -25,7 +25,7 @@ EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 
 
 def trains(cfg: RunConfig) -> bool:
-    """Whether Megatron does."""
+    """Whether Megatron trains the run."""
     return device_count(cfg) > 1 and cfg.actor_rollout_ref.actor.strategy == "megatron"
 
 
@@ -46,7 +46,7 @@ def same_layout(role: str, when: Condition) -> Rule:
     """Megatron holds one set of process groups in a process; models on devices of their own have other processes."""
 
     def rule(cfg: RunConfig) -> Problem | None:
-        if not trains(cfg) or not when(cfg) or misplaced(cfg) or _is_apart(cfg, role):
+        if not trains(cfg) or not when(cfg) or misplaced(cfg) or _has_separate_devices(cfg, role):
             return None
         for name in ONE_LAYOUT:
             mine, actors = (_at(cfg, f"{section}.megatron.{name}") for section in (role, ACTOR))
@@ -65,11 +65,11 @@ def same_layout(role: str, when: Condition) -> Rule:
 
 
 def sizes_divide_devices(cfg: RunConfig) -> Problem | None:
-    """Data-parallel replicas take the devices that the other kinds of parallelism leave."""
+    """The product of the other parallel sizes divides the devices; the quotient is the data-parallel size."""
     if cfg.actor_rollout_ref.actor.strategy != "megatron" or misplaced(cfg):
         return None
-    apart = [role for role, when in ROLES if when(cfg) and _is_apart(cfg, role)]
-    return next(filter(None, (_undivided(cfg, role) for role in (ACTOR, *apart))), None)
+    separate_roles = [role for role, when in ROLES if when(cfg) and _has_separate_devices(cfg, role)]
+    return next(filter(None, (_undivided(cfg, role) for role in (ACTOR, *separate_roles))), None)
 
 
 def _undivided(cfg: RunConfig, role: str) -> Problem | None:
@@ -77,8 +77,8 @@ def _undivided(cfg: RunConfig, role: str) -> Problem | None:
     split = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size, sizes.context_parallel_size
     each = reduce(int.__mul__, split)
     fix = f"choose sizes whose product divides {devices}, or another number of devices"
-    said = PATH if cfg.cluster.component_placement else "trainer.n_gpus_per_node x trainer.nnodes"
-    where = f"the {devices} devices ({said})"
+    key_of_devices = PATH if cfg.cluster.component_placement else "trainer.n_gpus_per_node x trainer.nnodes"
+    where = f"the {devices} devices ({key_of_devices})"
     if devices % each:
         tensor, pipeline, context = split
         what = (
@@ -97,18 +97,21 @@ def _undivided(cfg: RunConfig, role: str) -> Problem | None:
 
 
 def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
-    """Pieces of the model take turns with those of other stages."""
+    """Virtual pipeline stages need a pipeline of several devices."""
     sizes = cfg.actor_rollout_ref.actor.megatron
-    pieces = sizes.virtual_pipeline_model_parallel_size or 1
-    if not trains(cfg) or pieces == 1 or sizes.pipeline_model_parallel_size > 1:
+    stages = sizes.virtual_pipeline_model_parallel_size or 1
+    if not trains(cfg) or stages == 1 or sizes.pipeline_model_parallel_size > 1:
         return None
-    key, what = f"{SIZES}.virtual_pipeline_model_parallel_size", f"{pieces} pieces need a pipeline of several devices"
+    key, what = (
+        f"{SIZES}.virtual_pipeline_model_parallel_size",
+        f"{stages} virtual stages need a pipeline of several devices",
+    )
     fix = f"leave {key} out, or set {SIZES}.pipeline_model_parallel_size to 2 or more"
     return Problem(key, f"{what} ({SIZES}.pipeline_model_parallel_size)", fix)
 
 
 def weights_of_megatron(role: str, when: Condition) -> Rule:
-    """Ranks of Megatron read them, out of a directory that must be named."""
+    """Only Megatron's ranks read such weights, from a directory that must be set."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         sizes, actors = _at(cfg, f"{role}.megatron"), cfg.actor_rollout_ref.actor.megatron
@@ -131,7 +134,7 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
 
 
 def whole_models_train(cfg: RunConfig) -> Problem | None:
-    """Adapters have no place in Megatron's layers."""
+    """Megatron's layers do not support adapters."""
     key, rank = "actor_rollout_ref.model.lora_rank", cfg.actor_rollout_ref.model.lora_rank
     if not trains(cfg) or not rank:
         return None
@@ -149,8 +152,8 @@ def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
     return Problem(key, what, "set it to low_var_kl, or another estimator from sampled tokens")
 
 
-def _is_apart(cfg: RunConfig, role: str) -> bool:
-    """Whether a model has devices that the actor does not have."""
+def _has_separate_devices(cfg: RunConfig, role: str) -> bool:
+    """Whether a model has other devices than the actor."""
     return devices_of(cfg, MODELS[role]) != devices_of(cfg, MODELS[ACTOR])
 
 

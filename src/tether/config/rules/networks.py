@@ -31,19 +31,19 @@ def micro_batches_are_parts(cfg: RunConfig) -> Problem | None:
 
 
 def heads_fit_width(cfg: RunConfig) -> Problem | None:
-    """The heads of a transformer part its width evenly, into even parts for its rotary positions."""
+    """The heads of a transformer divide its width into even widths, for rotary positions."""
     policy = cfg.policy
     if policy.model_type in FLOW_TYPES and policy.hidden_dim % 16:
-        what = f"{policy.hidden_dim} is not parted into even widths by the 8 heads of {policy.model_type}"
+        what = f"{policy.hidden_dim} is not divided into even widths by the 8 heads of {policy.model_type}"
         return Problem("policy.hidden_dim", what, "set a multiple of 16")
     if policy.model_type not in VLA_TYPES or policy.hidden_dim % (2 * policy.num_heads) == 0:
         return None
-    what = f"{policy.num_heads} heads do not part policy.hidden_dim={policy.hidden_dim} into even widths"
+    what = f"{policy.num_heads} heads do not divide policy.hidden_dim={policy.hidden_dim} into even widths"
     return Problem("policy.num_heads", what, f"set policy.hidden_dim to a multiple of {2 * policy.num_heads}")
 
 
 def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
-    """Other policies are too small for adapters, or lerobot's."""
+    """Only transformer policies support adapters."""
     rank = cfg.actor_rollout_ref.model.lora_rank
     if not rank or cfg.policy.model_type in VLA_TYPES:
         return None
@@ -52,7 +52,7 @@ def adapters_are_in_a_transformer(cfg: RunConfig) -> Problem | None:
 
 
 def one_reads_pictures(cfg: RunConfig) -> Problem | None:
-    """A features extractor of the user's stands in the place of a CNN."""
+    """The user's features extractor replaces the CNN."""
     policy = cfg.policy
     if policy.features_extractor is None or policy.cnn_type == "auto":
         return None
@@ -61,7 +61,7 @@ def one_reads_pictures(cfg: RunConfig) -> Problem | None:
 
 
 def a_transformer_has_no_memory(cfg: RunConfig) -> Problem | None:
-    """An LSTM stands after hidden layers."""
+    """Only perceptrons and CNNs support an LSTM."""
     if cfg.policy.lstm_dim is None or cfg.policy.model_type not in (*VLA_TYPES, *FLOW_TYPES):
         return None
     what = f"{cfg.policy.lstm_dim} asks for a memory, which policy.model_type={cfg.policy.model_type} does not have"
@@ -77,7 +77,7 @@ def a_step_is_random(cfg: RunConfig) -> Problem | None:
 
 
 def noise_has_a_range(cfg: RunConfig) -> Problem | None:
-    """The least deviation of learned noise is no larger than the largest."""
+    """The minimum of the range is at most its maximum."""
     low, high = cfg.policy.noise_logvar_range
     if low <= high:
         return None

@@ -14,19 +14,19 @@ LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
 def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
     """Every mode needs its bound: a positive number, for a ratio (k1) also a lower one before it."""
     correction = cfg.algorithm.rollout_correction
-    modes, given = correction.rollout_rs, correction.rollout_rs_threshold
+    modes, threshold = correction.rollout_rs, correction.rollout_rs_threshold
     key = f"{CORRECTION}.rollout_rs_threshold"
     if modes is None:
         return None
-    if given is None:
+    if threshold is None:
         return Problem(key, f"missing with {CORRECTION}.rollout_rs={','.join(modes)}", "give one bound, or one a mode")
     if repeated := [mode for mode in modes if modes.count(mode) > 1]:
         return Problem(f"{CORRECTION}.rollout_rs", f"{repeated[0]} is named twice", "name each mode once")
-    if len(str(given).split(",")) not in (1, len(modes)):
-        what = f"{given} is no list of bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
+    if len(str(threshold).split(",")) not in (1, len(modes)):
+        what = f"{threshold} is no list of bounds for the {len(modes)} modes of {CORRECTION}.rollout_rs"
         return Problem(key, what, f"give 1 or {len(modes)}")
     for mode, bound in _bounds(correction):
-        numbers = [_number(part) for part in bound.split("_")]
+        numbers = [_number(text) for text in bound.split("_")]
         if len(numbers) > (2 if mode.endswith("k1") else 1) or min(numbers) == 0 or numbers[0] > numbers[-1]:
             what = f"{bound!r} is no bound of {mode} in {CORRECTION}.rollout_rs"
             return Problem(key, what, "give a number above 0; for k1 also 'lower_upper'")
@@ -77,17 +77,17 @@ def decoupled_corrects_once(cfg: RunConfig) -> Problem | None:
 
 
 def bypass_has_no_mean_weight(cfg: RunConfig) -> Problem | None:
-    """In bypass mode the weights follow the policy as it learns, and are never all known at once."""
+    """The weights of bypass mode change as the policy learns, so that their mean over a batch is not known."""
     correction = cfg.algorithm.rollout_correction
     acts = correction.rollout_is is not None and correction.loss_type == "reinforce"
     if not (correction.bypass_mode and acts and correction.rollout_is_batch_normalize):
         return None
-    what = f"True needs the weights of the whole batch, which {CORRECTION}.bypass_mode=True computes piece by piece"
+    what = f"True needs the weights of the whole batch, which {CORRECTION}.bypass_mode=True computes per mini-batch"
     return Problem(f"{CORRECTION}.rollout_is_batch_normalize", what, "set it to False")
 
 
 def bypass_has_no_token_baseline(cfg: RunConfig) -> Problem | None:
-    """The optimal token baselines read what the pass finds that bypass mode leaves out."""
+    """The optimal token baselines need outputs of the forward pass that bypass mode skips."""
     estimator = cfg.algorithm.adv_estimator
     if not cfg.algorithm.rollout_correction.bypass_mode or not estimator.endswith("optimal_token_baseline"):
         return None
@@ -96,7 +96,7 @@ def bypass_has_no_token_baseline(cfg: RunConfig) -> Problem | None:
 
 
 def bypass_has_no_full_kl_in_reward(cfg: RunConfig) -> Problem | None:
-    """The KL over the vocabulary is computed in the pass that bypass mode leaves out."""
+    """The KL over the vocabulary is computed in the forward pass that bypass mode skips."""
     if not cfg.algorithm.rollout_correction.bypass_mode or not full_kl_in_reward(cfg):
         return None
     what = f"full needs the pass over the old policy that {CORRECTION}.bypass_mode=True leaves out"
@@ -120,7 +120,7 @@ def dynamic_sampling_ends(cfg: RunConfig) -> Problem | None:
 
 
 def groups_are_filtered_before_the_kl(cfg: RunConfig) -> Problem | None:
-    """The KL penalty is known only once the whole batch is there."""
+    """The KL penalty is only known once the batch is complete."""
     if not cfg.algorithm.filter_groups.enable or cfg.algorithm.filter_groups.metric != "seq_final_reward":
         return None
     what = "seq_final_reward is known only after the batch is complete"
@@ -142,14 +142,14 @@ OFF_POLICY_RULES = (
 
 
 def _bounds(correction: RolloutCorrectionConfig) -> list[tuple[str, str]]:
-    """Each rejection mode with its bound as it is written."""
+    """Return each rejection mode with its bound as text."""
     modes, bounds = correction.rollout_rs or (), str(correction.rollout_rs_threshold).split(",")
     repeated = bounds * len(modes) if len(bounds) == 1 else bounds
     return [(mode, bound.strip()) for mode, bound in zip(modes, repeated, strict=False)]
 
 
 def _number(text: str) -> float:
-    """The positive number that `text` writes; 0 where it is none."""
+    """Parse a positive number; return 0 for any other text."""
     try:
         number = float(text)
     except ValueError:

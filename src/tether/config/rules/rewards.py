@@ -9,7 +9,7 @@ from tether.config.schema.root import RunConfig
 
 
 def reward_model_is_named(cfg: RunConfig) -> Problem | None:
-    """verl's default is a model of the hub, which nobody means."""
+    """The model must be set, since verl's default, a model of the hub, is never intended."""
     if not cfg.reward_model.enable or cfg.reward_model.model.path is not None:
         return None
     key = "reward_model.model.path"
@@ -17,47 +17,51 @@ def reward_model_is_named(cfg: RunConfig) -> Problem | None:
 
 
 def parts_of_the_reward_are_whole(cfg: RunConfig) -> Problem | None:
-    """Each by itself, the first that is not; the names and keys below reward_model.parts are checked here alone."""
+    """Each part is valid; only this rule checks names and keys below reward_model.parts."""
     return next(iter(part_problems(cfg.reward_model.parts)), None)
 
 
 def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
-    """verl calls either the function or the model, which one depends on its version; here parts say it."""
+    """Parts decide about function and model, where verl calls one of the two, depending on its version."""
     model, path, key = cfg.reward_model, cfg.custom_reward_function.path, "reward_model.parts"
     if part_problems(model.parts):
         return None
-    parts = read_parts(model.parts)
-    kinds = [part.kind for part in parts.values()]
-    if model.enable and path is not None and not parts:
+    sections = read_parts(model.parts)
+    kinds = [section.kind for section in sections.values()]
+    if model.enable and path is not None and not sections:
         what = f"{path} is never called with reward_model.enable=True, and no {key} says what both are worth"
         fix = (
             f"add {key}='{{learned: {{kind: model}}, rule: {{kind: rules, weight: 1.0}}}}', or leave one of the two out"
         )
         return Problem("custom_reward_function.path", what, fix)
-    if path is not None and parts and "rules" not in kinds:
+    if path is not None and sections and "rules" not in kinds:
         what = f"{path} is never called: {key} has no part of kind rules"
         return Problem("custom_reward_function.path", what, f"add one, or leave the function out of {key}")
-    if parts and model.enable != ("model" in kinds):
+    if sections and model.enable != ("model" in kinds):
         has = "has no part of kind model" if model.enable else "has a part of kind model"
         return Problem(key, f"{has}, and reward_model.enable={model.enable}", f"set it to {not model.enable}")
     for kind in ("rules", "model"):
         if kinds.count(kind) > 1:
             return Problem(key, f"{kinds.count(kind)} parts are of kind {kind}, of which there is one", "keep one")
-    own = [name for name, part in parts.items() if isinstance(part, JudgePart) and part.path is not None]
-    if own and cfg.trainer.devices > 1:
+    local_judges = [
+        name for name, section in sections.items() if isinstance(section, JudgePart) and section.path is not None
+    ]
+    if local_judges and cfg.trainer.devices > 1:
         what = (
             f"the judge would be loaded by the process that was started, and not on the {cfg.trainer.devices} devices"
         )
         return Problem(
-            f"{key}.{own[0]}.path", what, "serve it (vLLM, SGLang) and give base_url and model, or use one device"
+            f"{key}.{local_judges[0]}.path",
+            what,
+            "serve it (vLLM, SGLang) and give base_url and model, or use one device",
         )
-    if parts and not any(part.weight for part in parts.values()):
+    if sections and not any(section.weight for section in sections.values()):
         return Problem(key, "every weight is 0, so that nothing is learned from", "give one of them a weight")
     return None
 
 
 def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
-    """verl's BatchRewardManager calls the function by other names of arguments, which no rule has."""
+    """Only a function has the signature of verl's BatchRewardManager."""
     if cfg.reward_model.reward_manager != "batch":
         return None
     key, takes = "reward_model.reward_manager", "fn(data_sources, solution_strs, ground_truths, extra_infos) -> list"
@@ -69,12 +73,12 @@ def batches_are_scored_by_a_function(cfg: RunConfig) -> Problem | None:
 
 
 def responses_are_decoded_by_the_policys_tokenizer(cfg: RunConfig) -> Problem | None:
-    """Whatever else the key named would decode other text than the policy wrote."""
-    policy, found = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
-    if not cfg.reward_model.enable or found in (None, policy.path, policy.tokenizer_path):
+    """Any other tokenizer would decode different text than the policy wrote."""
+    policy, tokenizer = cfg.actor_rollout_ref.model, cfg.reward_model.model.input_tokenizer
+    if not cfg.reward_model.enable or tokenizer in (None, policy.path, policy.tokenizer_path):
         return None
     key = "reward_model.model.input_tokenizer"
-    what = f"{found} is not the policy's tokenizer, by which its responses are decoded"
+    what = f"{tokenizer} is not the policy's tokenizer, by which its responses are decoded"
     return Problem(key, what, f"leave {key} out, or set it to null where both models have the same tokenizer")
 
 

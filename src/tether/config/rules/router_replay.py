@@ -14,7 +14,7 @@ FUSED = "moe_router_fusion"
 
 
 def one_mode_is_given(cfg: RunConfig) -> Problem | None:
-    """Megatron has a key of its own, which follows the older one where it is not given."""
+    """Megatron's own key inherits from the older one, and must not contradict it."""
     key, mode = replay_of(cfg)
     older = cfg.actor_rollout_ref.actor.router_replay.mode
     if older in ("disabled", mode):
@@ -23,7 +23,7 @@ def one_mode_is_given(cfg: RunConfig) -> Problem | None:
 
 
 def the_sampler_records_what_is_replayed(cfg: RunConfig) -> Problem | None:
-    """R3 has nothing to replay without it, and nothing else reads it."""
+    """R3 replays what the sampler records, and nothing else reads it."""
     key, mode = replay_of(cfg)
     records = cfg.actor_rollout_ref.rollout.enable_rollout_routing_replay
     if records == (mode == "R3"):
@@ -34,7 +34,7 @@ def the_sampler_records_what_is_replayed(cfg: RunConfig) -> Problem | None:
 
 
 def old_log_probs_are_recomputed(cfg: RunConfig) -> Problem | None:
-    """R2 replays the choice of this pass."""
+    """R2 replays the experts of the pass that recomputes old log-probs."""
     key, mode = replay_of(cfg)
     if mode != "R2" or not cfg.algorithm.rollout_correction.bypass_mode:
         return None
@@ -43,13 +43,13 @@ def old_log_probs_are_recomputed(cfg: RunConfig) -> Problem | None:
 
 
 def routers_can_be_told(cfg: RunConfig) -> Problem | None:
-    """Transformer Engine's fused router takes no choice."""
+    """Transformer Engine's fused router cannot replay a choice."""
     key, mode = replay_of(cfg)
     fused = cfg.actor_rollout_ref.actor.megatron.override_transformer_config.get(FUSED)
     if cfg.actor_rollout_ref.actor.strategy != "megatron" or mode == "disabled" or not fused:
         return None
     options = f"{ACTOR}.megatron.override_transformer_config"
-    what = f"{mode} tells routers what to choose, and {options}.{FUSED}=True has one that cannot be told"
+    what = f"{mode} replays the choices of routers, which the fused router of {options}.{FUSED}=True does not support"
     return Problem(key, what, f"leave {FUSED} out")
 
 

@@ -1,4 +1,4 @@
-"""Rules of common shapes: a row each, with one message for all of a shape."""
+"""Factories of common rules, each with one message."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ Numbers = Callable[[Any, Any], bool]
 
 
 def at_most(key: str, limit: str, when: Condition = lambda cfg: True) -> Rule:
-    """A number that another key bounds."""
+    """Return the rule that a number is at most that of another key."""
     fix = "set it to at most {other}"
     return _pair(key, limit, lambda a, b: a > b, "{own} is more than {limit}={other}", fix, when)
 
 
 def multiple(key: str, of: str) -> Rule:
-    """A number that another key divides."""
+    """Return the rule that a number is a multiple of another key's."""
     what, fix = "{own} is no multiple of {limit}={other}", "set it to a multiple of {other}"
     return _pair(key, of, lambda a, b: a % b != 0, what, fix)
 
 
 def divides_devices(key: str, model: str, when: Condition = lambda cfg: True) -> Rule:
-    """Groups of as many devices of a model as a key says, where there are several; -1 is all of them."""
+    """Return the rule that a key's group size divides the devices of a model; -1 means all of them."""
 
     def rule(cfg: RunConfig) -> Problem | None:
         root: Any = cfg
-        each = reduce(getattr, key.split("."), root)
-        if each <= 0 or device_count(cfg) == 1 or misplaced(cfg) or not when(cfg):
+        group_size = reduce(getattr, key.split("."), root)
+        if group_size <= 0 or device_count(cfg) == 1 or misplaced(cfg) or not when(cfg):
             return None
-        found = placed(cfg)
-        devices = len(found.get(model, found["actor"]))
-        if devices % each == 0:
+        devices_by_model = placed(cfg)
+        devices = len(devices_by_model.get(model, devices_by_model["actor"]))
+        if devices % group_size == 0:
             return None
-        whose = "trainer.n_gpus_per_node x trainer.nnodes" if devices == cfg.trainer.devices else PATH
-        what = f"{each} does not divide the {devices} devices ({whose})"
+        source = "trainer.n_gpus_per_node x trainer.nnodes" if devices == cfg.trainer.devices else PATH
+        what = f"{group_size} does not divide the {devices} devices ({source})"
         return Problem(key, what, f"set it to a divisor of {devices}")
 
     return rule
 
 
 def same(key: str, other: str) -> Rule:
-    """Two keys for one quantity."""
+    """Return the rule that two keys of one quantity are equal."""
     return _pair(key, other, lambda a, b: a != b, "{own} contradicts {limit}={other}", "leave {key} out")
 
 
 def needs(key: str, switch: str) -> Rule:
-    """A key that asks for what another one switches off."""
+    """Return the rule that a key needs a switch that is on."""
     what, fix = "{own} needs what {limit}={other} leaves out", "leave {key} out"
     return _pair(key, switch, lambda a, b: a is not None and b is False, what, fix)
 
 
 def together(key: str, other: str) -> Rule:
-    """A key that must be given where another one is."""
+    """Return the rule that a key is set if another one is."""
     what, fix = "missing beside {limit}={other}", "give both, or neither"
     return _pair(key, other, lambda a, b: a is None and b is not None, what, fix)
 
 
-def said_once(steps: str, share: str) -> Rule:
-    """One length in steps, unless it is negative, and as a share of all steps, unless that is 0."""
+def set_once(steps: str, share: str) -> Rule:
+    """Return the rule that a length is set either in steps (not negative) or as a share of all steps (not 0)."""
     what, fix = "{own} and {limit}={other} say the same thing twice", f"keep {steps} or {share}"
     return _pair(steps, share, lambda a, b: a >= 0 and b > 0, what, fix)
 

@@ -1,6 +1,6 @@
-"""Rules between keys: each looks at a whole config and names one contradiction.
+"""Rules between keys, each of which reports one contradiction in a config.
 
-Every message names the keys it speaks of by their full path, so that a rule is left out where one of them is wrong by
+Every message has the full paths of the keys that it mentions, so that a rule is skipped if one of them is invalid by
 itself.
 """
 
@@ -18,7 +18,7 @@ from tether.config.rules.networks import NETWORK_RULES
 from tether.config.rules.off_policy import OFF_POLICY_RULES
 from tether.config.rules.rewards import REWARD_RULES
 from tether.config.rules.router_replay import ROUTER_REPLAY_RULES
-from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, said_once, same, together
+from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, same, set_once, together
 from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
 from tether.loss_requirements import REQUIRED_AGGREGATION
@@ -34,21 +34,21 @@ OWN_CLASS = r".+\.py:\w+"
 
 
 def training_data_is_named(cfg: RunConfig) -> Problem | None:
-    """An empty list or name is no file."""
+    """There must be at least one training file."""
     if cfg.data.train_files and all(cfg.data.train_files):
         return None
     return Problem("data.train_files", "names no file", "give at least one file")
 
 
 def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
-    """A ratio of whole responses has no meaning in a mean over tokens."""
+    """A loss with ratios of responses requires its own aggregation."""
     actor = cfg.actor_rollout_ref.actor
-    mode, found = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    demanded = REQUIRED_AGGREGATION.get(mode, found)
-    if found in (None, demanded):
+    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
+    if aggregation in (None, demanded):
         return None
     key = f"{ACTOR}.loss_agg_mode"
-    what = f"{found} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
+    what = f"{aggregation} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
     return Problem(key, what, f"leave {key} out")
 
 
@@ -63,7 +63,7 @@ def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
 
 
 def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
-    """The adaptive controller divides by both of its numbers."""
+    """The adaptive controller divides by its horizon and its target."""
     control = cfg.algorithm.kl_ctrl
     if control.type != "adaptive" or (control.horizon > 0 and control.target_kl > 0):
         return None
@@ -73,7 +73,7 @@ def adaptive_kl_moves(cfg: RunConfig) -> Problem | None:
 
 
 def critic_warmup_has_a_critic(cfg: RunConfig) -> Problem | None:
-    """Without a critic nothing would learn in these steps."""
+    """The warm-up trains only a critic."""
     if cfg.trainer.critic_warmup <= 1 or cfg.critic.enable:
         return None
     what = f"{cfg.trainer.critic_warmup - 1} steps train a critic alone, and critic.enable is False"
@@ -81,7 +81,7 @@ def critic_warmup_has_a_critic(cfg: RunConfig) -> Problem | None:
 
 
 def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
-    """The actor must get its turn."""
+    """The actor must start to learn during the run."""
     steps = cfg.trainer.total_training_steps
     if steps is None or cfg.trainer.critic_warmup <= steps or not cfg.critic.enable:
         return None
@@ -90,7 +90,7 @@ def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
 
 
 def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
-    """Responses are cut where prompt and response together reach this length."""
+    """The length limit of prompt and response must exceed the longest prompt."""
     limit, longest = cfg.actor_rollout_ref.rollout.max_model_len, cfg.data.max_prompt_length
     if limit is None or limit > longest:
         return None
@@ -99,7 +99,7 @@ def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
 
 
 def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
-    """Devices share one row of packed tokens, not a rectangle."""
+    """Devices can only share rows of packed tokens."""
     key = f"{role}.ulysses_sequence_parallel_size"
 
     def rule(cfg: RunConfig) -> Problem | None:
@@ -112,7 +112,7 @@ def shared_rows_are_packed(role: str, padding: str, when: Condition) -> Rule:
 
 
 def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
-    """Servers list the tokens that they could have drawn only up to a number, and training replays the cut."""
+    """Training replays the cut of sampling, and servers list the kept tokens only up to a limit."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name not in SERVERS or rollout.top_p == 1 or rollout.top_k > 0:
         return None
@@ -121,15 +121,15 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
 
 
 LARGEST_RANK = 512
-"""Of vLLM's --max-lora-rank."""
+"""Maximum of vLLM's --max-lora-rank."""
 SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver", "enable_weights_cpu_backup")}
-"""Options of servers without which they give no memory back."""
+"""Options of servers that are required to release memory."""
 ADDRESS_OPTIONS = {"vllm": ("host", "port", "served_model_name"), "sglang": ("host", "port")}
-"""Options by which the run finds the servers that it starts."""
+"""Options that determine the address of a server, which the run sets."""
 
 
 def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
-    """Addresses of servers say nothing about their kind, and native sampling would pass over them."""
+    """Addresses do not determine the kind of server, and native sampling would ignore them."""
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.name in SERVERS or not rollout.server_urls:
         return None
@@ -138,26 +138,26 @@ def servers_sample_where_their_addresses_are(cfg: RunConfig) -> Problem | None:
 
 
 def servers_are_named_once(cfg: RunConfig) -> Problem | None:
-    """A server would get each update as often as it is named, in the middle of its rows."""
+    """A server named twice would get each update twice, the second time while it samples."""
     named = dict[str, str]()
     for url in cfg.actor_rollout_ref.rollout.server_urls:
-        place = re.sub(r"//localhost(?=:|$)", "//127.0.0.1", url.rstrip("/").lower())
-        place = place.removesuffix(":80")
-        if place in named:
-            before = f" (before as {named[place]})" if named[place] != url.rstrip("/") else ""
-            what = f"{url.rstrip('/')} is named more than once{before}"
+        address = re.sub(r"//localhost(?=:|$)", "//127.0.0.1", url.rstrip("/").lower())
+        address = address.removesuffix(":80")
+        if address in named:
+            earlier = f" (before as {named[address]})" if named[address] != url.rstrip("/") else ""
+            what = f"{url.rstrip('/')} is named more than once{earlier}"
             return Problem(f"{ROLLOUT}.server_urls", what, "name each server once")
-        named[place] = url.rstrip("/")
+        named[address] = url.rstrip("/")
     return None
 
 
 def vllm_starts(cfg: RunConfig) -> Problem | None:
-    """vLLM refuses these numbers by itself, once the model is loaded."""
+    """vLLM itself refuses these values, but only after it has loaded the model."""
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
     key, tokens = f"{ROLLOUT}.max_num_batched_tokens", rollout.max_num_batched_tokens
     sizes = {"max_num_batched_tokens", "max_num_seqs", "max_model_len", "enable_chunked_prefill"}
-    own = sizes & rollout.own_options.keys()
-    if rollout.name != "vllm" or rollout.server_urls or own:
+    overridden = sizes & rollout.own_options.keys()
+    if rollout.name != "vllm" or rollout.server_urls or overridden:
         return None
     if tokens < rollout.max_num_seqs:
         other = f"{ROLLOUT}.max_num_seqs"
@@ -172,11 +172,11 @@ def vllm_starts(cfg: RunConfig) -> Problem | None:
 
 
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
-    """A server is told to give its memory back, which it was started without."""
+    """Servers can only release memory if they are started with these options."""
     rollout = cfg.actor_rollout_ref.rollout
-    given = rollout.own_options if rollout.free_cache_engine else {}
+    options = rollout.own_options if rollout.free_cache_engine else {}
     for option in SLEEP_OPTIONS.get(rollout.name, ()):
-        if given.get(option, True) is False:
+        if options.get(option, True) is False:
             what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
             fix = f"set {ROLLOUT}.free_cache_engine=False, or leave {option} out"
             return Problem(f"{ROLLOUT}.engine_kwargs.{rollout.name}.{option}", what, fix)
@@ -184,34 +184,34 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 
 
 def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
-    """A server that listens elsewhere is waited for until its deadline."""
+    """The run would wait for a server at another address until the timeout."""
     rollout = cfg.actor_rollout_ref.rollout
-    given = rollout.own_options
+    options = rollout.own_options
     for option in ADDRESS_OPTIONS.get(rollout.name, ()):
-        if option in given:
-            what = f"{given[option]!r} moves a server away from where the run looks for it"
+        if option in options:
+            what = f"{options[option]!r} moves a server away from where the run looks for it"
             fix = f"leave it out; servers of your own go into {ROLLOUT}.server_urls"
             return Problem(f"{ROLLOUT}.engine_kwargs.{rollout.name}.{option}", what, fix)
     return None
 
 
 def staleness_bounds_something(cfg: RunConfig) -> Problem | None:
-    """Of a batch that may be as old as the run is long, the bound says nothing."""
+    """A bound as large as the number of steps has no effect."""
     steps = cfg.trainer.total_training_steps
     return None if steps is None else staleness_problem(cfg, steps)
 
 
 def staleness_problem(cfg: RunConfig, steps: int) -> Problem | None:
-    """The same of a run whose steps are known, be it from `trainer.total_epochs` and the rows."""
-    most = cfg.actor_rollout_ref.rollout.max_staleness
-    if cfg.trainer.async_mode != "fully_async" or most == 1 or most < steps:
+    """Return the problem of `staleness_bounds_something` for a known number of steps."""
+    max_staleness = cfg.actor_rollout_ref.rollout.max_staleness
+    if cfg.trainer.async_mode != "fully_async" or max_staleness == 1 or max_staleness < steps:
         return None
-    what = f"{most} updates lie between no two of the {steps} steps of this run"
+    what = f"{max_staleness} updates lie between no two of the {steps} steps of this run"
     return Problem(f"{ROLLOUT}.max_staleness", what, f"set it below {max(steps, 2)}, or train for more steps")
 
 
 def vllm_takes_adapters_of_this_rank(cfg: RunConfig) -> Problem | None:
-    """Where they travel as such."""
+    """vLLM limits the rank of adapters, unless they are merged into the weights."""
     model, name = cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.name
     if name != "vllm" or model.lora.merge or model.lora_rank <= LARGEST_RANK:
         return None
@@ -220,7 +220,7 @@ def vllm_takes_adapters_of_this_rank(cfg: RunConfig) -> Problem | None:
 
 
 def agents_are_known(cfg: RunConfig) -> Problem | None:
-    """A row is answered once, in turns with tools, or by a class of the user's."""
+    """The agent is a known one or a class of the user's, and has what it needs."""
     key, name = f"{ROLLOUT}.agent.default_agent_loop", cfg.actor_rollout_ref.rollout.agent.default_agent_loop
     if name not in AGENTS and not re.fullmatch(OWN_CLASS, name):
         choices = ", ".join(AGENTS)
@@ -245,7 +245,7 @@ def turns_end(cfg: RunConfig) -> Problem | None:
 
 
 def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
-    """Tools are called by the process that starts a run, which samples by servers or, on one device, itself."""
+    """The driver process calls tools, so it samples with servers or, on one device, natively."""
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
     if not rollout.multi_turn.enable or devices == 1 or rollout.name in SERVERS:
         return None
@@ -254,13 +254,13 @@ def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
 
 
 def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
-    """The ranks of a run do one thing at a time; servers or other ranks sample meanwhile."""
+    """Ranks do one thing at a time, so servers or other ranks must sample while they train."""
     mode = cfg.trainer.async_mode
     if mode == "off" or device_count(cfg) == 1 or misplaced(cfg):
         return None
-    name, found = cfg.actor_rollout_ref.rollout.name, placed(cfg)
-    trains, samples, scores = found["actor"], found.get("sampler"), found.get("reward_model")
-    others = [ranks for model, ranks in found.items() if model not in ("sampler", "reward_model")]
+    name, devices = cfg.actor_rollout_ref.rollout.name, placed(cfg)
+    trains, samples, scores = devices["actor"], devices.get("sampler"), devices.get("reward_model")
+    others = [ranks for model, ranks in devices.items() if model not in ("sampler", "reward_model")]
     if samples in others:
         what = (
             f"{name} samples on the {len(trains)} devices that train; trainer.async_mode={mode} asks for both at once"
@@ -273,7 +273,7 @@ def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
 
 
 def partial_responses_are_sampled_here(cfg: RunConfig) -> Problem | None:
-    """Ranks answer a call as a whole."""
+    """Ranks cannot change weights while they sample."""
     mode, rollout = cfg.trainer.async_mode, cfg.actor_rollout_ref.rollout
     if mode != "fully_async" or not rollout.partial_rollout or device_count(cfg) == 1 or rollout.name in SERVERS:
         return None
@@ -296,7 +296,7 @@ def greedy_validation_answers_once(cfg: RunConfig) -> Problem | None:
 
 
 def validation_has_data(cfg: RunConfig) -> Problem | None:
-    """Asking for validation needs something to validate on."""
+    """Validation needs held-out data."""
     asks = "trainer.val_only" if cfg.trainer.val_only else "trainer.test_freq" if cfg.trainer.test_freq > 0 else None
     if (cfg.data.val_files and all(cfg.data.val_files)) or asks is None:
         return None
@@ -304,7 +304,7 @@ def validation_has_data(cfg: RunConfig) -> Problem | None:
 
 
 def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
-    """A run goes back to what it has saved."""
+    """A rollback needs a checkpoint."""
     if cfg.trainer.on_collapse != "rollback" or cfg.trainer.save_freq > 0:
         return None
     what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none"
@@ -312,7 +312,7 @@ def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
 
 
 def resume_path_is_given(cfg: RunConfig) -> Problem | None:
-    """The mode needs the path."""
+    """Resuming by path needs the path."""
     if cfg.trainer.resume_mode != "resume_path" or cfg.trainer.resume_from_path is not None:
         return None
     return Problem("trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint")
@@ -328,7 +328,7 @@ def adapters_have_a_scale(cfg: RunConfig) -> Problem | None:
 
 
 def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
-    """A limit of 0 rows would leave nothing."""
+    """A limit of 0 rows would drop all rows."""
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(cfg.data, name) == 0:
             return Problem(f"data.{name}", "0 leaves no row", "give a number above 0, or -1 for all rows")
@@ -336,24 +336,24 @@ def subsets_are_not_empty(cfg: RunConfig) -> Problem | None:
 
 
 def _critic_has_its_own_size(cfg: RunConfig) -> bool:
-    """The actor's, which it inherits, is complained about once."""
+    """Whether the critic's size differs from the actor's, so that an inherited problem is reported once."""
     return cfg.critic.enable and cfg.critic.ppo_mini_batch_size != cfg.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
 def _reference_has_its_own_ranks(cfg: RunConfig) -> bool:
-    """The actor's, which it inherits, are complained about once."""
+    """Whether the reference's ranks differ from the actor's, so that an inherited problem is reported once."""
     policy = cfg.actor_rollout_ref
     return policy.ref.ulysses_sequence_parallel_size != policy.actor.ulysses_sequence_parallel_size
 
 
-ACTOR_WARMUP = said_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
+ACTOR_WARMUP = set_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
 ROLES: tuple[tuple[str, str, Condition], ...] = (
     (ACTOR, "actor_rollout_ref.model", lambda cfg: True),
     ("actor_rollout_ref.ref", "actor_rollout_ref.model", _reference_has_its_own_ranks),
     ("critic", "critic.model", lambda cfg: cfg.critic.enable),
 )
 KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep")
-"""Actor and critic of a step stand in one checkpoint."""
+"""Actor and critic are saved in one checkpoint."""
 
 RULES: tuple[Rule, ...] = (
     training_data_is_named,
@@ -363,7 +363,7 @@ RULES: tuple[Rule, ...] = (
     clip_cov_bounds_enclose_something,
     adaptive_kl_moves,
     ACTOR_WARMUP,
-    said_once("critic.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps_ratio"),
+    set_once("critic.optim.lr_warmup_steps", "critic.optim.lr_warmup_steps_ratio"),
     critic_warmup_has_a_critic,
     critic_warmup_ends,
     needs("trainer.critic_warmup_until_explained_variance", "critic.enable"),
@@ -425,6 +425,6 @@ EMBODIED_RULES: tuple[Rule, ...] = (
 
 
 def contradictions(cfg: RunConfig) -> list[Problem]:
-    """Every contradiction of a config."""
+    """Return all contradictions of a config."""
     rules = RULES if cfg.env.train.id is None else EMBODIED_RULES
     return [problem for rule in rules if (problem := rule(cfg)) is not None]

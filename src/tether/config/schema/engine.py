@@ -79,7 +79,7 @@ class MixedPrecisionConfig(Section):
 
 
 class TrainedFsdpConfig(ShardConfig):
-    """That of a model that is trained."""
+    """`*.fsdp_config` of a model that is trained."""
 
     optimizer_offload: Annotated[bool, IN_SHARDS] = False
     """Keep the optimizer's state in the host's memory between updates."""

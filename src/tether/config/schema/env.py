@@ -46,7 +46,7 @@ class TrainEnvConfig(Section):
     id: Name | None = None
     """Id in env_type's registry, such as CartPole-v1, or FILE.py:FUNCTION of yours; null: not an embodied run."""
     env_type: EnvType = "gymnasium"
-    """Where the id is looked up: Gymnasium's registry, envpool (environments in C++), or a simulator's own names."""
+    """Registry of the id: Gymnasium's, envpool's (environments in C++), or a simulator's own names."""
     total_num_envs: Positive = 8
     """Environments that are stepped together."""
     max_steps_per_rollout_epoch: Positive = 128
@@ -106,7 +106,7 @@ class EvalEnvConfig(Section):
     id: Annotated[Name | None, Inherits("env.train.id")]
     """Id in the registry."""
     env_type: Annotated[EnvType, Inherits("env.train.env_type")]
-    """Where the id is looked up."""
+    """Registry of the id."""
     total_num_envs: Annotated[Positive, Inherits("env.train.total_num_envs")]
     """Environments that are stepped together."""
     num_episodes: Positive = 20
@@ -157,7 +157,7 @@ class PolicyConfig(Section):
     num_heads: Annotated[Positive, TRANSFORMER] = 4
     """Attention heads of the transformer."""
     temperature: Annotated[PositiveFloat, TRANSFORMER] = 1.0
-    """Of the softmax over action tokens, in acting and in learning."""
+    """Temperature of the softmax over action tokens, in acting and in learning."""
     unnorm_key: Annotated[Name | None, TRANSFORMER] = None
     """Dataset whose statistics scale the actions of a published OpenVLA policy; null: its only one. (OpenVLA's key.)"""
     center_crop: Annotated[bool, TRANSFORMER] = False
@@ -167,7 +167,7 @@ class PolicyConfig(Section):
     noise_method: Annotated[Literal["flow_sde", "flow_noise", "flow_cps"], FLOW] = "flow_sde"
     """How a denoising step is made random: by the SDE of the flow, by learned noise, or keeping its share of noise."""
     noise_level: Annotated[PositiveFloat, FIXED_NOISE] = 0.5
-    """Of the noise of flow_sde and flow_cps."""
+    """Scale of the noise of flow_sde and flow_cps."""
     noise_logvar_range: Annotated[Range, LEARNED_NOISE] = (0.08, 0.16)
     """Least and largest standard deviation of flow_noise."""
     joint_logprob: Annotated[bool, FLOW] = False
@@ -177,7 +177,7 @@ class PolicyConfig(Section):
     train_expert_only: Annotated[bool, FLOW] = False
     """Leave the part that reads pictures and prompt as it is."""
     step_logprobs: Annotated[Literal["sum", "mean"], ActsIf(".joint_logprob", on=(True,))] = "sum"
-    """Of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own key.)"""
+    """Log-prob of random steps: sum, the density of the chain; or RLinf's mean over start and steps. (tether's own.)"""
     tokenizer_path: Annotated[str | None, FLOW] = None
     """Folder of the tokenizer of a flow's prompts; null: beside the weights, or else bytes. (tether's own key.)"""
     max_prompt_length: Annotated[Positive | None, PROMPTED] = None

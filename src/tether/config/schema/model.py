@@ -37,7 +37,7 @@ class ModelConfig(Section):
     path: Annotated[str, EMBODIED_TOO] = Field(examples=["Qwen/Qwen2.5-0.5B-Instruct"])
     """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name; embodied: a checkpoint, or null."""
     tokenizer_path: Annotated[str, Inherits(".path")]
-    """Where the tokenizer comes from."""
+    """Folder or hub id of the tokenizer."""
     trust_remote_code: bool = False
     """Let the model's repository run its own code."""
     enable_gradient_checkpointing: bool = True

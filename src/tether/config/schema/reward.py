@@ -26,8 +26,8 @@ from tether.config.schema.section import (
 
 
 def _named_by_text(value: object) -> object:
-    # A name such as 1 reaches us as a number; it is refused as a name.
-    return {str(name): part for name, part in value.items()} if isinstance(value, dict) else value
+    # A name such as 1 is parsed as a number; as text it is refused as a name.
+    return {str(name): section for name, section in value.items()} if isinstance(value, dict) else value
 
 
 def _manager(value: object) -> object:
@@ -118,7 +118,7 @@ class ScoringServerConfig(Section):
     url: Annotated[str | None, ActsIf("reward_model.enable", on=(True,))] = None
     """Its address, http://HOST:PORT, below which /classify is; null: the model runs in this process."""
     api: Annotated[Literal["vllm", "sglang"], SERVED] = "vllm"
-    """Whose /classify it is."""
+    """Kind of the server, whose /classify is called."""
     model: Annotated[str | None, SERVED] = None
     """The model's name on the server; null: reward_model.model.path."""
     api_key_env: Annotated[str | None, SERVED] = None

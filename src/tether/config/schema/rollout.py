@@ -101,7 +101,7 @@ class AgentConfig(Section):
     """`rollout.agent`: who answers the policy between its turns."""
 
     default_agent_loop: str = "single_turn_agent"
-    """Of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS."""
+    """Agent of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS."""
     num_workers: Annotated[
         Positive, NullIsUnset(), ActsIf("actor_rollout_ref.rollout.multi_turn.enable", on=(True,))
     ] = 8
@@ -192,11 +192,11 @@ class RolloutConfig(Section):
 
     @property
     def own_options(self) -> dict[str, object]:
-        """Those of engine_kwargs for the servers that the run starts; empty where it starts none.
+        """Return the options in engine_kwargs of the servers that the run starts; empty if it starts none.
 
-        They may be written as on the command line, ``load-format``; null is none, as in verl.
+        Names may be written as on the command line (``load-format``), and null means unset, as in verl.
         """
         if self.name not in SERVERS or self.server_urls:
             return {}
-        given: Mapping[str, object] = getattr(self.engine_kwargs, self.name)
-        return {name.replace("-", "_"): value for name, value in given.items() if value is not None}
+        options: Mapping[str, object] = getattr(self.engine_kwargs, self.name)
+        return {name.replace("-", "_"): value for name, value in options.items() if value is not None}

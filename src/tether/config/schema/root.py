@@ -1,4 +1,4 @@
-"""The whole tree."""
+"""The root of the schema."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ActorRolloutRefConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything that a run is told. Made by `load_config` only, which fills in defaults and inheritance."""
+    """All settings of a run; only `load_config` creates it, with defaults and inherited values."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig

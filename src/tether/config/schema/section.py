@@ -27,17 +27,17 @@ class Inherits:
     """Marks a key that takes another key's value while it is unset or null."""
 
     key: str
-    """Dotted key; with a leading dot, one that begins at the same section."""
+    """Dotted key; with a leading dot, relative to the same section."""
     equals: object = None
-    """Where given, the inherited value is the answer to "is that key equal to this?"."""
+    """If set, the inherited value is whether that key equals it."""
 
 
 @dataclass(frozen=True)
 class AliasOf:
-    """Marks a second name of a key. Loading moves its value there, so that in a loaded config it is always null."""
+    """Marks an alias of a key. Loading moves its value to that key, so that it is always null in a loaded config."""
 
     key: str
-    """As in `Inherits`."""
+    """Dotted key, as in `Inherits`."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class ActsIf:
     """
 
     key: str
-    """As in `Inherits`."""
+    """Dotted key, as in `Inherits`."""
     on: tuple[object, ...] | None = None
-    """Only these values switch on."""
+    """Values that switch on, if only they do."""
     off: tuple[object, ...] | None = None
-    """Only these values switch off."""
+    """Values that switch off, if only they do."""
     other: ActsIf | None = None
-    """A second switch, which is enough by itself."""
+    """A second switch that is sufficient by itself."""
     also: ActsIf | None = None
-    """A second switch, without which this one is not enough."""
+    """A second switch that must be on as well."""
     own_function: bool = True
-    """Whether a function of the user's switches on, too: it names what it reads in its signature."""
+    """Whether a function of the user's also switches on, since its signature names what it reads."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ EMBODIED_TOO = EmbodiedToo()
 
 @dataclass(frozen=True)
 class Says:
-    """The words for a type in error messages and `tether config explain`."""
+    """The description of a type in error messages and `tether config explain`."""
 
     text: str
 
 
 def _as_text(value: object) -> object:
-    # A name such as $(date +%Y%m%d) reaches us as a number.
+    # A name such as $(date +%Y%m%d) is parsed as a number.
     return str(value) if type(value) is int else value
 
 
@@ -115,8 +115,8 @@ def _as_tuple(value: object) -> object:
 
 
 def as_strings(value: object) -> object:
-    """Make a tuple of one name or of a list of names, also where the list stands inside quotes."""
-    # '["console","wandb"]' and "['a.parquet']" are what is left of lists once shells and launchers have quoted them.
+    """Return one name or a list of names as a tuple; the list may be quoted."""
+    # '["console","wandb"]' and "['a.parquet']" are lists that shells or launchers have quoted.
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         try:
             value = yaml.safe_load(value)

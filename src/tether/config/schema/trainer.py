@@ -61,7 +61,7 @@ class TrainerConfig(Section):
     experiment_name: Annotated[Name, EMBODIED_TOO] = "gsm8k"
     """This run, in logs and in the checkpoint path."""
     logger: Annotated[Loggers, Refuses(LATER, "this logger comes later"), EMBODIED_TOO] = ("console",)
-    """Where metrics go, besides a jsonl file (file); FILE.py:NAME is a class of yours. (verl: console, wandb.)"""
+    """Loggers of metrics, such as a jsonl file (file); FILE.py:NAME is a class of yours. (verl: console, wandb.)"""
     default_local_dir: Annotated[str, EMBODIED_TOO] = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of this run: checkpoints, logs, samples."""
     save_freq: Annotated[Saves, EMBODIED_TOO] = -1
@@ -103,7 +103,7 @@ class TrainerConfig(Section):
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
-    """Where to run; auto takes an accelerator if there is one. (verl: cuda.)"""
+    """Device of the run; auto uses an accelerator if there is one. (verl: cuda.)"""
     n_gpus_per_node: Annotated[Positive, EMBODIED_TOO] = 1
     """Devices of each machine that share the work, or processes with trainer.device=cpu. (verl: 8.)"""
     nnodes: Annotated[Positive, EMBODIED_TOO] = 1
@@ -121,12 +121,12 @@ class TrainerConfig(Section):
 
     @property
     def devices(self) -> int:
-        """On all machines together."""
+        """Return the number of devices on all machines."""
         return self.nnodes * self.n_gpus_per_node
 
 
 class ClusterConfig(Section):
-    """Which devices each model of a run has."""
+    """Devices of each model of a run."""
 
     component_placement: Annotated[Options, ON_RANKS]
     """Devices by component, for example {actor: 0-1, rollout: 2-3}; empty: each model is on all. (RLinf's key.)"""

@@ -1,4 +1,4 @@
-"""Which keys act: in tether at all, and in one run."""
+"""Keys that act, in any run and in one run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tether.runtime.objects import is_object
 
 @cache
 def live_keys() -> tuple[str, ...]:
-    """Every key that can change what a run does: all but second names."""
+    """Return every key that can change what a run does: all except aliases."""
     return tuple(path for path, key in keys().items() if not key.alias_of)
 
 
 def why_idle(path: str, values: Mapping[str, object]) -> str | None:
-    """Why a key does nothing in a run with these values; None where it acts, by itself or in a key that inherits it."""
+    """Return why a key has no effect in a run with these values; None if it acts, also through an heir."""
     reason = _why_unread(path, values) or _why_switched_off(path, values)
     return None if reason is None or _acts_elsewhere(path, values) else reason
 
 
 def is_own_function(value: object) -> bool:
-    """Whether a value is ``FILE.py:NAME``, or stands for an object."""
+    """Whether a value is ``FILE.py:NAME`` or the name of a passed object."""
     return isinstance(value, str) and (is_object(value) or value.rpartition(":")[0].endswith(".py"))
 
 
 def is_off(switch: ActsIf, values: Mapping[str, object]) -> bool:
-    """Whether the switched keys do nothing, given the value of every key."""
+    """Whether the switch is off, given the value of every key."""
     if switch.also is not None and is_off(switch.also, values):
         return True
     value = values[switch.key]
@@ -40,19 +40,19 @@ def is_off(switch: ActsIf, values: Mapping[str, object]) -> bool:
 
 
 def condition(switch: ActsIf) -> str:
-    """When the switched keys act, in words."""
+    """Return a description of when the switched keys act."""
     verb, values = ("is", switch.on) if switch.on is not None else ("is not", switch.off or ())
-    own = f"{switch.key} {verb} {' or '.join(map(show, values))}"
-    own = own if switch.also is None else f"{own}, and {condition(switch.also)}"
-    return own if switch.other is None else f"{own} or {condition(switch.other)}"
+    text = f"{switch.key} {verb} {' or '.join(map(show, values))}"
+    text = text if switch.also is None else f"{text}, and {condition(switch.also)}"
+    return text if switch.other is None else f"{text} or {condition(switch.other)}"
 
 
 def _state(switch: ActsIf, values: Mapping[str, object]) -> str:
-    """The values that switch off, in words."""
+    """Return a description of the values that switch the keys off."""
     if switch.also is not None and is_off(switch.also, values):
         return _state(switch.also, values)
-    own = f"{switch.key} is {show(values[switch.key])}"
-    return own if switch.other is None else f"{own} and {_state(switch.other, values)}"
+    text = f"{switch.key} is {show(values[switch.key])}"
+    return text if switch.other is None else f"{text} and {_state(switch.other, values)}"
 
 
 def _why_unread(path: str, values: Mapping[str, object]) -> str | None:

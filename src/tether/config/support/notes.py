@@ -1,4 +1,4 @@
-"""Notes on a valid configuration: effects that its keys do not show by themselves."""
+"""Notes on a valid configuration, about effects that its keys do not show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tether.config import control_defaults
 from tether.config.keys import Key, keys, show
-from tether.config.loading.given import Given
+from tether.config.loading.settings import Settings
 from tether.config.rules.advantages import WITHOUT_PEERS
 from tether.config.schema.rollout import SERVERS
 from tether.config.support.live_keys import why_idle
@@ -18,12 +18,26 @@ CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decouple
 """Policy losses whose clip range is around a ratio of 1; that of geo_mean is around a log-ratio of 0."""
 
 
-def notes(given: Given, values: Mapping[str, object]) -> list[str]:
-    """Notes on the keys that the user gave; `values` holds every key of the loaded config."""
-    looks = (_engine, _first_machine, _no_peers, _validation, _bypass, _stale, _both_kls, _no_lower_clip)
-    own = [_clip_ratio(given, values), _parity(given, values), *(look(values) for look in looks)]
-    found = (*own, *_idle(given, values))
-    return [note for note in found if note is not None]
+def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
+    """Return the notes on a config.
+
+    Args:
+        settings: the user's settings.
+        values: every key of the loaded config.
+    """
+    checks = (
+        _engine,
+        _first_machine_only,
+        _no_peers,
+        _validation,
+        _bypass,
+        _uncorrected_staleness,
+        _both_kls,
+        _no_lower_clip,
+    )
+    single_notes = [_clip_ratio(settings, values), _parity(settings, values), *(check(values) for check in checks)]
+    all_notes = (*single_notes, *_idle(settings, values))
+    return [note for note in all_notes if note is not None]
 
 
 def _engine(values: Mapping[str, object]) -> str | None:
@@ -33,7 +47,7 @@ def _engine(values: Mapping[str, object]) -> str | None:
     return f"actor_rollout_ref.rollout.name={name}: the native engine samples instead, also of a model of transformers"
 
 
-def _first_machine(values: Mapping[str, Any]) -> str | None:
+def _first_machine_only(values: Mapping[str, Any]) -> str | None:
     name, machines = values["actor_rollout_ref.rollout.name"], values["trainer.nnodes"]
     if name not in SERVERS or machines == 1 or values["actor_rollout_ref.rollout.server_urls"]:
         return None
@@ -43,10 +57,10 @@ def _first_machine(values: Mapping[str, Any]) -> str | None:
     )
 
 
-def _clip_ratio(given: Given, values: Mapping[str, object]) -> str | None:
-    both = f"{ACTOR}.clip_ratio_low" in given and f"{ACTOR}.clip_ratio_high" in given
+def _clip_ratio(settings: Settings, values: Mapping[str, object]) -> str | None:
+    both = f"{ACTOR}.clip_ratio_low" in settings and f"{ACTOR}.clip_ratio_high" in settings
     sides = {values[f"{ACTOR}.clip_ratio_low"], values[f"{ACTOR}.clip_ratio_high"]}
-    if f"{ACTOR}.clip_ratio" not in given or not both or sides == {values[f"{ACTOR}.clip_ratio"]}:
+    if f"{ACTOR}.clip_ratio" not in settings or not both or sides == {values[f"{ACTOR}.clip_ratio"]}:
         return None
     return f"no effect: {ACTOR}.clip_ratio={values[f'{ACTOR}.clip_ratio']} (clip_ratio_low and clip_ratio_high are set)"
 
@@ -55,7 +69,7 @@ def _no_peers(values: Mapping[str, Any]) -> str | None:
     estimator, count = values["algorithm.adv_estimator"], values["actor_rollout_ref.rollout.n"]
     if count > 1 or estimator not in WITHOUT_PEERS or values[control_defaults.SWITCH] is not None:
         return None
-    what = "a response without others to compare it with has its score as advantage, without a baseline"
+    what = "with a single response per prompt the advantage is the score, without a baseline"
     return f"actor_rollout_ref.rollout.n=1 with algorithm.adv_estimator={estimator}: {what}"
 
 
@@ -77,14 +91,14 @@ def _bypass(values: Mapping[str, object]) -> str | None:
     return f"no effect: {normalize}=True (the clipped loss of bypass mode logs importance weights and uses none)"
 
 
-def _stale(values: Mapping[str, Any]) -> str | None:
+def _uncorrected_staleness(values: Mapping[str, Any]) -> str | None:
     section, mode = "algorithm.rollout_correction", values["trainer.async_mode"]
     corrects = (values[f"{section}.rollout_is"], values[f"{section}.rollout_rs"], values[f"{section}.bypass_mode"])
     decoupled = values[f"{ACTOR}.policy_loss.loss_mode"] == "decoupled"
     if mode == "off" or any(corrects) or decoupled or values[control_defaults.SWITCH] is not None:
         return None
-    what = "responses come from older weights, and nothing corrects for it"
-    return f"trainer.async_mode={mode}: {what}; {section}.rollout_is=token weighs them"
+    what = "responses come from older weights, and nothing corrects for that"
+    return f"trainer.async_mode={mode}: {what}; {section}.rollout_is=token weights them"
 
 
 def _both_kls(values: Mapping[str, Any]) -> str | None:
@@ -104,17 +118,17 @@ def _no_lower_clip(values: Mapping[str, Any]) -> str | None:
     return f"{ACTOR}.clip_ratio_low={low}: nothing is clipped below, as no ratio of probabilities is below 1 - {low:g}"
 
 
-def _parity(given: Given, values: Mapping[str, object]) -> str | None:
+def _parity(settings: Settings, values: Mapping[str, object]) -> str | None:
     key, mode = "actor_rollout_ref.rollout.parity_freq", values["trainer.async_mode"]
-    if key not in given or mode == "off" or values["actor_rollout_ref.rollout.name"] not in SERVERS:
+    if key not in settings or mode == "off" or values["actor_rollout_ref.rollout.name"] not in SERVERS:
         return None
     return f"no effect: {key}={values[key]} (trainer.async_mode={mode}: only the first weights are compared)"
 
 
-def _idle(given: Given, values: Mapping[str, object]) -> list[str]:
-    """One note for each reason, with all the keys that it silences."""
+def _idle(settings: Settings, values: Mapping[str, object]) -> list[str]:
+    """Return a note for each reason with all keys that have no effect because of it."""
     silenced: dict[str, list[str]] = defaultdict(list)
-    for path, setting in given.items():
+    for path, setting in settings.items():
         reason = why_idle(path, values)
         if reason is not None and setting.source != control_defaults.SOURCE and _differs(keys()[path], values):
             silenced[reason].append(f"{path}={show(values[path])}")

@@ -1,4 +1,4 @@
-"""Tables whose rows are keys or patterns of keys (`*` stands for anything)."""
+"""Tables with a row per key or pattern of keys, in which `*` matches anything."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Row = TypeVar("Row")
 
 
 def look_up(table: Mapping[str, Row], path: str) -> Row | None:
-    """The row of `path`: its own, or else that of the first pattern that fits; None where there is none."""
-    name = path if path in table else _first_fit(tuple(table), path)
+    """Return the row of `path`, else that of the first matching pattern; None if there is none."""
+    name = path if path in table else _first_match(tuple(table), path)
     return None if name is None else table[name]
 
 
 @cache
-def _first_fit(patterns: tuple[str, ...], path: str) -> str | None:
+def _first_match(patterns: tuple[str, ...], path: str) -> str | None:
     return next((pattern for pattern in patterns if fnmatchcase(path, pattern)), None)

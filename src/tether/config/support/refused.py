@@ -1,26 +1,26 @@
-"""Choices of keys that verl has and tether refuses; keys that are refused as a whole stand in `verl_keys.toml`."""
+"""Refusals of single choices of verl's keys; keys that are refused altogether are in `verl_keys.toml`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from tether.config.keys import Key, keys, show
-from tether.config.loading.given import Given
+from tether.config.loading.settings import Settings
 from tether.config.problems import Problem
 
 
-def refusals(given: Given, values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each refused choice and reason, at the first key that the user gave it.
+def refusals(settings: Settings, values: Mapping[str, object]) -> list[Problem]:
+    """Return a problem for each refused choice and reason, at the first key with it that the user set.
 
     Args:
-        given: what the user gave.
+        settings: the user's settings.
         values: every key of the loaded config.
     """
-    asked: dict[tuple[str, str], list[Key]] = {}
+    refused: dict[tuple[str, str], list[Key]] = {}
     for key in keys().values():
-        if key.path in given and key.refuses is not None and _names(values[key.path]) & set(key.refuses.choices):
-            asked.setdefault((show(values[key.path]), key.refuses.why), []).append(key)
-    return [_refusal(value, why, first, others) for (value, why), (first, *others) in asked.items()]
+        if key.path in settings and key.refuses is not None and _names(values[key.path]) & set(key.refuses.choices):
+            refused.setdefault((show(values[key.path]), key.refuses.why), []).append(key)
+    return [_refusal(value, why, first, others) for (value, why), (first, *others) in refused.items()]
 
 
 def _names(value: object) -> set[object]:
@@ -28,5 +28,5 @@ def _names(value: object) -> set[object]:
 
 
 def _refusal(value: str, why: str, key: Key, others: Sequence[Key]) -> Problem:
-    too = f", as in {', '.join(other.path for other in others)}" if others else ""
-    return Problem(key.path, f"{value} is refused{too}: {why}", "use one of " + ", ".join(key.allowed))
+    also = f", as in {', '.join(other.path for other in others)}" if others else ""
+    return Problem(key.path, f"{value} is refused{also}: {why}", "use one of " + ", ".join(key.allowed))

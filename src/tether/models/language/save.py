@@ -20,6 +20,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, rev
 INDEX = "model.safetensors.index.json"
 _OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 """What transformers 4 calls a rotary setting where it has another name than elsewhere."""
+_RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+"""Settings of model types that transformers 5 renamed -> their names in transformers 4."""
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
@@ -57,6 +59,7 @@ def add_older_names(folder: Path) -> None:
     older = _older_rope(config.get("rope_parameters") or {}, config.get("model_type"))
     older |= {"torch_dtype": config["dtype"]} if "dtype" in config else {}
     config |= {names.get(name, name): value for name, value in older.items()}
+    config |= {old: config[new] for new, old in _RENAMED.get(config.get("model_type"), {}).items()}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -84,6 +87,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):  # a dict in transformers 4
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    # Version 4 would add token_type_ids, which generate() refuses, and which GPT-2 adds to its inputs without a word.
+    config.setdefault("model_input_names", tokenizer.model_input_names)
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Parts of the loop for control policies: rollouts in environments, rewards, advantages, evaluation."""
+"""Components of the loop for control policies: rollouts in environments, rewards, advantages, evaluation."""
 
 from tether.trainer.control.advantages import CRITIC, ControlAdvantages, LearnedDecisions
 from tether.trainer.control.rewards import EnvRewards, RewardScaler

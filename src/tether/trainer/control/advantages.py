@@ -1,7 +1,7 @@
-"""Advantages of a rollout of environments, and the decisions that are learned from.
+"""Advantages of a rollout of environments, and the selection of decisions for the update.
 
-M rows of T steps; at ``chunk_level`` the K steps of a chunk are one, with the sum of their rewards, so that R = C
-instead of R = T rewards of a row are estimated from.
+A batch has M rows of T steps. At ``chunk_level`` the K steps of a chunk count as one, with the sum of their rewards, so
+that a row has R = C rewards instead of R = T.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from tether.models.control import Memory, numbers_of, with_numbers
 from tether.training.control import Samples, per_column
 
 CRITIC = "gae"
-"""The estimator that has a critic."""
+"""The estimator that requires a critic."""
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """Inputs of the estimators, [M, R] each."""
+    """The inputs of the estimators, [M, R] each."""
 
     rewards: Tensor
     terminated: Tensor
     ended: Tensor
     valid: Tensor
     final_at: tuple[Tensor, Tensor]
-    """Row and step of what is bootstrapped."""
+    """The rows and steps that are bootstrapped."""
 
 
 @dataclass(frozen=True)
 class ControlAdvantages:
-    """Fills in `response_mask`, `advantages` and `returns`."""
+    """Sets `response_mask`, `advantages` and `returns` of a batch."""
 
     gamma: float
     lam: float
     estimator: str = CRITIC
-    """In ``ADVANTAGE_ESTIMATORS``. All but gae take a row as one answer: an episode that begins with the rollout."""
+    """A key of ``ADVANTAGE_ESTIMATORS``. All except gae treat a row as an episode that begins with the rollout."""
     estimator_options: Mapping[str, object] = field(default_factory=dict)
-    """Keywords of the others."""
+    """Keyword arguments of estimators other than gae."""
     normalize_advantages: bool = True
-    """gae: bring them to mean 0 and variance 1."""
+    """Whether gae normalises advantages to mean 0 and variance 1."""
     group_size: int = 1
-    """Rows next to each other that began in the same state."""
+    """The number of adjacent rows that begin in the same state."""
     reward_bounds: tuple[float, float] | None = None
-    """Groups whose mean reward of an episode is outside teach nothing."""
+    """Bounds of a group's mean episode reward, outside of which the group is not used."""
     reward_level: Literal["action_level", "chunk_level"] = "action_level"
 
     @torch.no_grad()
     def __call__(self, batch: EnvBatch) -> dict[str, float]:
-        """Estimate; returns metrics of the rollout.
+        """Estimate the advantages and return metrics of the rollout.
 
         Args:
-            batch: with `token_level_rewards`, and with values where the estimator has a critic.
+            batch: a batch with `token_level_rewards`, and with values if the estimator requires a critic.
         """
-        mask, metrics = self._learned(batch)
+        mask, metrics = self._learned_steps(batch)
         steps = self._steps(batch, mask)
         values, estimate = self._estimate(steps, batch)
         batch.response_mask, batch.advantages = mask, estimate.advantages
@@ -83,12 +83,12 @@ class ControlAdvantages:
                 }
         return metrics
 
-    def _learned(self, batch: EnvBatch) -> tuple[Tensor, dict[str, float]]:
-        """Steps [M, T] that teach something, and metrics of the groups of rows that began alike."""
+    def _learned_steps(self, batch: EnvBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the mask [M, T] of the steps to learn from, and metrics of the groups of rows."""
         valid, lost = batch.valid, batch.truncated & ~batch.valid
-        if self.estimator != CRITIC:  # an episode that was lost with its process has no score
+        if self.estimator != CRITIC:  # an episode whose process was lost has no score
             valid = valid & ~lost.any(dim=1, keepdim=True)
-        elif batch.chunk > 1:  # a part of a chunk leads to no state that could be valued
+        elif batch.chunk > 1:  # an incomplete chunk has no next state to evaluate
             valid = valid & ~per_column(lost.unflatten(1, (-1, batch.chunk)).any(dim=-1), lost.shape[1])
         if self.group_size == 1 and self.reward_bounds is None:
             return valid, {}
@@ -99,8 +99,8 @@ class ControlAdvantages:
             return valid, metrics
         low, high = self.reward_bounds
         mean = scores.unflatten(0, (-1, self.group_size)).mean(dim=1).repeat_interleave(self.group_size)
-        kept = (mean >= low) & (mean <= high)
-        return valid & kept[:, None], metrics | {"group/kept_fraction": float(kept.float().mean())}
+        selected = (mean >= low) & (mean <= high)
+        return valid & selected[:, None], metrics | {"group/kept_fraction": float(selected.float().mean())}
 
     def _steps(self, batch: EnvBatch, valid: Tensor) -> _Steps:
         rewards, ended = filled(batch.token_level_rewards), batch.terminated | batch.truncated
@@ -116,13 +116,13 @@ class ControlAdvantages:
         return replace(steps, rewards=sums, **flags, final_at=(row, step // batch.chunk))
 
     def _estimate(self, steps: _Steps, batch: EnvBatch) -> tuple[Tensor | None, Advantages]:
-        """Values [M, R], where there is a critic, and advantages."""
+        """Return the values [M, R], if there is a critic, and the advantages."""
         count = steps.rewards.shape[1]
         if self.estimator != CRITIC:
             uid = torch.arange(len(steps.rewards)) // self.group_size
             estimator = ADVANTAGE_ESTIMATORS[self.estimator]
             return None, estimator(steps.rewards, steps.valid, uid=uid, gamma=self.gamma, **self.estimator_options)
-        # Of a chunk's observation come the values before each of its actions: in the order of time, one by one.
+        # The observation of a chunk gives the values before each of its actions, so that flattening puts them in order.
         values = filled(batch.values).flatten(1)[:, : count + 1]
         next_values = values[:, 1:].clone()
         next_values[steps.terminated] = 0.0
@@ -137,17 +137,17 @@ class ControlAdvantages:
 
 @dataclass(frozen=True)
 class LearnedDecisions:
-    """Lays the decisions that are learned from out as rows, or in sequences for a policy with a memory."""
+    """Selects the decisions to learn from, as rows, or as sequences for a policy with a memory."""
 
     has_memory: bool = False
     episode_length: float | None = None
-    """Length at which an episode has weight 1; None: steps weigh alike, and episodes by their length."""
-    keeps_observed: bool = False
-    """Also the observations themselves, for the policy's statistics."""
+    """The length at which an episode has weight 1; None gives all steps the same weight."""
+    keep_observed: bool = False
+    """Whether samples also contain the raw observations, for the policy's statistics."""
 
     @torch.no_grad()
     def __call__(self, batch: EnvBatch, step: int) -> tuple[Samples, dict[str, float]]:
-        """The samples of a batch with advantages, and no metrics; see `tether.trainer.loop.SelectRows`."""
+        """Return the samples of a batch with advantages, and no metrics, as a `tether.trainer.loop.SelectRows`."""
         mask, log_probs, advantages = filled(batch.response_mask), filled(batch.old_log_probs), filled(batch.advantages)
         learned = mask[:, :: batch.chunk]
         values = None
@@ -158,43 +158,41 @@ class LearnedDecisions:
             obs=batch.seen[:, :-1],
             actions=batch.actions,
             old_log_probs=log_probs,
-            advantages=per_column(_of_decisions(advantages, learned), log_probs.shape[-1]),
-            values=None if values is None else _of_decisions(values, learned),
-            returns=None if batch.returns is None else _of_decisions(batch.returns, learned),
-            mask=_of_decisions(mask, learned) if batch.chunk > 1 else None,
+            advantages=per_column(_by_decision(advantages, learned), log_probs.shape[-1]),
+            values=None if values is None else _by_decision(values, learned),
+            returns=None if batch.returns is None else _by_decision(batch.returns, learned),
+            mask=_by_decision(mask, learned) if batch.chunk > 1 else None,
             weights=None if self.episode_length is None else self._episode_weights(mask, learned),
-            observed=batch.obs[batch.carried_out] if self.keeps_observed else None,
+            observed=batch.obs[batch.carried_out] if self.keep_observed else None,
         )
-        laid_out = self._in_sequences(samples, batch, learned) if self.has_memory else _in_rows(samples, learned)
-        return laid_out, {}
+        if self.has_memory:
+            return self._in_sequences(samples, batch, learned), {}
+        return _in_rows(samples, learned), {}
 
     def _in_sequences(self, samples: Samples, batch: EnvBatch, learned: Tensor) -> Samples:
-        """Keep the rows [M, C, ...] in which something is learned from.
-
-        What the other decisions saw is set to zero, so that it has no part in any gradient.
-        """
+        """Return the rows [M, C, ...] with at least one learned decision."""
+        # Observations of other decisions are set to 0, so that they do not affect any gradient.
         numbers = torch.where(learned[..., None], numbers_of(samples.obs), 0.0)
         memory = Memory(batch.starts[:, :-1], batch.state, learned)
-        some = learned.any(dim=1)
-        return replace(samples, obs=with_numbers(samples.obs, numbers), memory=memory).each(lambda of: of[some])
+        selected = learned.any(dim=1)
+        return replace(samples, obs=with_numbers(samples.obs, numbers), memory=memory).each(
+            lambda values: values[selected]
+        )
 
     def _episode_weights(self, valid: Tensor, learned: Tensor) -> Tensor:
-        """Weight [M, C, 1] of each decision: `episode_length` over the steps of its episode, the row.
-
-        RLinf's mean runs over all decisions, of which only those that were carried out are learned from; so the weight
-        has their share in it.
-        """
+        """Return the weight [M, C, 1] of each decision: `episode_length` over the steps of its episode, the row."""
+        # RLinf's mean is over all decisions, while the loss is over executed ones; the weight includes their share.
         assert self.episode_length is not None
         weights = episode_weights(valid.sum(dim=1), self.episode_length) * learned.float().mean()
         return weights[:, None, None].expand(*learned.shape, 1)
 
 
-def _of_decisions(of: Tensor, learned: Tensor) -> Tensor:
-    """Group the steps [M, R] by the decisions [M, C] that they belong to, [M, C, R / C]."""
-    return of.unflatten(1, (learned.shape[1], -1))
+def _by_decision(steps: Tensor, learned: Tensor) -> Tensor:
+    """Group the steps [M, R] by their decisions [M, C], as [M, C, R / C]."""
+    return steps.unflatten(1, (learned.shape[1], -1))
 
 
 def _in_rows(samples: Samples, learned: Tensor) -> Samples:
-    """Lay the decisions [M, C, ...] that are learned from out as rows [S, ...], in the order of time."""
+    """Return the learned decisions of [M, C, ...] as rows [S, ...], in the order of time."""
     decision, row = learned.T.nonzero(as_tuple=True)
-    return samples.each(lambda of: of[row, decision])
+    return samples.each(lambda values: values[row, decision])

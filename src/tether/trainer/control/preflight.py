@@ -1,4 +1,4 @@
-"""The preflight of a control policy: some steps in its environments, their observations and rewards."""
+"""The preflight of a control policy: observations and rewards of some steps in its environments."""
 
 from __future__ import annotations
 
@@ -21,63 +21,61 @@ from tether.trainer.control.rollouts import EnvRollouts, StartStates
 from tether.trainer.preflight import Finding
 
 ENVIRONMENTS, DECISIONS = 8, 32
-"""That are made and closed again, and what is decided in each, at most."""
+"""The number of environments that are created for the preflight, and the maximum number of decisions in each."""
 LARGE = 100.0
-"""An entry of an observation, either way, that a network reads badly as it is."""
+"""Absolute value of an observation that is too large for a network without normalisation."""
 OVERFLOWS = 1e15
-"""Of a reward: returns are a hundred times as large, and float32 ends at the square of that and of a network's size."""
+"""Reward at which updates overflow float32: returns are a hundred times as large, and the loss squares them."""
 CLIPPED_SHARE = 0.5
-"""Share of sampled actions outside the bounds at which most of them are one of two."""
+"""Share of sampled actions outside the bounds from which on a warning is shown."""
 
 
 @dataclass(frozen=True)
-class SeenSteps:
-    """Steps of all environments; see `tether.trainer.preflight.Seen`."""
+class StepSample:
+    """Steps of all environments, as a `tether.trainer.preflight.PreflightSample`."""
 
-    about: str
-    """Which."""
+    title: str
     ranges: Sequence[tuple[str, float, float]]
-    """Name of a measurement, its least and its greatest value."""
+    """Name, minimum and maximum of each measurement."""
     episodes: int
-    """That ended."""
+    """The number of episodes that ended."""
     findings: Sequence[Finding]
     step_rows: int
 
-    def shown(self) -> list[RenderableType]:
-        """See `Seen`."""
+    def render(self) -> list[RenderableType]:
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("", "least", "greatest"):
+        for column in ("", "min", "max"):
             table.add_column(column)
         for name, low, high in self.ranges:
             table.add_row(name, f"{low:.4g}", f"{high:.4g}")
-        return [Text(self.about, style="bold"), table, Text(f"episodes that ended: {self.episodes}")]
+        return [Text(self.title, style="bold"), table, Text(f"episodes that ended: {self.episodes}")]
 
 
-def look_at_steps(make: Callable[[], VectorEnv], source: StartStates, rollouts: EnvRollouts) -> SeenSteps:
-    """Act with the untrained policy in environments of its own: those of training may keep what happens in them.
+def sample_steps(make: Callable[[], VectorEnv], source: StartStates, rollouts: EnvRollouts) -> StepSample:
+    """Act with the untrained policy in separate environments, so that those of training do not change.
 
     Args:
-        make: some environments like those of training.
-        source: of the start states.
-        rollouts: that have not begun.
+        make: creates some environments like those of training.
+        source: provides the start states.
+        rollouts: rollouts that have not begun.
 
     Raises:
         ValueError: an observation or a reward is not finite; names environment and step.
     """
     policy, chunk = rollouts.policy, rollouts.collector.chunk
     epochs, decisions, count = rollouts.collector.noise_shape
-    draws, seed = rng_state(), seed_of(source.seed, 0, "preflight")
+    rng, seed = rng_state(), seed_of(source.seed, 0, "preflight")
     with closing(make()) as env:
         collector = EnvCollector(env, chunk * min(decisions, DECISIONS), chunk=chunk, state_width=policy.state_width)
         noise = policy.head.noise(collector.noise_shape, generator(seed, 0, "noise"))
         batch = collector.collect(policy.acting(), noise, [seed])
-    set_rng_state(draws)
-    obs = {name: np.asarray(part) for name, part in batch.obs.items()}
-    measured = {f"observation {name}": part for name, part in obs.items()}
+    set_rng_state(rng)
+    obs = {name: np.asarray(values) for name, values in batch.obs.items()}
+    measured = {f"observation {name}": values for name, values in obs.items()}
     measured |= {"action": batch.actions.numpy(), "reward": batch.token_level_scores[batch.valid].numpy()}
-    return SeenSteps(
+    return StepSample(
         f"{env.id}: {collector.steps} steps of {env.num_envs} environments",
-        [(name, float(of.min()), float(of.max())) for name, of in measured.items() if of.size],
+        [(name, float(values.min()), float(values.max())) for name, values in measured.items() if values.size],
         len(batch.episodes),
         [
             *([] if policy.normalizer is not None else observation_findings(obs)),
@@ -89,9 +87,9 @@ def look_at_steps(make: Callable[[], VectorEnv], source: StartStates, rollouts: 
 
 
 def observation_findings(obs: Observation) -> Iterator[Finding]:
-    """Numbers too large for a network."""
-    for name, part in obs.items():
-        if part.dtype.kind == "f" and part.size and (largest := float(np.abs(part).max())) > LARGE:
+    """Yield a finding for each observation with numbers that are too large for a network."""
+    for name, values in obs.items():
+        if values.dtype.kind == "f" and values.size and (largest := float(np.abs(values).max())) > LARGE:
             yield Finding(
                 "observation_range",
                 f"observation {name}: entries reach {largest:.3g}, and networks learn badly from such numbers. Set "
@@ -100,19 +98,19 @@ def observation_findings(obs: Observation) -> Iterator[Finding]:
 
 
 def step_findings(batch: EnvBatch) -> Iterator[Finding]:
-    """Rewards that do not differ; episodes that end at once."""
+    """Yield findings about rewards that do not differ or are too large, and episodes of a single step."""
     rewards = batch.token_level_scores[batch.valid]
     if len(rewards) and not rewards.any():
         yield Finding(
             "zero_reward_variance",
-            f"all {len(rewards)} rewards are 0: where returns do not differ there is nothing to learn. In a task whose "
-            "rewards are rare that may be chance; else check the reward, or begin with an easier task.",
+            f"all {len(rewards)} rewards are 0: if returns do not differ, there is nothing to learn. In a task with "
+            "sparse rewards that may be chance; otherwise check the reward, or begin with an easier task.",
         )
     if len(rewards) and (largest := float(rewards.abs().max())) > OVERFLOWS:
         yield Finding(
             "reward_range",
-            f"rewards reach {largest:.3g}, and float32 does not hold the squares of their sums: no update can be "
-            "made. Unless env.train.reward_coef brings them to about 1, set it so.",
+            f"rewards reach {largest:.3g}, and the squares of their sums overflow float32, so that no update is "
+            "possible. Set env.train.reward_coef to scale them to about 1.",
         )
     if batch.episodes and all(episode.length == 1 for episode in batch.episodes):
         yield Finding(
@@ -123,13 +121,13 @@ def step_findings(batch: EnvBatch) -> Iterator[Finding]:
 
 
 def action_findings(actions: Array, spec: ContinuousActions | DiscreteActions) -> Iterator[Finding]:
-    """Actions that the environment clips, most of them."""
+    """Yield a finding if the environment clips most actions."""
     if isinstance(spec, ContinuousActions) and spec.low:
-        chosen = actions.reshape(-1, spec.width)
-        clipped = float(((chosen < spec.low) | (chosen > spec.high)).mean())
+        columns = actions.reshape(-1, spec.width)
+        clipped = float(((columns < spec.low) | (columns > spec.high)).mean())
         if clipped >= CLIPPED_SHARE:
             yield Finding(
                 "actions_clipped",
                 f"{clipped:.0%} of the sampled actions are outside the environment's bounds and are clipped to them, "
-                "so that most actions are one of two. Lower policy.init_logstd.",
+                "so that most actions are at a bound. Lower policy.init_logstd.",
             )

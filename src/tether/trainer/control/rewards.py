@@ -1,4 +1,4 @@
-"""Changes to the rewards of a simulator before anything learns from them."""
+"""Transformations of the rewards of a simulator before the update."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from tether.types import StateDict
 
 
 class RelativeRewards:
-    """Makes each reward its change since the step before; the first of an episode stays.
+    """Replaces each reward with its change since the previous step; the first of an episode remains.
 
     Args:
-        num_envs: N.
+        num_envs: number of environments N.
     """
 
     def __init__(self, num_envs: int) -> None:
         self._last = torch.zeros(num_envs)
 
     def state_dict(self) -> StateDict:
-        """The last reward of each episode that has not ended."""
+        """Return the last reward of each unfinished episode."""
         return {"last": self._last}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; in other environments all episodes begin."""
+        """Load what `state_dict` returned, unless the number of environments has changed."""
         if state["last"].shape == self._last.shape:
             self._last = state["last"]
 
     def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-        """The changes of the next rewards [N, T]; for the arguments see `RewardScaler`."""
-        goes_on = torch.where(valid & ~ended, rewards, 0.0)  # 0 after an end, and after steps that did not happen
+        """Return the changes of the next rewards [N, T]; the arguments are those of `RewardScaler`."""
+        previous = torch.where(valid & ~ended, rewards, 0.0)  # 0 after an end, and after steps that were not executed
         last = torch.where(starts, 0.0, self._last)
-        before = torch.cat([last[:, None], goes_on[:, :-1]], dim=1)
-        self._last = goes_on[:, -1].clone()
+        before = torch.cat([last[:, None], previous[:, :-1]], dim=1)
+        self._last = previous[:, -1].clone()
         return rewards - before
 
 
@@ -42,9 +42,9 @@ class RewardScaler:
     """Divides rewards by the running standard deviation of the discounted return of an episode so far.
 
     Args:
-        num_envs: N.
-        gamma: discount of a step.
-        clip: bound of the result, both ways.
+        num_envs: number of environments N.
+        gamma: discount per step.
+        clip: bound of the absolute value of the result.
     """
 
     def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
@@ -53,13 +53,13 @@ class RewardScaler:
         self._before = torch.zeros(num_envs)
 
     def __call__(self, rewards: Tensor, starts: Tensor, ended: Tensor, valid: Tensor) -> Tensor:
-        """Take the next rewards [N, T] into the statistics and scale them.
+        """Add the next rewards [N, T] to the statistics and scale them.
 
         Args:
-            rewards: of each step.
-            starts: [N]: the first step begins an episode.
-            ended: the last step of each episode.
-            valid: steps that happened.
+            rewards: reward of each step.
+            starts: whether the first step begins an episode [N].
+            ended: whether a step is the last of its episode.
+            valid: whether a step was executed.
         """
         starts = torch.cat([starts[:, None], ended[:, :-1]], dim=1)
         sums = discounted_sums(rewards * valid, starts, self._before, self._gamma)
@@ -68,24 +68,24 @@ class RewardScaler:
         return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> StateDict:
-        """The statistics, and the sums of the episodes that have not ended."""
+        """Return the statistics, and the sums of unfinished episodes."""
         return {"statistics": self._statistics.state_dict(), "before": self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; in other environments all episodes begin."""
+        """Load what `state_dict` returned, unless the number of environments has changed."""
         self._statistics.load_state_dict(state["statistics"])
         if state["before"].shape == self._before.shape:
             self._before = state["before"]
 
 
 class EnvRewards:
-    """All of it, over the rollouts of a training step; see `tether.trainer.protocol.RewardTransform`.
+    """Applies all transformations to the rollouts of a step, as a `tether.trainer.protocol.RewardTransform`.
 
     Args:
-        num_envs: N.
+        num_envs: number of environments N.
         coef: factor of every reward.
-        relative: learn from changes of the reward.
-        scaler: brings rewards to one scale.
+        relative: whether to replace rewards with their changes.
+        scaler: scales the rewards.
     """
 
     def __init__(self, num_envs: int, *, coef: float, relative: bool, scaler: RewardScaler | None) -> None:
@@ -94,26 +94,26 @@ class EnvRewards:
         self._scaler = scaler
 
     def apply(self, batch: EnvBatch) -> dict[str, float]:
-        """Set `token_level_rewards` from `token_level_scores`; there are no metrics."""
+        """Set `token_level_rewards` from `token_level_scores`, without metrics."""
         rewards, ended = batch.token_level_scores * self._coef, batch.terminated | batch.truncated
-        parts = []
+        transformed = []
         for first in range(0, len(rewards), self._num_envs):
             rows = slice(first, first + self._num_envs)
             shaped = rewards[rows]
-            for part in (self._relative, self._scaler):
-                if part is not None:
-                    shaped = part(shaped, batch.starts[rows, 0], ended[rows], batch.valid[rows])
-            parts.append(shaped)
-        batch.token_level_rewards = torch.cat(parts)
+            for transform in (self._relative, self._scaler):
+                if transform is not None:
+                    shaped = transform(shaped, batch.starts[rows, 0], ended[rows], batch.valid[rows])
+            transformed.append(shaped)
+        batch.token_level_rewards = torch.cat(transformed)
         return {}
 
     def state_dict(self) -> StateDict:
-        """The state of each part."""
-        parts = {"relative": self._relative, "scaler": self._scaler}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        """Return the state of each transformation."""
+        transforms = {"relative": self._relative, "scaler": self._scaler}
+        return {name: transform.state_dict() for name, transform in transforms.items() if transform is not None}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; a part that is new begins without."""
+        """Load what `state_dict` returned; a transformation that is new has no state."""
         if self._relative and "relative" in state:
             self._relative.load_state_dict(state["relative"])
         if self._scaler and "scaler" in state:

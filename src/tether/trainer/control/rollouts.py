@@ -1,4 +1,4 @@
-"""Rollouts of a control policy in environments, and its tests."""
+"""Rollouts of a control policy in environments, and its evaluation."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from tether.keyed_random import generator, seed_of
 from tether.metrics.timing import Timer
 from tether.models.control import Policy
 from tether.rollout.env import EnvCollector, episode_metrics, evaluate
-from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
+from tether.trainer.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
 from tether.training.control import RolloutOutputs
 from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
-"""In a checkpoint."""
+"""Folder of the policy, and file of the environments, in a checkpoint."""
 RANKS = "ranks"
-"""Beside the states of environments there."""
+"""The key of the number of devices in the file of the environments."""
 NOT_SAVED = (
-    "not all of the environments can be saved: {}. So new episodes begin after each checkpoint; a run that a signal "
-    "stops between two of them, or whose environments keep state over reset(seed=...), does not resume exactly. "
-    "To change that, give the class get_state() and set_state(state)."
+    "the state of the environments cannot be saved completely: {}. New episodes therefore begin after each "
+    "checkpoint; a run that a signal stops between two checkpoints, or whose environments keep state over "
+    "reset(seed=...), does not resume exactly. To change that, add get_state() and set_state(state) to the class."
 )
 
 OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]
-"""Name of a video -> what to call at the start of it and after each step, until it is closed."""
+"""Opens a video by name; the result is called at its start and after each step, until it is closed."""
 
 
 @dataclass(frozen=True)
 class ControlEvaluation:
-    """Settings of the tests of a policy."""
+    """Evaluates a policy in its own environments."""
 
     env: VectorEnv
     num_episodes: int
     seed: int
     confidence: float
     open_video: OpenVideo | None = None
-    """Records the first environment; None: nothing is recorded."""
+    """Records the first environment; None records nothing."""
 
     def run(self, policy: Policy, name: str, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
-        """Metrics of episodes without noise.
+        """Run episodes without noise and return their metrics.
 
         Args:
-            policy: that plays.
-            name: of the video.
-            progress: called with (episodes done, episodes in all).
+            policy: the policy.
+            name: name of the video.
+            progress: called with (finished episodes, all episodes).
         """
         chunk = policy.spec.num_action_chunks
         with self.open_video(name) if self.open_video else nullcontext() as watch:
@@ -70,69 +70,66 @@ class ControlEvaluation:
 
 @dataclass(frozen=True)
 class StartStates:
-    """Seeds of the start states of each rollout; see `tether.trainer.protocol.Source`."""
+    """Provides the seeds of the start states of each rollout, as a `tether.trainer.protocol.Source`."""
 
     seed: int
     epochs: int
-    """Rollouts of a step."""
+    """The number of rollouts of a step."""
     auto_reset: bool
-    """Episodes continue over rollouts; False: each rollout begins new ones."""
+    """Whether episodes continue in the next rollout; otherwise each rollout begins new ones."""
 
     def next(self, step: int) -> list[int]:
-        """A seed for each rollout of the step that begins new episodes."""
+        """Return a seed for each rollout of the step that begins new episodes."""
         if self.auto_reset:
             return []
         return [seed_of(self.seed, step, "start", epoch) for epoch in range(self.epochs)]
 
     def metrics(self) -> dict[str, float]:
-        """See `Source`: there is no end of start states."""
         return {}
 
     def state_dict(self) -> StateDict:
-        """See `Source`: a seed depends on the step alone."""
-        return {}
+        return {}  # a seed depends only on the step
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See `Source`."""
+        pass
 
 
 @dataclass(kw_only=True)
 class EnvRollouts:
-    """Acts in environments; see `tether.trainer.protocol.Rollouts`."""
+    """Acts in environments, as a `tether.trainer.protocol.Rollouts`."""
 
     policy: Policy
     collector: EnvCollector
     evaluation: ControlEvaluation | None
     seed: int
-    """Of noise."""
+    """The seed of noise."""
     env_seed: int
-    """Of start states."""
+    """The seed of start states."""
     warn: Callable[[str], None]
     """Shows a message to the user."""
     env_steps: int = 0
-    """Steps of all environments together."""
+    """The total number of steps of all environments."""
     finished: list[Episode] = field(default_factory=list)
-    """Episodes that ended since the last log."""
+    """The episodes that ended since the last log."""
     episodes_begin: bool = True
-    """New episodes begin before the next step."""
+    """Whether new episodes begin before the next step."""
     version: int = 0
-    """Of the policy's weights."""
+    """The version of the policy's weights."""
     ranks: int = 1
-    """Devices that have a part of the environments each."""
+    """The number of devices over which the environments are distributed."""
     transfers: Callable[[], dict[str, float]] = dict
-    """Metrics of what a step moved between them and this process."""
-    trusts_pickles: bool = False
-    """The state of environments is loaded from a checkpoint that others could have written, too."""
-    testing: bool = False
-    """A test has begun and not ended: its environments may hang, and are not asked for their state."""
+    """Returns metrics of the transfers of a step between them and this process."""
+    trust_pickles: bool = False
+    """Whether the state of environments is loaded even from a checkpoint that others could have written."""
+    evaluating: bool = False
+    """Whether an evaluation has begun and not ended; its environments may hang, so that their state is not saved."""
 
     @property
     def can_evaluate(self) -> bool:
-        """See `Rollouts`."""
         return self.evaluation is not None
 
     def begin(self, step: int) -> None:
-        """Begin episodes, unless those of a checkpoint continue; say what of the environments cannot be saved."""
+        """Begin episodes, unless those of a checkpoint continue, and warn about state that cannot be saved."""
         if self.episodes_begin:
             self._restart(step)
         reasons = dict.fromkeys(reason for state in self._env_states().values() for reason in state.left_out)
@@ -142,7 +139,7 @@ class EnvRollouts:
     def collect(
         self, start_seeds: Sequence[int], step: int, time: Timer, progress: Progress
     ) -> Experience[EnvBatch, None]:
-        """See `Rollouts`.
+        """Act for one rollout per epoch of the step.
 
         Raises:
             ValueError: an observation or a reward is not finite; names environment and step.
@@ -156,66 +153,60 @@ class EnvRollouts:
         return Experience(batch, None)
 
     def record(self, step: int, experience: Experience[EnvBatch, None], time: Timer) -> None:
-        """See `Rollouts`: nothing is written down."""
+        pass
 
     def metrics(
         self, experience: Experience[EnvBatch, None], outputs: RolloutOutputs | None, time: Timer
     ) -> dict[str, float]:
-        """See `Rollouts`."""
-        taken, ended = int(experience.batch.valid.sum()), experience.batch.episodes
-        self.env_steps += taken
+        steps, ended = int(experience.batch.valid.sum()), experience.batch.episodes
+        self.env_steps += steps
         self.finished += ended
-        speed = {"perf/env_steps": float(self.env_steps), "perf/sps": taken / time.seconds["step"]}
-        score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}  # of this step, for alarms
+        speed = {"perf/env_steps": float(self.env_steps), "perf/sps": steps / time.seconds["step"]}
+        # The score of this step only, for alarms.
+        score = {"env/return": fmean(episode.reward for episode in ended)} if ended else {}
         return speed | score | self.transfers() | time.metrics()
 
     def metrics_to_log(self) -> dict[str, float]:
-        """Metrics of the episodes that ended since the last log."""
+        """Return metrics of the episodes that ended since the last log."""
         return episode_metrics(self.finished, "env")
 
     def logged(self) -> None:
-        """See `Rollouts`."""
         self.finished.clear()
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `Rollouts`."""
         weights.copy_to(self.policy)
         self.version = weights.version
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
-        """See `Rollouts`."""
         assert self.evaluation
-        self.testing = True
+        self.evaluating = True
         result = EvaluationResult(self.evaluation.run(self.policy, f"step_{step}", progress))
-        self.testing = False
+        self.evaluating = False
         return result
 
-    def freeze(self, *, in_step: bool) -> Frozen:
-        """See `Rollouts`.
-
-        Where the environments do not give all of their state, new episodes begin after a checkpoint, in the run that
-        saves as in one that resumes from it. After a step that failed they begin in any case.
-        """
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        # If the state of the environments is incomplete, new episodes begin after a checkpoint, both in the run that
+        # saves it and in one that resumes from it. After a failed step they always begin.
         envs = {} if in_step else self._env_states()
         self.episodes_begin = in_step or bool(envs["train"].left_out)
         data = pickle.dumps({name: env.data for name, env in envs.items()} | {RANKS: self.ranks})
-        return Frozen({"episodes_begin": self.episodes_begin}, {ENVIRONMENTS: data})
+        return CheckpointExtras({"episodes_begin": self.episodes_begin}, {ENVIRONMENTS: data})
 
-    def saved(self, step: int) -> None:
-        """See `Rollouts`: begin new episodes, where those of the checkpoint cannot continue."""
+    def checkpoint_saved(self, step: int) -> None:
+        """Begin new episodes if those of the checkpoint cannot continue."""
         if self.episodes_begin:
             self._restart(step)
 
-    def restore(self, checkpoint: Path) -> None:
-        """Give the environments the state that a checkpoint holds.
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        """Load the state of the environments from a checkpoint.
 
-        Other environments than those that were saved start afresh, with a warning.
+        Environments that differ from the saved ones begin new episodes, with a warning.
 
         Raises:
-            ValueError: somebody else could have written their state, and no key says that it is trusted.
+            ValueError: another user could have written the state, and it is not configured as trusted.
         """
         path = checkpoint / ENVIRONMENTS
-        saved = pickle.loads(self._environments(path)) if path.is_file() else {}
+        saved = pickle.loads(self._read_environments(path)) if path.is_file() else {}
         self.episodes_begin = "train" not in saved
         for name, env in self._envs().items():
             try:
@@ -226,20 +217,19 @@ class EnvRollouts:
             except ValueError as error:
                 self.episodes_begin |= name == "train"
                 self.warn(
-                    f"env.{name}: not the environments that {checkpoint} was saved with ({error}); they start afresh"
+                    f"env.{name}: not the environments that {checkpoint} was saved with ({error}); new episodes begin"
                 )
 
-    def _environments(self, path: Path) -> bytes:
-        if self.trusts_pickles:
+    def _read_environments(self, path: Path) -> bytes:
+        if self.trust_pickles:
             return path.read_bytes()
         return read_own(
             path,
-            f"If it is what your run saved, chown it to you or run chmod go-w {path.parent} {path}; or resume with "
+            f"If your run saved it, chown it to you or run chmod go-w {path.parent} {path}; or resume with "
             "trainer.trust_checkpoint_pickle=True, which loads it as it is",
         )
 
     def state_dict(self) -> StateDict:
-        """See `Rollouts`."""
         return {
             "env_steps": self.env_steps,
             "collector": self.collector.state_dict(),
@@ -249,7 +239,6 @@ class EnvRollouts:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See `Rollouts`."""
         self.env_steps, self.version = int(state["env_steps"]), int(state["version"])
         self.episodes_begin |= state["episodes_begin"]
         self.finished = [Episode(**episode) for episode in state["finished"]]
@@ -260,7 +249,7 @@ class EnvRollouts:
         return {"train": self.collector.env} | ({"eval": self.evaluation.env} if self.evaluation else {})
 
     def _env_states(self) -> dict[str, EnvState]:
-        return {name: env.get_state() for name, env in self._envs().items() if name == "train" or not self.testing}
+        return {name: env.get_state() for name, env in self._envs().items() if name == "train" or not self.evaluating}
 
     def _restart(self, step: int) -> None:
         self.collector.restart(seed_of(self.env_seed, step, "start"))

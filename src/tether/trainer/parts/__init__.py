@@ -1,10 +1,10 @@
-"""Steps of the training loop that a configuration switches on.
+"""Steps of the training loop that a configuration enables.
 
-The loop calls each by the methods of a small protocol; assembly decides which ones a run has.
+The loop calls each through a small protocol; assembly creates those that a run has.
 """
 
 from tether.trainer.parts.alarms import Alarms
-from tether.trainer.parts.best_test import BestTest
+from tether.trainer.parts.best_evaluation import BestEvaluation
 from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.critic_warmup import CriticWarmup
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
@@ -19,7 +19,7 @@ from tether.trainer.parts.rollout_correction import RolloutCorrection
 
 __all__ = [
     "Alarms",
-    "BestTest",
+    "BestEvaluation",
     "Collector",
     "CriticWarmup",
     "DynamicSampling",

@@ -1,4 +1,4 @@
-"""Sample responses and score them, the one while the other still runs."""
+"""Samples responses and scores each as soon as it ends, while others are still sampled."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class ScoredResponses:
     outcomes: list[RewardOutcome]
     report: RewardReport
     reward_seconds: float
-    """Waited for rewards after the last response was complete."""
+    """Time spent waiting for rewards after the last response was complete."""
 
     @property
     def scores(self) -> Tensor:
-        """[B] score a row, NaN where the reward abstained or failed."""
+        """The score of each row [B], NaN if the reward abstained or failed."""
         return torch.tensor(self.report.scores, dtype=torch.float32)
 
     def prompt_of(self, row: int) -> Prompt:
-        """The prompt that a row answers."""
+        """Return the prompt that a row answers."""
         return self.prompts[row * len(self.prompts) // len(self.texts)]
 
 
 @dataclass(frozen=True)
 class Collector:
-    """Prompts in, experience out."""
+    """Samples and scores responses to prompts."""
 
     engine: RolloutEngine
     rewards: Rewards
@@ -62,7 +62,7 @@ class Collector:
     max_error_rate: float
     """Share of failing reward calls above which the run stops."""
     conversations: Conversations | None = None
-    """Who answers the policy between its turns; None: it has one."""
+    """Provides replies between the turns of the policy; None if a response is a single turn."""
 
     def collect(
         self,
@@ -71,12 +71,12 @@ class Collector:
         key: NoiseKey,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ScoredResponses:
-        """Sample `sampling.n` responses to each prompt; each is scored as soon as it ends.
+        """Sample `sampling.n` responses to each prompt, and score each as soon as it ends.
 
         Args:
-            prompts: at least one.
-            sampling: how responses are drawn.
-            key: names the random draws.
+            prompts: the prompts, at least one.
+            sampling: sampling parameters.
+            key: key of the noise.
             on_progress: called with (finished responses, all responses).
 
         Raises:
@@ -85,42 +85,50 @@ class Collector:
         total = len(prompts) * sampling.n
         requests: dict[int, RewardRequest] = {}
         texts: dict[int, str] = {}
-        talk = self.conversations.begin(prompts, sampling.n) if self.conversations else None
+        episodes = self.conversations.begin(prompts, sampling.n) if self.conversations else None
 
         def submit(response: FinishedResponse) -> None:
             row, prompt = response.row, prompts[response.row // sampling.n]
             texts[row] = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
             dialogue = Dialogue(prompt.messages, prompt.token_ids, response.token_ids)
-            said, extra = texts[row], prompt.extra_info
-            if talk:
-                said, extra = talk.solution(row, response.token_ids), talk.extra_info(row)
-            requests[row] = RewardRequest(prompt.data_source, said, prompt.ground_truth, extra, dialogue)
-            if talk is None or talk.needs_reward(row):
+            solution, extra = texts[row], prompt.extra_info
+            if episodes:
+                solution, extra = episodes.solution(row, response.token_ids), episodes.extra_info(row)
+            requests[row] = RewardRequest(prompt.data_source, solution, prompt.ground_truth, extra, dialogue)
+            if episodes is None or episodes.needs_reward(row):
                 self.rewards.submit(row, requests[row])
             if on_progress:
                 on_progress(len(requests), total)
 
         ids = [prompt.token_ids for prompt in prompts]
-        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, responder=talk)
-        begun = time.perf_counter()
+        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, responder=episodes)
+        start = time.perf_counter()
         outcomes = self.rewards.collect()
-        waited = time.perf_counter() - begun
-        if talk:
-            outcomes = _with_turns(talk, rollout, outcomes)
+        waited = time.perf_counter() - start
+        if episodes:
+            outcomes = _with_turns(episodes, rollout, outcomes)
         ordered = [requests[row] for row in range(total)]
         report = summarize(ordered, outcomes, self.rewards.durations or [0.0])
         check_error_rate(report, self.max_error_rate)
         return ScoredResponses(prompts, rollout, [texts[row] for row in range(total)], outcomes, report, waited)
 
 
-def _with_turns(talk: ConversationBatch, rollout: RolloutBatch, asked: Sequence[RewardOutcome]) -> list[RewardOutcome]:
-    """Outcome of every row: its reward at the end, of those that were asked for, and the rewards of its turns."""
-    rest = iter(asked)
-    at_end = [next(rest) if talk.needs_reward(row) else talk.outcome(row) for row in range(len(rollout))]
-    talk.complete(rollout, [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in at_end])
+def _with_turns(
+    episodes: ConversationBatch, rollout: RolloutBatch, outcomes: Sequence[RewardOutcome]
+) -> list[RewardOutcome]:
+    """Return the outcome of every row, which adds the rewards of its turns to its final reward.
+
+    Args:
+        episodes: the conversations.
+        rollout: the rows.
+        outcomes: outcomes of the rows that `needs_reward`, in order.
+    """
+    remaining = iter(outcomes)
+    final = [next(remaining) if episodes.needs_reward(row) else episodes.outcome(row) for row in range(len(rollout))]
+    episodes.complete(rollout, [outcome.value if isinstance(outcome, Score) else 0.0 for outcome in final])
     return [
-        Score(outcome.value + talk.reward(row), outcome.extra | talk.counts(row))
+        Score(outcome.value + episodes.reward(row), outcome.extra | episodes.counts(row))
         if isinstance(outcome, Score)
         else outcome
-        for row, outcome in enumerate(at_end)
+        for row, outcome in enumerate(final)
     ]

@@ -1,14 +1,14 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): a batch of prompts that all have something to teach.
+"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): batches of prompts whose responses differ in score.
 
-Where all responses to a prompt score the same, a group baseline leaves no advantage. Such groups are dropped and
-further prompts are sampled in their place, batch after batch, up to a cap::
+If all responses to a prompt have the same score, a group baseline leaves no advantage. Such groups are dropped and
+replaced by further prompts, batch after batch, up to a limit::
 
     prompts ──► sample, score ──► groups with two different scores ──► enough? ──► the first ones are the batch
        ▲                                                                 │ no
        └──────────────── the next prompts of the data order ◄────────────┘
 
-The prompts come from the run's own sampler, whose position is in the checkpoint, and noise is keyed by the number of
-the sample within the step, which counts on over the batches: nothing else needs to be restored.
+The prompts come from the sampler of the run, whose position is in the checkpoint, and the noise is keyed by the index
+of the sample in the step, which continues over the batches. No other state has to be restored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tether.rewards import RewardOutcome, RewardReport, Score
 from tether.rollout import NoiseKey, SamplingParams, join_rollouts
 from tether.trainer.parts.collector import Collector, ScoredResponses
 
-OWN_SCORE = ("score", "seq_reward")
-"""Names of the metric that mean the score itself."""
+SCORE_NAMES = ("score", "seq_reward")
+"""Values of `metric` that mean the score."""
 
 
 class NothingToLearn(Exception):
-    """Every prompt that was sampled for a step had responses of one score only."""
+    """Raised if no prompt of a step had responses with different scores."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,29 @@ class Group:
 
     experience: ScoredResponses
     prompt: int
-    """Number of the prompt in it."""
+    """The index of the prompt in the experience."""
 
     @property
     def rows(self) -> slice:
-        """Its rows in the experience."""
+        """The rows of the group in the experience."""
         size = len(self.experience.texts) // len(self.experience.prompts)
         return slice(self.prompt * size, (self.prompt + 1) * size)
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Collects until there are enough informative groups."""
+    """Samples batches until there are enough informative groups."""
 
     collector: Collector
     dataset: PromptDataset
     sampler: PromptSampler
-    """Deals the prompts of each further batch."""
+    """Provides the prompts of further batches."""
     metric: str
-    """Number that must differ within a group: ``score``, or a key that the reward returns with it."""
+    """The number that must differ within a group: ``score``, or a key that the reward returns with it."""
     num_groups: int
-    """Groups of a full batch."""
+    """The number of groups of a full batch."""
     max_batches: int
-    """Batches of prompts sampled for a step at most."""
+    """The maximum number of batches of prompts that are sampled for a step."""
     warn: Callable[[str], None]
     """Shows a message to the user."""
 
@@ -74,16 +74,16 @@ class DynamicSampling:
         key: NoiseKey,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ScoredResponses:
-        """As `Collector.collect`, of informative groups only, in the order in which they were sampled.
+        """Sample and score like `Collector.collect`, but return only informative groups, in the order of sampling.
 
-        What is sampled beyond a full batch is dropped: in the next step it would come from an older policy. If the cap
-        is reached first, the batch holds the groups that were found; that is logged as a warning and as the metric
+        If the limit is reached first, the batch has fewer groups, which is reported as a warning and as the metric
         ``dynamic_sampling/missing_groups``.
 
         Raises:
-            NothingToLearn: the cap was reached without a single informative group.
+            NothingToLearn: the limit was reached without a single informative group.
             ValueError: the reward does not return `metric`.
         """
+        # Groups beyond a full batch are dropped, as in the next step they would come from an older policy.
         sampled = [self.collector.collect(prompts, sampling, key, on_progress)]
         groups = self._informative(sampled[0])
         while len(groups) < self.num_groups and len(sampled) < self.max_batches:
@@ -101,8 +101,8 @@ class DynamicSampling:
         return [Group(experience, prompt) for prompt in rollout.uid[rows].unique().tolist()]
 
     def _scores(self, experience: ScoredResponses) -> Tensor:
-        """[B] what must differ, NaN where the reward abstained or failed."""
-        if self.metric in OWN_SCORE:
+        """Return the number of each row [B] that must differ, NaN if the reward abstained or failed."""
+        if self.metric in SCORE_NAMES:
             return experience.scores
         return torch.tensor([self._extra(outcome) for outcome in experience.outcomes], dtype=torch.float32)
 
@@ -111,40 +111,41 @@ class DynamicSampling:
             return float("nan")
         value = outcome.extra.get(self.metric)
         if not isinstance(value, int | float):
-            known = ", ".join(["score", *outcome.extra])
+            names = ", ".join(["score", *outcome.extra])
             raise ValueError(
-                f"algorithm.filter_groups.metric={self.metric}: the reward returns no such number, only {known}. "
-                "Name one of these, or let the reward return it."
+                f"algorithm.filter_groups.metric={self.metric}: the reward returns no such number, only {names}. "
+                "Use one of these, or let the reward return it."
             )
         return float(value)
 
-    def _check(self, found: int, step: int) -> None:
-        if found >= self.num_groups:
+    def _check(self, num_informative: int, step: int) -> None:
+        if num_informative >= self.num_groups:
             return
-        cap = f"algorithm.filter_groups.max_num_gen_batches={self.max_batches}"
-        if not found:
+        limit = f"algorithm.filter_groups.max_num_gen_batches={self.max_batches}"
+        if not num_informative:
             raise NothingToLearn(
-                f"step {step}: within {cap} no prompt had responses that differ in {self.metric}. The prompts are too "
-                "easy or too hard for this policy, or the reward does not tell its answers apart: look at the samples, "
-                "take other prompts, raise actor_rollout_ref.rollout.n, or set algorithm.filter_groups.enable=False."
+                f"step {step}: within {limit} no prompt had responses that differ in {self.metric}. The prompts are "
+                "too easy or too hard for this policy, or the reward does not distinguish its answers: read the "
+                "samples, use other prompts, raise actor_rollout_ref.rollout.n, or set "
+                "algorithm.filter_groups.enable=False."
             )
         self.warn(
-            f"step {step}: within {cap} only {found} of {self.num_groups} prompts had responses that differ in "
-            f"{self.metric}; the step takes these"
+            f"step {step}: within {limit} only {num_informative} of {self.num_groups} prompts had responses that "
+            f"differ in {self.metric}; the step uses these"
         )
 
 
 def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_groups: int) -> ScoredResponses:
-    """The first groups as one experience; the report counts all that was sampled, its scores are of these rows."""
-    chosen = groups[:num_groups]
-    rollouts = [group.experience.rollout[group.rows] for group in chosen]
+    """Join the first groups to one experience, with a report on all samples but the scores of these rows only."""
+    selected = groups[:num_groups]
+    rollouts = [group.experience.rollout[group.rows] for group in selected]
     return ScoredResponses(
-        prompts=[group.experience.prompts[group.prompt] for group in chosen],
-        rollout=join_rollouts(rollouts, range(len(chosen))),
-        texts=[text for group in chosen for text in group.experience.texts[group.rows]],
-        outcomes=[outcome for group in chosen for outcome in group.experience.outcomes[group.rows]],
+        prompts=[group.experience.prompts[group.prompt] for group in selected],
+        rollout=join_rollouts(rollouts, range(len(selected))),
+        texts=[text for group in selected for text in group.experience.texts[group.rows]],
+        outcomes=[outcome for group in selected for outcome in group.experience.outcomes[group.rows]],
         report=RewardReport(
-            scores=[score for group in chosen for score in group.experience.report.scores[group.rows]],
+            scores=[score for group in selected for score in group.experience.report.scores[group.rows]],
             num_scored=sum(experience.report.num_scored for experience in sampled),
             num_abstained=sum(experience.report.num_abstained for experience in sampled),
             num_failed=sum(experience.report.num_failed for experience in sampled),
@@ -156,7 +157,7 @@ def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[Group], num_gro
 
 
 def _mean_metrics(sampled: Sequence[ScoredResponses]) -> dict[str, float]:
-    """Mean of each reward metric over the sampled batches that have it, weighted by their rows."""
+    """Return the mean of each reward metric over the sampled batches that have it, weighted by their rows."""
     totals: dict[str, tuple[float, int]] = {}
     for experience in sampled:
         rows = len(experience.texts)

@@ -1,4 +1,4 @@
-"""ReMax's baseline: in each step the policy answers every prompt once more, greedily (arXiv 2310.10505)."""
+"""ReMax's baseline: in each step the policy also answers every prompt greedily (arXiv 2310.10505)."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from tether.trainer.parts.reward_shaping import LengthPenalty
 
 @dataclass(frozen=True)
 class GreedyBaseline:
-    """One greedy response a prompt, scored like the others."""
+    """Scores one greedy response per prompt like the sampled responses."""
 
     sampling: SamplingParams
-    """With n = 1 and temperature 0."""
+    """Sampling parameters with n = 1 and temperature 0."""
     length_penalty: LengthPenalty | None = None
-    """Of reward shaping, so that both sides of the comparison are shaped alike."""
+    """The length penalty of reward shaping, which applies to both sides of the comparison."""
     scale: float = 1.0
-    """Likewise."""
+    """The factor of scores of reward shaping."""
 
     def add_to(
         self, batch: TrainBatch, prompts: Sequence[Prompt], collector: Collector, key: NoiseKey
     ) -> dict[str, float]:
-        """Set `reward_baselines`; the rows of a prompt whose greedy response has no score are left out.
+        """Set `reward_baselines`, and ignore the rows of a prompt whose greedy response has no score.
 
         Args:
-            batch: with the sampled responses; its `uid` counts the prompts.
+            batch: the sampled responses; `uid` is the index of the prompt.
             prompts: the prompts of the step.
             collector: samples from the policy that the batch was sampled from, and scores.
-            key: of the step. A greedy response draws nothing.
+            key: noise key of the step; a greedy response needs no noise.
 
         Returns:
-            What the baseline is, how often it is beaten, and what it cost.
+            Metrics of the baseline and its cost.
         """
         experience = collector.collect(prompts, self.sampling, key)
         length = experience.rollout.response_length
         baselines = self.scale * experience.scores
         if self.length_penalty:
             baselines = baselines + self.length_penalty(length)
-        of_row = baselines[batch.uid]
-        batch.leave_out(of_row.isnan())
-        batch.reward_baselines = of_row.nan_to_num()
+        row_baselines = baselines[batch.uid]
+        batch.leave_out(row_baselines.isnan())
+        batch.reward_baselines = row_baselines.nan_to_num()
         cost = {
             "baseline/response_tokens": float(length.sum()),
             "baseline/unscored_prompts": float(baselines.isnan().sum()),
         }
-        known = baselines[~baselines.isnan()]
-        return cost | {"baseline/score_mean": float(known.double().mean())} if len(known) else cost
+        scored = baselines[~baselines.isnan()]
+        return cost | {"baseline/score_mean": float(scored.double().mean())} if len(scored) else cost

@@ -1,4 +1,4 @@
-"""The warning about a sampler that disagrees with the trainer: every number is finite and nothing fails."""
+"""The warning about a sampler that disagrees with the trainer, which no error would show."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def mismatch_tolerance(*dtypes: torch.dtype) -> float:
-    """The tolerance where sampler and trainer compute in these formats: that of the coarsest."""
+    """Return the tolerance if sampler and trainer compute in these formats, which is that of the coarsest."""
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
 def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Distance of the recomputed log-probabilities from the sampler's, over all that was sampled and scored."""
+    """Return metrics of the distance between recomputed and sampler's log-probs, over all scored samples."""
     old, sampler, mask = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
     if not mask.any():
         return {}
@@ -33,18 +33,17 @@ def sampler_metrics(batch: TrainBatch) -> dict[str, float]:
 
 @dataclass
 class MismatchAlarm:
-    """Watches every step for a sampler and a trainer that disagree about the same weights and tokens; speaks once.
+    """Compares sampler and trainer in every step, and warns once if they disagree about the same weights and tokens."""
 
-    Both compute a token's probability, with other kernels and in batches of other shapes, so rounding keeps them a
-    little apart. What rounding cannot explain is a fault: stale weights in the sampler, randomness in the forward pass,
-    another temperature. Then the update takes the samples for those of a policy that did not draw them.
-    """
+    # Both compute the probability of a token, with different kernels and batch shapes, so that rounding makes them
+    # differ a little. A larger difference is a bug: stale weights in the sampler, randomness in the forward pass, a
+    # different temperature. The update would then treat the samples as those of a policy that did not draw them.
 
     tolerance: float
     has_spoken: bool = False
 
     def measure(self, batch: TrainBatch, warn: Callable[[str], None]) -> dict[str, float]:
-        """Metrics of a batch with `old_log_probs`, the alarm among them; for `warn` see `check`."""
+        """Return metrics of a batch with `old_log_probs`, including the alarm; `warn` shows a message to the user."""
         metrics = sampler_metrics(batch)
         return metrics | self.check(metrics, warn)
 
@@ -52,7 +51,7 @@ class MismatchAlarm:
         """Compare a step's mismatch with the tolerance.
 
         Args:
-            metrics: of the step; without the mismatch (a step without a valid token) there is nothing to compare.
+            metrics: the metrics of the step; without a valid token they lack the mismatch, and nothing is compared.
             warn: shows a message to the user.
 
         Returns:
@@ -60,23 +59,23 @@ class MismatchAlarm:
         """
         if MISMATCH not in metrics:
             return {}
-        found = metrics[MISMATCH]
-        rings = not found <= self.tolerance  # NaN rings, too
-        if rings and not self.has_spoken:
+        mismatch = metrics[MISMATCH]
+        is_mismatched = not mismatch <= self.tolerance  # also for NaN
+        if is_mismatched and not self.has_spoken:
             self.has_spoken = True
             warn(
-                f"sampler and trainer disagree: {MISMATCH} is {found:.2g} nats per token; rounding explains at most "
+                f"sampler and trainer disagree: {MISMATCH} is {mismatch:.2g} nats per token; rounding explains at most "
                 f"{self.tolerance:g}. The samples are not those of the policy that is updated. Check that the sampler "
                 "has the current weights, that the forward pass draws no random numbers (dropout, noise in a router), "
                 "and whether float32 in actor_rollout_ref.rollout.dtype and "
-                "actor_rollout_ref.actor.fsdp_config.dtype cures it. Said once; watch " + ALARM
+                "actor_rollout_ref.actor.fsdp_config.dtype fixes it. This is shown once; watch " + ALARM
             )
-        return {ALARM: float(rings)}
+        return {ALARM: float(is_mismatched)}
 
     def state_dict(self) -> StateDict:
-        """Whether it has spoken."""
+        """Return whether the warning was shown."""
         return {"has_spoken": self.has_spoken}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave; an alarm that is new has not spoken."""
+        """Load what `state_dict` returned; an alarm that is new has not warned."""
         self.has_spoken = state.get("has_spoken", False)

@@ -1,4 +1,4 @@
-"""PF-PPO in the training loop: the update learns from rows that are drawn again by their reward."""
+"""PF-PPO in the training loop: the update learns from rows that are resampled by their reward."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tether.keyed_random import generator
 
 @dataclass(frozen=True)
 class PolicyFiltration:
-    """Draws the rows of the update (Shen and Zhang 2024, arXiv 2409.06957); see `pf_ppo_indices`."""
+    """Draws the rows of the update with `pf_ppo_indices` (Shen and Zhang 2024, arXiv 2409.06957)."""
 
     method: str
     weight_pow: float
     seed: int
 
     def draw(self, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
-        """As many rows as the batch has, drawn from it with replacement, and metrics.
+        """Draw as many rows as the batch has, with replacement, and return them with metrics.
 
-        The draw depends on (seed, step) and the scores alone. Advantages stay as they were estimated over the whole
-        batch. A batch without a row to learn from stays as it is.
+        The draw depends only on (seed, step) and the scores. Advantages remain those of the full batch. A batch without
+        a row to learn from is returned unchanged.
         """
         valid = batch.response_mask.any(dim=-1)
         if not valid.any():

@@ -1,4 +1,4 @@
-"""Traces of some training steps, of every process that takes part."""
+"""Traces of selected training steps, from every process of the run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.profiler import record_function
 
 from tether.runtime.profiling import ProcessTrace
 
-if TYPE_CHECKING:  # it loads transformers, which runs in simulators never need
+if TYPE_CHECKING:  # it imports transformers, which runs in simulators never need
     from tether.execution import Group
 
 
 @dataclass(frozen=True)
 class StepProfiler:
-    """Records steps into ``step_<N>`` of a folder: ``loop.json.gz`` is this process, ``rank_<R>.json.gz`` a rank."""
+    """Writes traces to folders ``step_<N>``: ``loop.json.gz`` of this process, ``rank_<R>.json.gz`` of each rank."""
 
     steps: Collection[int]
     folder: Path
     ranks: Group | None = None
-    """Each has a `ProcessTrace` as its part ``trace``; None: this process is all."""
+    """The ranks, each with a `ProcessTrace` named ``trace``; None if there is only this process."""
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record what happens inside if the step is one of those; one that fails leaves no trace."""
+        """Trace the block if the step is selected; a step that fails writes no trace."""
         if step not in self.steps:
             yield
             return

@@ -1,4 +1,4 @@
-"""From scores to the rewards that advantages are estimated from: scale, length penalty, normalisation, KL penalty."""
+"""The steps from scores to the rewards of the estimator: scale, length penalty, normalisation, KL penalty."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tether.batch import TrainBatch, filled, on_last_token
 from tether.types import StateDict
 
 LengthPenalty = Callable[[Tensor], Tensor]
-"""[B] response lengths in tokens -> [B] what is added to the score, 0 or below."""
+"""Maps response lengths [B] in tokens to what is added to the scores [B], which is at most 0."""
 
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """Changes the scores of rows that have one; at most one of the two normalisations is on."""
+    """Shapes the scores of rows that have one; at most one of the two normalisations is enabled."""
 
     length_penalty: LengthPenalty | None = None
     running: RunningRewardNormalizer | None = None
-    """Normalises by all scores so far, those of this step included."""
+    """Normalises by all scores so far, including those of this step."""
     per_batch: bool = False
-    """Normalises by the scores of this step."""
+    """Whether to normalise by the scores of this step."""
     scale: float = 1.0
-    """Factor of every score, before anything else."""
+    """A factor that is applied to every score first."""
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
-        """Set `token_level_rewards` from `token_level_scores`, on the last token of each row; returns metrics."""
+        """Set `token_level_rewards` from `token_level_scores`, on the last token of each row, and return metrics."""
         metrics: dict[str, float] = {}
         scores = self.scale * masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
         if self.length_penalty:
@@ -53,17 +53,17 @@ class RewardShaping:
         return metrics
 
     def state_dict(self) -> StateDict:
-        """The running statistics, if there are any."""
+        """Return the running statistics, if there are any."""
         return self.running.state_dict() if self.running else {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over the running statistics; normalisation that a resumed run switches on starts afresh."""
+        """Load the running statistics; normalisation that a resumed run enables starts without any."""
         if self.running and state:
             self.running.load_state_dict(state)
 
 
 def penalty_metrics(penalty: Tensor) -> dict[str, float]:
-    """The size and the frequency of the length penalty; nothing where no row has a score."""
+    """Return metrics of the size and frequency of the length penalty; none if no row has a score."""
     if not len(penalty):
         return {}
     return {
@@ -74,28 +74,28 @@ def penalty_metrics(penalty: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class KLReward:
-    """Takes ``coefficient * kl`` off the reward of each token; the controller adapts after each step."""
+    """Subtracts ``coefficient * kl`` from the reward of each token; the controller adapts after each step."""
 
     controller: FixedKLController | AdaptiveKLController
     kind: str
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
-        """Lower `token_level_rewards` by the KL from the reference; returns metrics."""
+        """Subtract the KL from the reference from `token_level_rewards` and return metrics."""
         coefficient, mask = self.controller.value, batch.response_mask
         if self.kind == "full":
-            kl_of_tokens = filled(batch.full_kl)
+            token_kl = filled(batch.full_kl)
         else:
-            kl_of_tokens = kl_penalty(filled(batch.old_log_probs), filled(batch.ref_log_probs), self.kind, mask)
+            token_kl = kl_penalty(filled(batch.old_log_probs), filled(batch.ref_log_probs), self.kind, mask)
         batch.token_level_rewards, kl = apply_kl_penalty(
-            filled(batch.token_level_rewards), kl_of_tokens, mask, kl_coef=coefficient
+            filled(batch.token_level_rewards), token_kl, mask, kl_coef=coefficient
         )
         self.controller.update(float(kl), int(batch.scored.sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
     def state_dict(self) -> StateDict:
-        """The controller's state."""
+        """Return the controller's state."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over the controller's state."""
+        """Load the controller's state."""
         self.controller.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Between the sampler and the update: what is too far from the policy is rejected, the rest gets importance weights.
+"""Rejection of samples that are too far from the policy, and importance weights for the others.
 
-Only where the old log-probabilities are recomputed. In bypass mode the policy loss does the same to itself
-(`tether.algorithms.POLICY_LOSSES["bypass_mode"]`), since no other log-probabilities are known before the update.
+This requires recomputed old log-probs. In bypass mode the policy loss applies the same correction
+(`tether.algorithms.POLICY_LOSSES["bypass_mode"]`), since only the sampler's log-probs are available before the update.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tether.batch import TrainBatch, filled, on_last_token
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Weights and rejections against the sampler (formulas: `tether.algorithms.rollout_correction`)."""
+    """Corrects for the sampler with the formulas of `tether.algorithms.rollout_correction`."""
 
     importance: str | None = None
-    """``token`` or ``sequence``; None: no weights."""
+    """The level of the weights, ``token`` or ``sequence``; None computes no weights."""
     threshold: float = 2.0
-    """Highest weight."""
+    """The upper bound of a weight."""
     batch_normalize: bool = False
-    """Divide the weights by their mean over the batch."""
+    """Whether to divide the weights by their mean over the batch."""
     rejection: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Mode -> bounds, of `parse_rejection`."""
+    """Bounds by mode, as returned by `parse_rejection`."""
     veto_threshold: float | None = None
 
     def apply(self, batch: TrainBatch) -> dict[str, float]:
-        """Set `rollout_is_weights` and take what is rejected out of `response_mask`; returns metrics.
+        """Set `rollout_is_weights`, remove rejected tokens from `response_mask` and return metrics.
 
-        Nothing that comes later in the step sees a rejected token: not the advantages (GAE skips it), not the
-        denominators of the losses. The score of a row moves to the last token that is left of it, and a row of which
-        nothing is left is left out like one without a score. Weights are those of all that was sampled, rejected or
-        not, and their mean too.
+        The score of a row moves to its last accepted token. A row without an accepted token is ignored like one without
+        a score.
         """
+        # Later stages of the step ignore rejected tokens: advantages (GAE skips them) and the denominators of the
+        # losses. Weights and their mean are those of all sampled tokens, rejected or not.
         old, sampler, sampled = filled(batch.old_log_probs), batch.rollout_log_probs, batch.response_mask
         if not sampled.any():
             return {}
@@ -53,19 +53,19 @@ class RolloutCorrection:
                 batch_normalize=self.batch_normalize,
             )  # fmt: skip
             metrics |= importance_metrics(old, sampler, sampled, level=self.importance, threshold=self.threshold)
-        kept = sampled
+        accepted = sampled
         if self.rejection:
-            kept = rejection_mask(old, sampler, sampled, self.rejection)
+            accepted = rejection_mask(old, sampler, sampled, self.rejection)
             metrics |= rejection_metrics(old, sampler, sampled, self.rejection)
         if self.veto_threshold is not None:
-            admitted = veto_mask(old, sampler, sampled, self.veto_threshold)
-            kept = kept & admitted
-            vetoed = ~admitted.any(dim=-1)
+            not_vetoed = veto_mask(old, sampler, sampled, self.veto_threshold)
+            accepted = accepted & not_vetoed
+            vetoed = ~not_vetoed.any(dim=-1)
             metrics["rollout_corr/rollout_token_veto_fraction"] = float(
                 masked_mean(vetoed.float(), sampled.any(dim=-1))
             )
         scores = masked_sum(batch.token_level_scores, sampled, dim=-1)
-        batch.token_level_scores = on_last_token(scores, kept).to(batch.token_level_scores.dtype)
-        batch.response_mask = kept
-        batch.leave_out(~kept.any(dim=-1))
+        batch.token_level_scores = on_last_token(scores, accepted).to(batch.token_level_scores.dtype)
+        batch.response_mask = accepted
+        batch.leave_out(~accepted.any(dim=-1))
         return metrics

@@ -1,4 +1,4 @@
-"""Parts of the loop for language models: prompts and rollouts, preflight, evaluation, pretraining."""
+"""Components of the loop for language models: prompts and rollouts, preflight, evaluation, pretraining."""
 
 from tether.trainer.text.critic_pretraining import EXPLAINED, explained, split_by_prompt, value_batch
 from tether.trainer.text.evaluation import Evaluation
@@ -9,7 +9,7 @@ from tether.trainer.text.reward_training import (
     preference_accuracy,
     preference_batch,
     split_pairs,
-    until_lost,
+    until_unusable,
 )
 from tether.trainer.text.rollout_files import RolloutFiles, read_rollouts
 from tether.trainer.text.rollouts import PromptSource, TextRollouts, value_metrics
@@ -30,7 +30,7 @@ __all__ = [
     "read_rollouts",
     "split_by_prompt",
     "split_pairs",
-    "until_lost",
+    "until_unusable",
     "value_batch",
     "value_metrics",
 ]

@@ -1,4 +1,4 @@
-"""Validation: every held-out prompt exactly once, sampled by the current policy and scored."""
+"""Validation of the current policy: samples and scores responses to every held-out prompt."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.protocol import EvaluationResult
 
 VALIDATION_SEED = 0x5EED
-"""Keeps the noise of sampled validation apart from that of training."""
+"""Makes the noise of sampled validation different from that of training."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The held-out prompts and how responses to them are drawn."""
+    """Evaluates a policy on held-out prompts."""
 
     dataset: PromptDataset
     sampling: SamplingParams
     batch_size: int | None = None
-    """Prompts sampled together; None takes all at once."""
+    """The number of prompts that are sampled together; None samples all at once."""
 
     def run(
         self, collector: Collector, key: NoiseKey, on_progress: Callable[[int, int], None] | None = None
     ) -> EvaluationResult:
-        """Validate.
+        """Sample and score responses to all prompts.
 
         Args:
             collector: samples and scores.
-            key: of the training step; validation draws other noise under it.
+            key: noise key of the training step, from which that of validation is derived.
             on_progress: called with (finished responses, all responses).
         """
         total = len(self.dataset) * self.sampling.n
@@ -61,7 +61,7 @@ class Evaluation:
 
 
 def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sample]:
-    """Samples to look at, one a response."""
+    """Yield a sample for the logs for each response."""
     for row, (text, outcome) in enumerate(zip(experience.texts, experience.outcomes, strict=True)):
         prompt = experience.prompt_of(row)
         yield Sample(
@@ -84,6 +84,6 @@ def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
         extra = dict(score.extra) if score else {}
         prediction = extra.pop("pred", None)
         values = {"reward": score.value if score else None, **extra}
-        answer = prompt.ground_truth  # of any type: an array has no single truth value
+        answer = prompt.ground_truth  # of any type, and an array has no single truth value
         truth = None if answer is None or (isinstance(answer, str) and not answer) else repr(answer)
         yield ValidationRow(prompt.data_source, prompt.index, values, prediction, prompt.token_ids.tobytes(), truth)

@@ -36,28 +36,27 @@ RESPONSES = 16
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations are written: the settings `data.chat_template` and `data.apply_chat_template_kwargs`."""
+    """The chat format: the settings `data.chat_template` and `data.apply_chat_template_kwargs`."""
 
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class SeenResponses:
-    """Prompts and responses; see `tether.trainer.preflight.Seen`."""
+class ResponseSample:
+    """Prompts and responses, as a `tether.trainer.preflight.PreflightSample`."""
 
     prompts: Sequence[Prompt]
     token_texts: Sequence[str]
-    """The prompts as the model reads them, special tokens written out."""
+    """The prompts as the model reads them, with special tokens as text."""
     samples: Sequence[Sample]
     findings: Sequence[Finding]
     step_rows: int
 
-    def shown(self) -> list[RenderableType]:
-        """See `Seen`."""
-        parts: list[RenderableType] = []
+    def render(self) -> list[RenderableType]:
+        renderables: list[RenderableType] = []
         for prompt, text in zip(self.prompts, self.token_texts, strict=True):
-            parts += [
+            renderables += [
                 Text(f"prompt {prompt.index}, {len(prompt.token_ids)} tokens", style="bold"),
                 Text(text.strip()),
                 Text(_first_ids(prompt.token_ids), style="dim"),
@@ -73,16 +72,16 @@ class SeenResponses:
                 Text(shortened(" ".join(str(sample.ground_truth).split()), 24)),
                 reward,
             )
-        return [*parts, table]
+        return [*renderables, table]
 
 
-def look_at_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFormat) -> SeenResponses:
+def sample_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFormat) -> ResponseSample:
     """Sample sixteen responses with the untrained policy.
 
     Args:
-        source: of the prompts.
-        rollouts: ready to sample.
-        chat: how the prompts were written.
+        source: provides the prompts.
+        rollouts: rollouts that are ready to sample.
+        chat: the chat format of the prompts.
     """
     tokenizer = rollouts.tokenizer
     count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
@@ -90,7 +89,7 @@ def look_at_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFo
     experience = rollouts.collector.collect(prompts, rollouts.sampling, NoiseKey(rollouts.seed, step=0))
     groups = rollouts.dynamic_sampling
     shown = prompts[:PROMPTS_SHOWN]
-    return SeenResponses(
+    return ResponseSample(
         shown,
         [decode(tokenizer, prompt.token_ids) for prompt in shown],
         list(samples_of(experience, rollouts.collector))[:RESPONSES],
@@ -102,7 +101,7 @@ def look_at_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFo
 def prompt_findings(
     source: PromptSource, rollouts: TextRollouts, prompts: Sequence[Prompt], chat: ChatFormat
 ) -> list[Finding]:
-    """Return the problems of the rendered prompts: BOS, template, cuts."""
+    """Return the problems of the rendered prompts: BOS, template, truncation."""
     tokenizer, first = rollouts.tokenizer, prompts[0]
     findings = []
     if bos := bos_problem(tokenizer, first.token_ids):
@@ -125,8 +124,10 @@ def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat:
     """Return the problems of the sampled responses: no end, no difference in reward."""
     findings = []
     if not rollouts.sampling.ignore_eos:
-        ends = rollouts.collector.engine.eos_token_ids
-        missed = turn_end_problem(rollouts.tokenizer, ends, chat.chat_template, chat.template_kwargs) if ends else None
+        stop_token_ids = rollouts.collector.engine.eos_token_ids
+        missed = None
+        if stop_token_ids:
+            missed = turn_end_problem(rollouts.tokenizer, stop_token_ids, chat.chat_template, chat.template_kwargs)
         if missed:
             findings.append(Finding("missed_eos", missed))
         elif bool(experience.rollout.truncated.all()):
@@ -136,8 +137,8 @@ def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat:
         findings.append(
             Finding(
                 "zero_reward_variance",
-                f"all {len(scores)} sampled responses have the reward {scores[0]:g}: where rewards do not differ there "
-                "is nothing to learn. Check the reward on the responses above, or take an easier task to begin with.",
+                f"all {len(scores)} sampled responses have the reward {scores[0]:g}: if rewards do not differ, there "
+                "is nothing to learn. Check the reward on the responses above, or begin with an easier task.",
             )
         )
     if not len(scores):
@@ -163,7 +164,7 @@ def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
     return Finding(
         "all_truncated",
         f"all {len(experience.texts)} sampled responses were cut at data.max_response_length="
-        f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or ask for shorter answers.",
+        f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or request shorter answers.",
     )
 
 

@@ -1,4 +1,4 @@
-"""A model that learns from a fixed set of rows: a critic from stored rollouts, a reward model from pairs."""
+"""Training on a fixed set of rows: a critic on stored rollouts, or a reward model on pairs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Prompt = TypeVar("Prompt", bound=Hashable)
 
 
 def held_out_prompts(prompts: Iterable[Prompt], share: float, seed: int) -> set[Prompt]:
-    """Pick the prompts that are kept apart: at least one, and not all.
+    """Select the held-out prompts: at least one, and not all.
 
     Raises:
-        ValueError: there is one prompt only.
+        ValueError: there is only one prompt.
     """
     distinct = list(dict.fromkeys(prompts))
     if len(distinct) < 2:
-        raise ValueError("all rows are of one prompt, so none can be held out; give rows of more prompts")
-    return {distinct[number] for number in held_out_rows(len(distinct), share, seed)}
+        raise ValueError("all rows have the same prompt, so none can be held out; provide rows of more prompts")
+    return {distinct[index] for index in held_out_rows(len(distinct), share, seed)}
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """A model, what it learns from, and what it is measured on."""
+    """Trains a model on rows and measures it on held-out ones."""
 
     learner: Learner[TrainBatch, Any]
     learned: TrainBatch
@@ -37,25 +37,25 @@ class Pretraining:
     plan: UpdatePlan
     """Epochs and mini-batches over all of `learned`."""
     measure: Callable[[Any, TrainBatch], dict[str, float]]
-    """(outputs, rows) -> metrics of the held-out rows."""
+    """Returns metrics of the held-out rows, called with (outputs, rows)."""
     role: str
-    """Metrics without a group of their own get this one."""
+    """The prefix of metrics without one."""
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of all epochs."""
+        """The number of optimizer steps of all epochs."""
         return sum(1 for epoch in range(self.plan.epochs) for _ in self._mini_batches(epoch))
 
     def run(self, done: int = 0) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train; yields (optimizer step, metrics) after each step, and step 0 before the first.
+        """Train and yield (optimizer step, metrics) after each step, and for step 0 before the first.
 
-        What `measure` gives is there before the first step and after each epoch.
+        The metrics of `measure` are included before the first step and after each epoch.
 
         Args:
-            done: steps that the model and its optimizer have taken already; they are passed over.
+            done: number of steps that the model and its optimizer have done already, which are skipped.
         """
         if not done:
-            yield 0, self._measured()
+            yield 0, self._held_out_metrics()
         step = 0
         for epoch in range(self.plan.epochs):
             mini_batches = list(self._mini_batches(epoch))
@@ -67,10 +67,10 @@ class Pretraining:
                 updated = self.learner.engine.update(self.learned[rows], self.learner.loss, once, step)
                 step += 1
                 metrics = {name if "/" in name else f"{self.role}/{name}": x for name, x in updated.metrics.items()}
-                yield step, metrics | (self._measured() if rows is mini_batches[-1] else {})
+                yield step, metrics | (self._held_out_metrics() if rows is mini_batches[-1] else {})
 
     def _mini_batches(self, epoch: int) -> Iterator[Tensor]:
         return replace(self.plan, shuffle=True).mini_batches(len(self.learned), 0, epoch)
 
-    def _measured(self) -> dict[str, float]:
+    def _held_out_metrics(self) -> dict[str, float]:
         return self.measure(self.learner.infer(self.held_out), self.held_out)

@@ -1,4 +1,4 @@
-"""Training data of a reward model, pairs of token ids; and the share of held-out pairs that it ranks right."""
+"""Training data of a reward model, which are pairs of token ids, and its accuracy on held-out pairs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tether.training.text import PairOutputs, pair_batch, without_padding
 
 ACCURACY = "rm/held_out_accuracy"
 SKIPPED_STEPS = 10
-"""Steps in a row without an update that end a training."""
-_LOST = "the model is of no use: begin again, and lower --lr or see whether --model is whole"
+"""Consecutive steps without an update after which training stops."""
+_UNUSABLE = "the model is unusable: start again, and lower --lr or check that the files of --model are complete"
 
 
 def split_pairs(pairs: Sequence[Pair], held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Part the prompts, at least one on each side: all pairs of a prompt are learned from, or none is.
+    """Split pairs by prompt into training and held-out pairs, with at least one prompt on each side.
 
     Args:
-        pairs: of at least two prompts.
-        held_out: share of the prompts that is kept apart.
-        seed: of the pick.
+        pairs: pairs of at least two prompts.
+        held_out: share of the prompts that is held out.
+        seed: seed of the random split.
 
     Raises:
-        ValueError: all pairs are of the same prompt.
+        ValueError: all pairs have the same prompt.
     """
-    chosen = held_out_prompts((pair.prompt for pair in pairs), held_out, seed)
-    learned = [pair for pair in pairs if pair.prompt not in chosen]
-    return learned, [pair for pair in pairs if pair.prompt in chosen]
+    selected = held_out_prompts((pair.prompt for pair in pairs), held_out, seed)
+    learned = [pair for pair in pairs if pair.prompt not in selected]
+    return learned, [pair for pair in pairs if pair.prompt in selected]
 
 
 def preference_batch(
@@ -43,10 +43,10 @@ def preference_batch(
     max_length: int,
     chat_template: str | None = None,
 ) -> TrainBatch:
-    """Tokenize pairs, as rows for `tether.training.text.PairForward`, with a chat template or the tokenizer's own.
+    """Tokenize pairs to rows for `tether.training.text.PairForward`, with a chat template or the tokenizer's default.
 
     Raises:
-        ValueError: pairs that are too long, without tokens, or the same in tokens; up to ten of them, by file and row.
+        ValueError: pairs that are too long, without tokens, or with equal sides; names up to ten by file and row.
     """
     rows, margins, problems = [], [], []
     with Waiting("preparing pairs", len(pairs), Screen(stderr=True), late=True) as waiting:
@@ -55,18 +55,16 @@ def preference_batch(
             chosen, rejected = (without_padding(ids, pad_id) for ids in both)
             if empty := [name for name, ids in zip(SIDES, both, strict=True) if set(ids) <= {pad_id}]:
                 problems.append(
-                    f"{pair.place}: `{empty[0]}` has no token but padding, so nothing is scored; leave it out"
+                    f"{pair.place}: `{empty[0]}` has only padding tokens, so that there is nothing to score; remove it"
                 )
             elif max(map(len, both)) > max_length:
                 longest = max(map(len, both))
                 problems.append(
-                    f"{pair.place}: {longest} tokens are more than {max_length}; leave it out, or raise --max-length "
-                    "as far as the model's positions reach"
+                    f"{pair.place}: {longest} tokens are more than {max_length}; remove it, or raise --max-length "
+                    "up to the maximum position of the model"
                 )
             elif chosen == rejected:
-                problems.append(
-                    f"{pair.place}: chosen and rejected are the same, so nothing is preferred; leave it out"
-                )
+                problems.append(f"{pair.place}: chosen and rejected are the same, so there is no preference; remove it")
             else:
                 rows.append((chosen, rejected))
                 margins.append(pair.margin)
@@ -75,35 +73,37 @@ def preference_batch(
 
 
 def preference_accuracy(outputs: PairOutputs, batch: TrainBatch) -> dict[str, float]:
-    """Share of the pairs whose chosen side has the higher score.
+    """Return the share of pairs whose chosen side has the higher score, as a metric.
 
     Raises:
-        ValueError: a score is not finite, so nothing can be made of the model.
+        ValueError: a score is not finite, so that the model is unusable.
     """
     if not (outputs.chosen.isfinite().all() and outputs.rejected.isfinite().all()):
-        raise ValueError(f"the scores of held-out pairs are not finite, so {_LOST}")
+        raise ValueError(f"the scores of held-out pairs are not finite, so {_UNUSABLE}")
     return {ACCURACY: float((outputs.chosen > outputs.rejected).double().mean())}
 
 
 def beats_chance(accuracy: float, pairs: int) -> bool:
-    """Whether coins would rank as many of the held-out pairs right once in 20 times at most."""
-    return accuracy - 0.5 / pairs > 0.5 + 1.645 * math.sqrt(0.25 / pairs)  # 0.5 / pairs: counts go in steps
+    """Return whether the accuracy on held-out pairs is above chance at the 5 % level."""
+    return accuracy - 0.5 / pairs > 0.5 + 1.645 * math.sqrt(0.25 / pairs)  # 0.5 / pairs is the continuity correction
 
 
-def until_lost(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Pass steps on, and end a training that makes no updates any more.
+def until_unusable(steps: Iterable[tuple[int, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Pass steps on, and stop a training that no longer makes updates.
 
     Raises:
-        ValueError: `SKIPPED_STEPS` in a row had no finite gradient, or most of an epoch.
+        ValueError: `SKIPPED_STEPS` consecutive steps, or the majority of an epoch, had no finite gradient.
     """
     skips: list[bool] = []
     for step, metrics in steps:
         yield step, metrics
         skips += [metrics["rm/skipped_updates"] > 0] if "rm/skipped_updates" in metrics else []
-        ended, row = skips if ACCURACY in metrics else [], skips[-SKIPPED_STEPS:]
-        lost = row if len(row) == SKIPPED_STEPS and all(row) else ended
-        if 2 * sum(lost) > len(lost):
-            skipped = f"{sum(lost)} of the last {len(lost)} updates were skipped, since their gradients were not finite"
-            raise ValueError(f"{skipped}: {_LOST}")
+        epoch, last = skips if ACCURACY in metrics else [], skips[-SKIPPED_STEPS:]
+        checked = last if len(last) == SKIPPED_STEPS and all(last) else epoch
+        if 2 * sum(checked) > len(checked):
+            skipped = (
+                f"{sum(checked)} of the last {len(checked)} updates were skipped, since their gradients were not finite"
+            )
+            raise ValueError(f"{skipped}: {_UNUSABLE}")
         if ACCURACY in metrics:
             skips = []

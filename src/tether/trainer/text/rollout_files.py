@@ -1,16 +1,16 @@
-"""Training samples on disk: one jsonl file a step, read by people and by `tether critic pretrain`.
+"""Training samples on disk, one jsonl file per step, for users and `tether critic pretrain`.
 
-A line is one response. Its first keys are those of verl's rollout dumps::
+Each line is one response. Its first keys are those of verl's rollout dumps::
 
     input, output   prompt and response as text, special tokens written out
-    gts, score      ground truth; the reward, null where it abstained or failed
+    gts, score      ground truth; the reward, null if it abstained or failed
     step            training step
-    data_source, index, uid                     where the prompt comes from, its row there, its number in the step
-    prompt_ids, response_ids, response_mask     tokens; 1 where the update learns from the token
+    data_source, index, uid                     source of the prompt, its row there, its index in the step
+    prompt_ids, response_ids, response_mask     tokens; 1 if the update learns from the token
     rewards                                     reward of each response token, after shaping and the KL penalty
-    policy_version                              updates that the weights had had which drew it; the oldest, of several
-    token_versions                              the same of each response token, where weights changed within a batch
-    ...                                         whatever else the reward returned
+    policy_version                              number of updates of the weights that sampled it; the lowest of several
+    token_versions                              the same for each response token, if weights changed within a batch
+    ...                                         other values that the reward returned
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tether.trainer.parts.collector import ScoredResponses
 
 @dataclass(frozen=True)
 class RolloutFiles:
-    """Writes the samples of each step to ``<folder>/<step>.jsonl``; a step that is done again replaces its file."""
+    """Writes the samples of each step to ``<folder>/<step>.jsonl``; a step that is repeated replaces its file."""
 
     folder: Path
     tokenizer: PreTrainedTokenizerBase
 
     def write(self, step: int, experience: ScoredResponses, batch: TrainBatch) -> None:
-        """Write what was sampled in a step; `batch` has its `token_level_rewards`.
+        """Write the samples of a step; `batch` has its `token_level_rewards`.
 
         Raises:
             LogFailed: the file cannot be written.
@@ -89,13 +89,13 @@ class RolloutFiles:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A scored response of an earlier run, as far as a critic learns from it."""
+    """The fields of a scored response of an earlier run that a critic learns from."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[bool]
     rewards: list[float]
-    """Of each response token."""
+    """The reward of each response token."""
 
 
 def read_rollouts(folder: Path) -> list[StoredResponse]:
@@ -107,7 +107,7 @@ def read_rollouts(folder: Path) -> list[StoredResponse]:
     files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
     if not files:
         raise ValueError(
-            f"{folder}: no rollouts here (files 1.jsonl, 2.jsonl, ...). Train with trainer.rollout_data_dir={folder}"
+            f"{folder}: no rollouts (files 1.jsonl, 2.jsonl, ...). Train with trainer.rollout_data_dir={folder}"
         )
     responses = [response for path in files for response in _read(path)]
     if not responses:
@@ -127,18 +127,18 @@ def _read(path: Path) -> Iterator[StoredResponse]:
                 yield response
 
 
-def _response(record: Any, place: str) -> StoredResponse:
+def _response(record: Any, location: str) -> StoredResponse:
     names = ("score", "prompt_ids", "response_ids", "response_mask", "rewards")
     missing = [name for name in names if not isinstance(record, dict) or name not in record]
     if missing:
         raise ValueError(
-            f"{place}: no {', '.join(missing)}. A rollout needs the keys that tether writes with "
+            f"{location}: no {', '.join(missing)}. A rollout needs the keys that tether writes with "
             "trainer.rollout_data_dir; delete files of other programs"
         )
     prompt, response, mask, rewards = (record[name] for name in names[1:])
     if not prompt or not len(response) == len(mask) == len(rewards):
         raise ValueError(
-            f"{place}: {len(prompt)} prompt_ids, {len(response)} response_ids, {len(mask)} response_mask and "
-            f"{len(rewards)} rewards; a prompt is not empty, and the others have one entry a response token"
+            f"{location}: {len(prompt)} prompt_ids, {len(response)} response_ids, {len(mask)} response_mask and "
+            f"{len(rewards)} rewards; the prompt must not be empty, and the others need one entry per response token"
         )
     return StoredResponse(prompt, response, [bool(valid) for valid in mask], [float(reward) for reward in rewards])

@@ -1,4 +1,4 @@
-"""Responses to prompts: sampled, scored, validated on held-out prompts; and the metrics of a step over them."""
+"""Rollouts of language models: sampling, scoring and evaluation of responses, and the metrics of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tether.trainer.parts.collector import Collector, ScoredResponses
 from tether.trainer.parts.dynamic_sampling import DynamicSampling
 from tether.trainer.parts.greedy_baseline import GreedyBaseline
 from tether.trainer.parts.reward_components import RewardComponents
-from tether.trainer.protocol import EvaluationResult, Experience, Frozen, Progress
+from tether.trainer.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
 from tether.trainer.text.evaluation import Evaluation
 from tether.trainer.text.rollout_files import RolloutFiles
 from tether.training.text import PolicyOutputs, sequence_lengths
@@ -29,14 +29,14 @@ from tether.types import StateDict
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Explained variance of the critic; nothing without a critic, or without a token to learn from."""
+    """Return the explained variance of the critic; no metric without a critic, or without a token to learn from."""
     if batch.values is None or batch.returns is None or not batch.response_mask.any():
         return {}
     return {"critic/vf_explained_var": float(explained_variance(batch.values, batch.returns, batch.response_mask))}
 
 
 def partial_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Share of rows within which weights changed; nothing where none changed while the batch was sampled."""
+    """Return the share of rows in which weights changed; no metric if none changed while the batch was sampled."""
     if batch.token_versions is None or batch.policy_version is None:
         return {}
     newest = batch.token_versions.masked_fill(~batch.response_mask, -1).amax(dim=-1)
@@ -46,14 +46,14 @@ def partial_metrics(batch: TrainBatch) -> dict[str, float]:
 def step_metrics(
     batch: TrainBatch, policy: PolicyOutputs | None, report: RewardReport, time: Timer, max_prompt_length: int
 ) -> dict[str, float]:
-    """The metrics of a finished step, without the losses.
+    """Return the metrics of a finished step, without the losses.
 
     Args:
-        batch: with advantages.
-        policy: log-probabilities and entropy at the start of the update; None where they were not computed.
-        report: of the rewards.
-        time: of the phases, with "step" the whole.
-        max_prompt_length: the limit that prompts were held to.
+        batch: the batch with advantages.
+        policy: log-probs and entropy at the start of the update; None if they were not computed.
+        report: report of the rewards.
+        time: seconds of the phases; "step" is the total.
+        max_prompt_length: the length limit of prompts.
     """
     tokens = int(sequence_lengths(batch).sum())
     entropy = {}
@@ -78,31 +78,27 @@ TextExperience = Experience[TrainBatch, ScoredResponses]
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Prompts in the order of the data; see `tether.trainer.protocol.Source`."""
+    """Provides prompts in the order of the data, as a `tether.trainer.protocol.Source`."""
 
     dataset: PromptDataset
     sampler: PromptSampler
 
     def next(self, step: int) -> list[Prompt]:
-        """The prompts of the next step."""
         return [self.dataset[row] for row in self.sampler.next_batch()]
 
     def metrics(self) -> dict[str, float]:
-        """The epoch that the next prompts belong to."""
         return {"training/epoch": float(self.sampler.epoch)}
 
     def state_dict(self) -> StateDict:
-        """Position in the data."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over what `state_dict` gave."""
         self.sampler.load_state_dict(state)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRollouts:
-    """Samples and scores responses; see `tether.trainer.protocol.Rollouts`. What is optional may be None."""
+    """Samples and scores responses, as a `tether.trainer.protocol.Rollouts`; optional components may be None."""
 
     collector: Collector
     sampling: SamplingParams
@@ -112,44 +108,43 @@ class TextRollouts:
     rollout_files: RolloutFiles | None
     evaluation: Evaluation | None
     max_prompt_length: int
-    """The limit that prompts are held to, for metrics."""
+    """The length limit of prompts, for metrics."""
     seed: int
     transfers: Callable[[], dict[str, float]] = dict
-    """Bytes and seconds of transfers to other processes since the last call."""
-    moved: Callable[[], dict[str, float]] = dict
-    """Bytes of weights that went to servers and failures of these since the last call, also between steps and while a
-    batch is drawn."""
-    prove: Callable[[], None] | None = None
-    """Compares sampler and trainer before the first step, where it cannot be done while a step samples."""
+    """Returns bytes and seconds of transfers to other processes since the last call."""
+    weight_transfers: Callable[[], dict[str, float]] = dict
+    """Returns bytes of weights sent to servers, and failed transfers, since the last call, including those between
+    steps and during sampling."""
+    check_parity: Callable[[], None] | None = None
+    """Compares sampler and trainer before the first step, if that is not possible while a step samples."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the policy."""
+        """The tokenizer of the policy."""
         return self.collector.tokenizer
 
     @property
     def can_evaluate(self) -> bool:
-        """See `Rollouts`."""
         return self.evaluation is not None
 
     def begin(self, step: int) -> None:
-        """See `Rollouts`.
+        """Compare sampler and trainer, if `check_parity` is set.
 
         Raises:
             ValueError: sampler and trainer disagree.
         """
-        if self.prove:
-            self.prove()
+        if self.check_parity:
+            self.check_parity()
 
     def collect(self, prompts: Sequence[Prompt], step: int, time: Timer, progress: Progress) -> TextExperience:
-        """See `Rollouts`; row p * n + r of the batch is response r to prompt p.
+        """Sample and score responses; row p * n + r of the batch is response r to prompt p.
 
         Raises:
             RewardFailure: more reward calls failed than are allowed.
-            NothingToLearn: see `DynamicSampling.collect`.
+            NothingToLearn: dynamic sampling got no informative group.
         """
         key = NoiseKey(self.seed, step)
-        self.transfers()  # what went before the step is not its own
+        self.transfers()  # excludes transfers before the step
         with time("gen"):
             scored = (self.dynamic_sampling or self.collector).collect(prompts, self.sampling, key, progress)
         time.move(scored.reward_seconds, "gen", "reward")
@@ -163,7 +158,7 @@ class TextRollouts:
         return Experience(batch, scored, metrics)
 
     def record(self, step: int, experience: TextExperience, time: Timer) -> None:
-        """See `Rollouts`.
+        """Write the samples to a file, if `rollout_files` is set.
 
         Raises:
             LogFailed: the file cannot be written.
@@ -173,39 +168,33 @@ class TextRollouts:
                 self.rollout_files.write(step, experience.details, experience.batch)
 
     def metrics(self, experience: TextExperience, outputs: PolicyOutputs | None, time: Timer) -> dict[str, float]:
-        """See `Rollouts`."""
-        measured = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
-        return measured | self.transfers() | self.moved()
+        metrics = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
+        return metrics | self.transfers() | self.weight_transfers()
 
     def metrics_to_log(self) -> dict[str, float]:
-        """See `Rollouts`: a step's metrics are all there is."""
-        return {}
+        return {}  # there are only the metrics of steps
 
     def logged(self) -> None:
-        """See `Rollouts`."""
+        pass
 
     def load_weights(self, weights: WeightUpdate) -> None:
-        """See `Rollouts`."""
         self.collector.engine.load_weights(weights)
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
-        """See `Rollouts`."""
         assert self.evaluation
         return self.evaluation.run(self.collector, NoiseKey(self.seed, step), progress)
 
-    def freeze(self, *, in_step: bool) -> Frozen:
-        """See `Rollouts`: nothing outlasts a step."""
-        return Frozen()
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        return CheckpointExtras()
 
-    def saved(self, step: int) -> None:
-        """See `Rollouts`."""
+    def checkpoint_saved(self, step: int) -> None:
+        pass
 
-    def restore(self, checkpoint: Path) -> None:
-        """See `Rollouts`."""
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        pass
 
     def state_dict(self) -> StateDict:
-        """See `Rollouts`."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See `Rollouts`."""
+        pass

@@ -37,7 +37,8 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
     imported = import_file(path, overrides)
     problems += [*imported.refusals(), *imported.problems]
     problems += [
-        Problem(override.path, "is no key of RLinf's", "set it in the native file") for override in imported.rest
+        Problem(override.path, "is no key of RLinf's", "set it in the native file")
+        for override in imported.other_overrides
     ]
     if len(problems) > len(imported.refusals()):
         raise ConfigError(problems)
@@ -50,6 +51,10 @@ def _obstacles(imported: Imported, arguments: Sequence[str]) -> str:
         load_config(Path(arguments[0]), arguments[1:])
     except ConfigError as error:
         listed = {problem.path for problem in imported.refusals()}
-        rest = [str(problem) for problem in error.problems if problem.path not in listed]
-        return "\n".join(["\nstill to be set before it runs", *(f"  {text}" for text in rest), ""]) if rest else ""
+        obstacles = [str(problem) for problem in error.problems if problem.path not in listed]
+        return (
+            "\n".join(["\nstill to be set before it runs", *(f"  {text}" for text in obstacles), ""])
+            if obstacles
+            else ""
+        )
     return ""

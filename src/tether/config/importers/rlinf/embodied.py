@@ -15,7 +15,7 @@ from tether.config.importers.rlinf.rows import (
     Convert,
     Mapped,
     NoEffect,
-    Refuses,
+    Refused,
     Table,
     Unsupported,
     Values,
@@ -24,8 +24,8 @@ from tether.config.importers.rlinf.rows import (
     choice,
     only,
     path,
+    positive_int,
     to,
-    whole,
 )
 from tether.config.importers.rlinf.sampling import OLDER, TODAY, sampling
 from tether.config.importers.rlinf.schedule import fsdp_schedule
@@ -41,7 +41,7 @@ OLDER_ESTIMATORS = {"embodied_gae": "gae", "embodied_grpo": "grpo", "ppo": "gae"
 """An estimator by its name in older files -> its name of today."""
 OLDER_LOSSES = {"embodied_ppo": "actor_critic", "ppo": "actor_critic", "embodied_grpo": "actor", "grpo": "actor"}
 """A loss by its name in older files -> its name of today."""
-ITS_OWN = NoEffect("the environment's spaces say so")
+FROM_SPACES = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
 SPEED = NoEffect("changes speed, and no result")
@@ -75,8 +75,8 @@ def env_id(role: str) -> Convert:
     """The task: under its own name, as the simulator's `gym_id`, or among the constructor's arguments."""
 
     def convert(value: object, values: Values) -> object:
-        own = values.get(f"env.{role}.init_params")
-        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), _arguments(own).get("id"))
+        init_params = values.get(f"env.{role}.init_params")
+        named = (values.get(f"env.{role}.id"), values.get(f"env.{role}.gym_id"), _arguments(init_params).get("id"))
         return next((name for name in named if name is not None), UNSET)
 
     return convert
@@ -91,9 +91,9 @@ def env_arguments(role: str) -> Convert:
     """The constructor's arguments without the task, which is not one of them, and without what tether gives itself."""
 
     def convert(value: object, values: Values) -> object:
-        own = values.get(f"env.{role}.init_params")
-        arguments = _arguments(values.get("env.train.init_params") if own is None else own)
-        if own is not None and not isinstance(own, dict):
+        init_params = values.get(f"env.{role}.init_params")
+        arguments = _arguments(values.get("env.train.init_params") if init_params is None else init_params)
+        if init_params is not None and not isinstance(init_params, dict):
             why = "arguments of an environment are a section, as {id: Pendulum-v1}"
             raise Unsupported(why, f"env.{role}.init_params")
         arguments.pop("id", None)
@@ -142,12 +142,12 @@ def env_type(role: str) -> Convert:
 
 def episodes(value: object, values: Values) -> object:
     """Episodes a test: those that fit into the steps that RLinf gives each environment, at least one."""
-    envs = whole(values, "env.eval.total_num_envs", None)
+    envs = positive_int(values, "env.eval.total_num_envs", None)
     if envs is None:
         return UNSET
-    rounds = whole(values, "env.eval.rollout_epoch", whole(values, "algorithm.eval_rollout_epoch", 1))
-    steps = whole(values, "env.eval.max_steps_per_rollout_epoch", None)
-    length = whole(values, "env.eval.max_episode_steps", None)
+    rounds = positive_int(values, "env.eval.rollout_epoch", positive_int(values, "algorithm.eval_rollout_epoch", 1))
+    steps = positive_int(values, "env.eval.max_steps_per_rollout_epoch", None)
+    length = positive_int(values, "env.eval.max_episode_steps", None)
     return envs * rounds * max(1, (steps // length) if steps and length else 1)
 
 
@@ -255,13 +255,13 @@ def _env(role: str) -> Table:
         f"{section}.is_eval": NoEffect("the section says so"),
         f"{section}.enable_offload": MEMORY,
         f"{section}.enable_init_offload": MEMORY,
-        f"{section}.reward_mode": Refuses(
+        f"{section}.reward_mode": Refused(
             "rewards are taken as the simulator gives them", fine=("raw", "default", None)
         ),
         f"{section}.reward_render_mode": SIMULATOR,
         f"{section}.use_ordered_reset_state_ids": NoEffect("start states follow from the seed of the section"),
         **_VIDEOS[role],
-        f"{section}.data_collection.enabled": Refuses("episodes are not written to files yet", fine=(False, None)),
+        f"{section}.data_collection.enabled": Refused("episodes are not written to files yet", fine=(False, None)),
         f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
         **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
     }
@@ -286,21 +286,21 @@ SIMULATOR_KEYS = (
 )  # fmt: skip
 
 _VLA: Table = {
-    "actor.model.implement_version": Refuses("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
+    "actor.model.implement_version": Refused("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
     "actor.model.unnorm_key": to("policy.unnorm_key", by=of_vla),
-    "actor.model.lora_path": Refuses("adapters are not loaded from elsewhere; merge them into the model"),
+    "actor.model.lora_path": Refused("adapters are not loaded from elsewhere; merge them into the model"),
     "actor.model.center_crop": to("policy.center_crop", by=of_vla),
-    "actor.model.num_images_in_input": ITS_OWN,
+    "actor.model.num_images_in_input": FROM_SPACES,
     "actor.model.use_proprio": to("policy.model_type", by=without_numbers),
-    "actor.model.use_wrist_image": ITS_OWN,
-    "actor.model.use_film": Refuses("text does not modulate the picture's features", fine=(False, None)),
+    "actor.model.use_wrist_image": FROM_SPACES,
+    "actor.model.use_film": Refused("text does not modulate the picture's features", fine=(False, None)),
     "actor.model.value_type": NoEffect("algorithm.reward_type says what has a value"),
     "actor.model.gradient_checkpointing": MEMORY,
     "actor.model.low_cpu_mem_usage": MEMORY,
     "actor.model.attn_implementation": to("policy.model_type", by=attention),
     "actor.model.force_musa_eager_sdpa": SPEED,
     "actor.model.trust_remote_code": NoEffect("the policy's classes are tether's"),
-    "actor.model.image_size": ITS_OWN,
+    "actor.model.image_size": FROM_SPACES,
     "actor.model.max_prompt_length": to("policy.max_prompt_length", by=of_vla),
     "actor.model.vocab_size": NoEffect("the policy's own tokens"),
     "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a published or trained one has its own"),
@@ -335,13 +335,13 @@ EMBODIED: Table = {
     "env.eval.max_steps_per_rollout_epoch": to("env.eval.num_episodes", by=episodes),
     "env.eval.rollout_epoch": to("env.eval.num_episodes", by=episodes),
     "env.eval.auto_reset": NoEffect("a test counts whole episodes"),
-    "env.eval.group_size": Refuses("a test begins each episode in a state of its own", fine=(1, None)),
+    "env.eval.group_size": Refused("a test begins each episode in a state of its own", fine=(1, None)),
     "env.eval.use_fixed_reset_state_ids": NoEffect("every test begins in the same states, those of env.eval.seed"),
     "env.eval.use_rel_reward": UNSHAPED,
     "env.eval.reward_coef": UNSHAPED,
     "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
     "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
-    "runner.only_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "runner.only_eval": Refused("a checkpoint is tested with `tether eval`", fine=(False, None)),
     "runner.seq_length": TEXT_ONLY,
     "runner.max_prompt_length": TEXT_ONLY,
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
@@ -366,27 +366,27 @@ EMBODIED: Table = {
     "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=older_name("env.train.rollout_epoch")),
     "algorithm.eval_rollout_epoch": to("env.eval.num_episodes", by=episodes),
     "algorithm.reward_coef": NoEffect("environments read their own, env.train.reward_coef"),
-    "algorithm.kl_beta": Refuses("embodied runs have no reference policy", fine=(0, None)),
+    "algorithm.kl_beta": Refused("embodied runs have no reference policy", fine=(0, None)),
     "algorithm.kl_penalty": NoEffect("acts with kl_beta only"),
     "algorithm.sampling_params.*": TEXT_ONLY,
     "algorithm.length_params.*": TEXT_ONLY,
     "actor.training_backend": SHARDS,
     "actor.micro_batch_size": MEMORY,
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size"),
-    "actor.enable_sft_co_train": Refuses("mixing in supervised examples is not supported yet", fine=(False, None)),
+    "actor.enable_sft_co_train": Refused("mixing in supervised examples is not supported yet", fine=(False, None)),
     "actor.sft_loss_weight": NoEffect("acts with enable_sft_co_train only"),
     "actor.openpi_data.*": NoEffect("acts with enable_sft_co_train only"),
-    "actor.fsdp_config.mixed_precision.param_dtype": Refuses("control policies compute in fp32", fine=FP32),
+    "actor.fsdp_config.mixed_precision.param_dtype": Refused("control policies compute in fp32", fine=FP32),
     "actor.fsdp_config.*": SHARDS,
     "actor.model.model_type": to("policy.model_type", by=policy_type),
     "actor.model.model_path": to(START, by=start),
     "actor.checkpoint_load_path": to(START, by=older_start),
     "actor.model.hidden_dim": to("policy.hidden_dim"),
     "actor.model.num_action_chunks": to("policy.num_action_chunks"),
-    "actor.model.obs_dim": ITS_OWN,
-    "actor.model.action_dim": ITS_OWN,
+    "actor.model.obs_dim": FROM_SPACES,
+    "actor.model.action_dim": FROM_SPACES,
     ROBOT: Mapped({f"env.{role}.init_params": robot_arguments(role) for role in ("train", "eval")}),
-    "actor.model.precision": Refuses("control policies compute in fp32", fine=FP32),
+    "actor.model.precision": Refused("control policies compute in fp32", fine=FP32),
     "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
@@ -411,17 +411,17 @@ EMBODIED: Table = {
     "rollout.enable_torch_compile": SPEED,
     "rollout.torch_compile_mode": SPEED,
     "rollout.enable_cuda_graph": SPEED,
-    "rollout.collect_prev_infos": Refuses("log-probs and values are always kept", fine=(True,)),
-    "rollout.collect_final_values": Refuses("the unfinished tail of a rollout is always bootstrapped", fine=(True,)),
-    "rollout.collect_transitions": Refuses("embodied runs learn from whole rollouts", fine=(False, None)),
-    "rollout.recompute_logprobs": Refuses("the policy's log-probs are kept while it acts", fine=(False, None)),
+    "rollout.collect_prev_infos": Refused("log-probs and values are always kept", fine=(True,)),
+    "rollout.collect_final_values": Refused("the unfinished tail of a rollout is always bootstrapped", fine=(True,)),
+    "rollout.collect_transitions": Refused("embodied runs learn from whole rollouts", fine=(False, None)),
+    "rollout.recompute_logprobs": Refused("the policy's log-probs are kept while it acts", fine=(False, None)),
     "rollout.model.model_path": to(START, by=start),
-    "rollout.model.precision": Refuses("control policies compute in fp32", fine=FP32),
+    "rollout.model.precision": Refused("control policies compute in fp32", fine=FP32),
     **sampling(TODAY),
     **sampling(OLDER),
     "rollout.sampling_params.*": TEXT_ONLY,
     "data.*": NoEffect("embodied runs have no prompts"),
-    "reward.use_reward_model": Refuses("learned rewards of images are not supported yet", fine=(False,)),
+    "reward.use_reward_model": Refused("learned rewards of images are not supported yet", fine=(False,)),
     "reward.*": NoEffect("acts with reward.use_reward_model only, which is not supported yet"),
 }  # fmt: skip
 """Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""

@@ -1,4 +1,4 @@
-"""From an RLinf file to native keys: the tables applied, and a line for every key on what became of it."""
+"""Translation of an RLinf file to native keys by tables, with a line about the outcome for every key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tether.config.importers.rlinf.embodied import EMBODIED, START, fixed
 from tether.config.importers.rlinf.marks import ENV_KEY, MARKS, POLICY_KEY
-from tether.config.importers.rlinf.older_names import with_todays_names
+from tether.config.importers.rlinf.older_names import with_current_names
 from tether.config.importers.rlinf.other_simulator import (
     names_own_simulator,
     names_task,
@@ -25,7 +25,7 @@ from tether.config.importers.rlinf.rows import (
     Mapped,
     NoEffect,
     NotRead,
-    Refuses,
+    Refused,
     Table,
     Unsupported,
     Values,
@@ -48,7 +48,7 @@ Status = Literal["mapped", "defaulted", "no effect", "not supported"]
 TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
 TASK_KEY = "runner.task_type"
 OLDER_TASK = "math"
-"""Older name of reasoning. Files of that time have older names of losses, too, and their actor scores responses."""
+"""Older name of reasoning, in files that also have older names of losses and whose actor scores responses."""
 OWNERS = {
     "env.train": "env.train.env_type",
     "env.eval": "env.eval.env_type",
@@ -57,26 +57,26 @@ OWNERS = {
     "data": "data.type",
     "reward": "reward.reward_type",
 }
-"""Section -> the key that says which simulator, policy, kind of rows or rule its other keys belong to."""
+"""Section -> the key that selects the simulator, policy, kind of rows or rule to which its other keys belong."""
 REMARKS = {
     ("algorithm.loss_type", "decoupled_actor_critic"): (
         "RLinf samples for it while the policy learns; here sampling and learning take turns in embodied runs"
     ),
 }
 """Key and value that are accepted -> what differs from RLinf."""
-HARMLESS = ("hybrid_engines", "training_backend", "weight_syncer")
-"""Groups whose presets set up sharding and weight transfer, which one process does without: they may be missing."""
+IRRELEVANT_GROUPS = ("hybrid_engines", "training_backend", "weight_syncer")
+"""Groups whose presets may be missing: they set up sharding and weight transfer, which one process does not need."""
 
 
 @dataclass(frozen=True)
-class Line:
+class Outcome:
     """The outcome for one key."""
 
     key: str
     value: object
     status: Status
     native: Mapping[str, object] = field(default_factory=dict)
-    """The native keys that it sets."""
+    """Native keys that it sets."""
     why: str = ""
     fix: str = "leave it out"
     """The fix where the value is not supported."""
@@ -90,16 +90,16 @@ class Imported:
     """Native key -> value."""
     origins: Mapping[str, str]
     """Native key -> the key of RLinf that it follows from."""
-    lines: tuple[Line, ...]
-    """One for each key of the file, then one for each that RLinf has a default for."""
+    lines: tuple[Outcome, ...]
+    """A line for each key of the file, then one for each key with a default of RLinf."""
     problems: tuple[Problem, ...]
-    """Problems of the file: unknown keys, contradictions, what cannot be read."""
-    rest: tuple[Override, ...] = ()
+    """Problems of the file: unknown keys, contradictions, unreadable values."""
+    other_overrides: tuple[Override, ...] = ()
     """Overrides that are not in RLinf's keys."""
     left_open: Mapping[str, str] = field(default_factory=dict)
-    """Native key that only a value which is not supported would set -> the key of RLinf that has this value."""
+    """Native key that is unset because a value is not supported -> the key of RLinf with that value."""
     left_out: tuple[str, ...] = ()
-    """Keys of the file that belong to another simulator, task or policy than the one that the overrides name."""
+    """Keys of the file for another simulator, task or policy than that of the overrides."""
 
     def remarks(self) -> list[str]:
         """Return a note on each accepted value that RLinf treats differently."""
@@ -113,18 +113,18 @@ class Imported:
 
 
 def _without_effect(preset: str) -> dict[object, object] | None:
-    return {} if preset.split("/")[0] in HARMLESS else None
+    return {} if preset.split("/")[0] in IRRELEVANT_GROUPS else None
 
 
 def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     """Import a file.
 
     Args:
-        path: the file; its presets are looked up from there.
-        overrides: those in RLinf's keys go over the file before interpolations are resolved, the others are left over.
+        path: the file, whose folder has its presets.
+        overrides: overrides in RLinf's keys apply to the file before interpolations are resolved; others are returned.
 
     Raises:
-        ConfigError: the file or a preset of it cannot be read at all, or an override cannot be put over it.
+        ConfigError: the file or one of its presets cannot be read, or an override cannot be applied.
     """
     tree, problems = compose(path, read_yaml(path), _without_effect)
     tree.pop("hydra", None)  # Hydra's own folders and logging
@@ -133,35 +133,35 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     if isinstance(task, Problem):
         return Imported({}, {}, (), (*problems, task))
     shared = [override for override in overrides if _section(override) not in MARKS]
-    own = [override for override in shared if _is_of(tree, override, TABLES[task])]
+    file_overrides = [override for override in shared if _is_of(tree, override, TABLES[task])]
     left_out: list[str] = []
     if task == "embodied":
-        left_out += without_old_simulator(tree, own, _means_something)
-        left_out += without_old_policy(tree, written, _means_something)
-        own = [override for override in own if not names_own_simulator(override)]
-    values, unresolved = values_of(_override(tree, own), TABLES[task])
-    values, older = with_todays_names(values)
-    imported = _by_their_names(
+        left_out += without_old_simulator(tree, file_overrides, _is_known)
+        left_out += without_old_policy(tree, written, _is_known)
+        file_overrides = [override for override in file_overrides if not names_own_simulator(override)]
+    values, unresolved = values_of(_override(tree, file_overrides), TABLES[task])
+    values, older = with_current_names(values)
+    imported = _with_original_names(
         apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, _other(task)), older
     )
-    found = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
-    rest = tuple(override for override in shared if override not in own)
-    imported = replace(imported, problems=found, rest=rest, left_out=tuple(left_out))
-    return imported if task == "reasoning" else _asking(imported)
+    all_problems = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
+    other_overrides = tuple(override for override in shared if override not in file_overrides)
+    imported = replace(imported, problems=all_problems, other_overrides=other_overrides, left_out=tuple(left_out))
+    return imported if task == "reasoning" else _with_missing_keys(imported)
 
 
 def apply(table: Table, values: Values, implied: Mapping[str, object], other: Table) -> Imported:
     """Translate values by a table.
 
     Args:
-        table: of the kind of run.
-        values: RLinf's keys.
-        implied: native key -> what RLinf does without a key for it.
-        other: the table of the other kind of run, to tell its keys from unknown ones.
+        table: the table of the kind of run.
+        values: values by RLinf's keys.
+        implied: native key -> value that RLinf uses without having a key for it.
+        other: the table of the other kind of run, to distinguish its keys from unknown ones.
     """
     native: dict[str, object] = {}
     origins: dict[str, str] = {}
-    lines: list[Line] = []
+    lines: list[Outcome] = []
     problems: list[Problem] = []
     unknown: list[str] = []
     for key, value in values.items():
@@ -182,7 +182,7 @@ def apply(table: Table, values: Values, implied: Mapping[str, object], other: Ta
         owner = next((owner for section, owner in OWNERS.items() if key.startswith(f"{section}.")), None)
         if owner in refused:
             why = f"belongs to {owner}={show(values[owner])}, which is not supported"
-            lines.append(Line(key, values[key], "no effect", why=why))
+            lines.append(Outcome(key, values[key], "no effect", why=why))
         else:
             problems.append(_unknown(key, table, other))
     for line in (*_defaults(table, values), *_implied(implied)):
@@ -190,14 +190,14 @@ def apply(table: Table, values: Values, implied: Mapping[str, object], other: Ta
             lines.append(line)
         added = {name: value for name, value in line.native.items() if name not in native and name not in left_open}
         if added:
-            lines.append(Line(line.key, line.value, "defaulted", added, line.why))
+            lines.append(Outcome(line.key, line.value, "defaulted", added, line.why))
             native |= added
             origins |= dict.fromkeys(added, line.key)
     return Imported(native, origins, tuple(lines), tuple(problems), left_open=left_open)
 
 
-def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
-    """Call each key by its name in the file."""
+def _with_original_names(imported: Imported, older: Mapping[str, str]) -> Imported:
+    """Replace renamed keys by their names in the file."""
     return replace(
         imported,
         origins={native: older.get(key, key) for native, key in imported.origins.items()},
@@ -208,34 +208,34 @@ def _by_their_names(imported: Imported, older: Mapping[str, str]) -> Imported:
 
 
 def _counterparts(table: Table, key: str) -> Collection[str]:
-    """The native keys that a key of RLinf sets."""
+    """Return the native keys that a key of RLinf sets."""
     row = look_up(table, key)
     return row.to if isinstance(row, Mapped) else ()
 
 
-def _line(key: str, value: object, table: Table, values: Values) -> Line | None:
-    """The row of a given key; None: there is no such key."""
+def _line(key: str, value: object, table: Table, values: Values) -> Outcome | None:
+    """Return the outcome for a key; None for an unknown key."""
     row = look_up(table, key)
     if row is None:
         return None
     if isinstance(row, NoEffect):
-        return Line(key, value, "no effect", why=row.why)
+        return Outcome(key, value, "no effect", why=row.why)
     if isinstance(row, Checked):
-        return Line(key, value, "mapped", why=row.why)
-    if isinstance(row, Refuses):
+        return Outcome(key, value, "mapped", why=row.why)
+    if isinstance(row, Refused):
         fine = " or ".join(dict.fromkeys(show(other) for other in row.fine if other not in (None, "")))
         fix = f"leave it out, or set {fine}" if fine else "leave it out"
-        return Line(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
+        return Outcome(key, value, "mapped" if value in row.fine else "not supported", why=row.why, fix=fix)
     try:
-        return Line(key, value, "mapped", _converted(row, value, values), REMARKS.get((key, str(value)), ""))
+        return Outcome(key, value, "mapped", _converted(row, value, values), REMARKS.get((key, str(value)), ""))
     except NotRead as error:
-        return Line(key, value, "no effect", why=str(error))
+        return Outcome(key, value, "no effect", why=str(error))
     except Unsupported as error:
-        if error.key not in (None, key):  # which has a row, and so a refusal, of its own
-            return Line(key, value, "mapped")
-        return Line(key, value, "not supported", why=str(error), fix=error.fix)
-    except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that no conversion is for
-        return Line(key, value, "not supported", why=f"{show(value)} is of the wrong type")
+        if error.key not in (None, key):  # the other key has a row with a refusal of its own
+            return Outcome(key, value, "mapped")
+        return Outcome(key, value, "not supported", why=str(error), fix=error.fix)
+    except (TypeError, ValueError, AttributeError, ArithmeticError):  # a value that the conversion cannot handle
+        return Outcome(key, value, "not supported", why=f"{show(value)} is of the wrong type")
 
 
 def _converted(row: Mapped, value: object, values: Values) -> dict[str, object]:
@@ -248,19 +248,19 @@ def _for_null(name: str) -> object:
     return False if name in keys() and keys()[name].type_text == "true or false" else None
 
 
-def _defaults(table: Table, values: Values) -> Iterator[Line]:
+def _defaults(table: Table, values: Values) -> Iterator[Outcome]:
     for key, row in table.items():
         if isinstance(row, Mapped) and row.default is not UNSET and key not in values:
             try:
-                yield Line(key, row.default, "defaulted", _converted(row, row.default, values))
+                yield Outcome(key, row.default, "defaulted", _converted(row, row.default, values))
             except Unsupported as error:  # a key that the file has is to blame; without a name it says so itself
                 if error.key is not None:
-                    yield Line(error.key, values[error.key], "not supported", why=str(error))
+                    yield Outcome(error.key, values[error.key], "not supported", why=str(error))
 
 
-def _implied(implied: Mapping[str, object]) -> Iterator[Line]:
+def _implied(implied: Mapping[str, object]) -> Iterator[Outcome]:
     for name, value in implied.items():
-        yield Line(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
+        yield Outcome(name, value, "defaulted", {name: value}, "what RLinf does without a key for it")
 
 
 def _section(override: Override) -> str:
@@ -268,7 +268,7 @@ def _section(override: Override) -> str:
 
 
 def _is_of(tree: JsonObject, override: Override, table: Table) -> bool:
-    """Whether an override of a section that native files have, too, is one of a file's own keys."""
+    """Whether an override of a section that native files also have is in RLinf's keys."""
     section, _, name = override.path.rpartition(".")
     takes_out = override.delete and name in section_at(tree, section)
     return takes_out or look_up(table, override.path) is not None or names_task(override)
@@ -294,7 +294,7 @@ def _override(tree: JsonObject, overrides: Sequence[Override]) -> JsonObject:
     return {str(name): value for name, value in plain.items()}
 
 
-def _means_something(key: str) -> bool:
+def _is_known(key: str) -> bool:
     """Whether a key of an embodied run, or of a section of one, has a row."""
     return look_up(EMBODIED, key) is not None or any(row.startswith(f"{key}.") for row in EMBODIED)
 
@@ -315,7 +315,7 @@ def _other(task: Task) -> Table:
 
 
 def _unknown(key: str, table: Table, other: Table) -> Problem:
-    if _speaks_of(other, key, table):
+    if _covers(other, key, table):
         what = "is a key of text runs only" if table is EMBODIED else "is a key of embodied runs only"
         return Problem(key, what, f"take it out (~{key}), or set {TASK_KEY}")
     meant = nearest(key, [name for name in table if "*" not in name])
@@ -323,7 +323,7 @@ def _unknown(key: str, table: Table, other: Table) -> Problem:
     return Problem(key, "unknown key of RLinf", fix)
 
 
-def _speaks_of(other: Table, key: str, table: Table) -> bool:
+def _covers(other: Table, key: str, table: Table) -> bool:
     """Whether a key belongs to the other kind of run; not if both have keys in the section of which `other` speaks."""
     name = key if key in other else next((row for row in other if look_up({row: other[row]}, key)), None)
     if name is None or not name.endswith(".*"):
@@ -347,13 +347,13 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     return check_reasoning(placements, critic, reward=not older)
 
 
-def _asking(imported: Imported) -> Imported:
+def _with_missing_keys(imported: Imported) -> Imported:
     """An embodied run that names no task or no policy, or a published policy and no checkpoint: they are to be given.
 
     Without one tether would begin with a new, untrained policy of that kind.
     """
     published = imported.native.get(POLICY_KEY) in (*VLA_TYPES, *FLOW_TYPES)
     needed = (ENV_KEY, POLICY_KEY, START) if published else (ENV_KEY, POLICY_KEY)
-    asked = [key for key in needed if key not in imported.native and key not in imported.left_open]
-    native = {**imported.native, **dict.fromkeys(asked, MISSING)}
-    return replace(imported, native=native, origins={**imported.origins, **{key: key for key in asked}})
+    missing = [key for key in needed if key not in imported.native and key not in imported.left_open]
+    native = {**imported.native, **dict.fromkeys(missing, MISSING)}
+    return replace(imported, native=native, origins={**imported.origins, **{key: key for key in missing}})

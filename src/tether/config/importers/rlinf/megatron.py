@@ -7,7 +7,7 @@ from tether.config.importers.rlinf.rows import (
     Convert,
     NoEffect,
     NotRead,
-    Refuses,
+    Refused,
     Table,
     Unsupported,
     Values,
@@ -78,11 +78,11 @@ def megatron_model(section: str, native: str) -> Table:
         section: of RLinf's file, `actor.model` or `critic.model`.
         native: the role's own section.
     """
-    frozen = Refuses("all weights are trained", fine=OFF)
+    frozen = Refused("all weights are trained", fine=OFF)
     return {
         **{f"{section}.{name}": ITS_OWN for name in SHAPE},
         **{f"{section}.{name}": MEGATRON for name in LAYERS},
-        f"{section}.*_dropout": Refuses("nothing is dropped in training", fine=ZERO),
+        f"{section}.*_dropout": Refused("nothing is dropped in training", fine=ZERO),
         f"{section}.seq_length": LENGTHS,
         f"{section}.encoder_seq_length": LENGTHS,
         f"{section}.init_method_std": WEIGHTS,
@@ -90,16 +90,16 @@ def megatron_model(section: str, native: str) -> Table:
         f"{section}.freeze_language_model": frozen,
         f"{section}.freeze_vision_model": frozen,
         f"{section}.freeze_vision_projection": frozen,
-        f"{section}.fp8": Refuses("number formats are bf16 and fp32", fine=OFF),
+        f"{section}.fp8": Refused("number formats are bf16 and fp32", fine=OFF),
         f"{section}.fp8_*": NoEffect("acts with fp8 only"),
-        f"{section}.gptq_model": Refuses("quantised models are not trained", fine=OFF),
-        f"{section}.load_in_8bit": Refuses("quantised models are not trained", fine=OFF),
-        f"{section}.mcore_customization_config.*": Refuses("tether sets up Megatron by itself", fine=({},)),
+        f"{section}.gptq_model": Refused("quantised models are not trained", fine=OFF),
+        f"{section}.load_in_8bit": Refused("quantised models are not trained", fine=OFF),
+        f"{section}.mcore_customization_config.*": Refused("tether sets up Megatron by itself", fine=({},)),
         **dict.fromkeys(
             (f"{section}.{name}" for name in (BALANCE, OF_LOGITS, KIND)),
             to(f"{native}.megatron.override_transformer_config", by=losses_of_routers(section)),
         ),
-        f"{section}.moe_input_jitter_eps": Refuses("what experts read is not changed at random", fine=ZERO),
-        f"{section}.moe_token_dropping": Refuses("experts leave no token out", fine=OFF),
-        f"{section}.moe_*": Refuses("experts are chosen as the model's config.json says", fine=(*OFF, *ZERO)),
+        f"{section}.moe_input_jitter_eps": Refused("what experts read is not changed at random", fine=ZERO),
+        f"{section}.moe_token_dropping": Refused("experts leave no token out", fine=OFF),
+        f"{section}.moe_*": Refused("experts are chosen as the model's config.json says", fine=(*OFF, *ZERO)),
     }

@@ -1,4 +1,4 @@
-"""Names that keys had in RLinf's older files: each is read as the key that took its place."""
+"""Older names of keys in RLinf's files, which are read as the keys that replaced them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tether.config.importers.rlinf.rows import (
     Checked,
     Convert,
     NoEffect,
-    Refuses,
+    Refused,
     Table,
     Unsupported,
     Values,
+    positive_int,
     to,
-    whole,
 )
 
 RENAMED: Mapping[str, str] = {
@@ -30,7 +30,7 @@ RENAMED: Mapping[str, str] = {
     "env.train.simulator_type": "env.train.env_type",
     "env.eval.simulator_type": "env.eval.env_type",
 }
-"""Older name -> the key of today, which wins where a file has both."""
+"""Older name -> current key, which takes precedence if a file has both."""
 NETWORKS_OWN = NoEffect("the network's own configuration says so")
 UNREAD = NoEffect("read by nothing in RLinf")
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
@@ -39,12 +39,12 @@ UNSHARDED = NoEffect("on one device there are no shards to place")
 STEPS = "env.train.max_steps_per_rollout_epoch"
 
 
-def with_todays_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
-    """Give older keys their names of today.
+def with_current_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
+    """Rename older keys to their current names.
 
     Returns:
-        The values, and of each key that was renamed its name of today -> its name in the file. An older key whose
-        successor the file has, too, keeps its name.
+        The values, and current name -> name in the file for each renamed key. An older key is not renamed if the file
+        also has its successor.
     """
     renamed = {old: new for old, new in RENAMED.items() if old in values and new not in values}
     return {renamed.get(key, key): value for key, value in values.items()}, {new: old for old, new in renamed.items()}
@@ -52,7 +52,9 @@ def with_todays_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
 
 def rollout_steps(value: object, values: Values) -> object:
     """Steps of a rollout, which older files count in chunks of actions."""
-    chunks = whole(values, "algorithm.n_chunk_steps", 1) * whole(values, "actor.model.num_action_chunks", 1)
+    chunks = positive_int(values, "algorithm.n_chunk_steps", 1) * positive_int(
+        values, "actor.model.num_action_chunks", 1
+    )
     return values.get(STEPS, chunks)
 
 
@@ -90,13 +92,13 @@ OLDER_EMBODIED: Table = {
     "algorithm.obs_mode": NoEffect("acts through the presets that name it, as env.train.init_params.obs_mode"),
     "algorithm.num_group_envs": NoEffect("acts through the presets that name it, as env.train.num_envs"),
     "algorithm.use_ordered_reset_state_ids": NoEffect("acts through the presets that name it"),
-    "algorithm.specific_reset_id": Refuses("episodes begin in states that the seed draws"),
+    "algorithm.specific_reset_id": Refused("episodes begin in states that the seed draws"),
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run, which runner.logger names"),
     "actor.model.sharding_strategy": UNSHARDED,
-    "actor.model.ckpt_path": Refuses(
+    "actor.model.ckpt_path": Refused(
         "weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"
     ),
-    "actor.model.vh_mode": Refuses("values are read before the first token of an action", fine=("a0", None)),
+    "actor.model.vh_mode": Refused("values are read before the first token of an action", fine=("a0", None)),
     "actor.model.add_bias_linear": NETWORKS_OWN,
     "actor.model.add_qkv_bias": NETWORKS_OWN,
     "algorithm.require_values": NoEffect("algorithm.adv_type decides whether there is a critic"),
@@ -115,13 +117,13 @@ OLDER_EMBODIED: Table = {
         UNREAD,
     ),
     "actor.fsdp.*": UNSHARDED,
-    "actor.optim.warmup_style": Refuses("RLinf reads actor.optim.lr_scheduler in its place", fine=("constant", None)),
+    "actor.optim.warmup_style": Refused("RLinf reads actor.optim.lr_scheduler in its place", fine=("constant", None)),
 }
 OLDER_TEXT: Table = {
     **{old: row for old, row in SUPERSEDED.items() if old.startswith("rollout.")},
-    "actor.checkpoint_load_path": Refuses("weights out of Megatron's files are not read; name the model's directory"),
+    "actor.checkpoint_load_path": Refused("weights out of Megatron's files are not read; name the model's directory"),
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run"),
-    "algorithm.sampling_params.use_greedy": Refuses("training needs samples, not greedy answers", fine=(False, None)),
+    "algorithm.sampling_params.use_greedy": Refused("training needs samples, not greedy answers", fine=(False, None)),
     "algorithm.use_critic": Checked("older name of critic.use_critic_model, which is read"),
     "rollout.attention_backend": SERVER,
     "rollout.sglang_decode_log_interval": SERVER,
@@ -129,7 +131,7 @@ OLDER_TEXT: Table = {
     "rollout.use_torch_compile": SERVER,
     "cluster.num_gpus_per_node": DEVICES,
     "actor.model.sharding_strategy": UNSHARDED,
-    "reward.len_reward_penalty": Refuses("responses are not scored by their length"),
+    "reward.len_reward_penalty": Refused("responses are not scored by their length"),
     "reward.safe_length": NoEffect("acts with len_reward_penalty only"),
     "reward.max_length": NoEffect("acts with len_reward_penalty only"),
     "algorithm.use_value_loss": Checked("critic.use_critic_model says whether there is a critic"),

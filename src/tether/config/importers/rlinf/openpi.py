@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tether.config.importers.rlinf.rows import UNSET, Convert, Mapped, NoEffect, Refuses, Table, Unsupported, Values, to
+from tether.config.importers.rlinf.rows import UNSET, Convert, Mapped, NoEffect, Refused, Table, Unsupported, Values, to
 
 MODEL = "actor.model.model_type"
 SECTION = "actor.model.openpi"
@@ -78,15 +78,15 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.train_expert_only": _flow("train_expert_only"),
     f"{SECTION}.action_chunk": _flow("num_action_chunks"),
     f"{SECTION}.value_after_vlm": to("policy.model_type", by=where_values_are_read),
-    f"{SECTION}.value_vlm_mode": Refuses("critics read the mean of all tokens", fine=("mean_token", None)),
-    f"{SECTION}.chunk_critic_input": Refuses("the critic reads no actions, which are noise", fine=OFF),
-    f"{SECTION}.noise_anneal": Refuses("the level of noise stays as it is", fine=OFF),
+    f"{SECTION}.value_vlm_mode": Refused("critics read the mean of all tokens", fine=("mean_token", None)),
+    f"{SECTION}.chunk_critic_input": Refused("the critic reads no actions, which are noise", fine=OFF),
+    f"{SECTION}.noise_anneal": Refused("the level of noise stays as it is", fine=OFF),
     f"{SECTION}.noise_params": NoEffect("acts with noise_anneal only"),
-    f"{SECTION}.safe_get_logprob": Refuses("log-probabilities are those of the Gaussian", fine=OFF),
-    f"{SECTION}.double_layer": Refuses("a decision has one random step, or all are", fine=OFF),
-    f"{SECTION}.ignore_last": Refuses("each step may be the random one", fine=OFF),
-    f"{SECTION}.use_dsrl": Refuses("DSRL is not supported", fine=OFF),
-    f"{SECTION}.is_nft": Refuses("NFT is not supported", fine=OFF),
+    f"{SECTION}.safe_get_logprob": Refused("log-probabilities are those of the Gaussian", fine=OFF),
+    f"{SECTION}.double_layer": Refused("a decision has one random step, or all are", fine=OFF),
+    f"{SECTION}.ignore_last": Refused("each step may be the random one", fine=OFF),
+    f"{SECTION}.use_dsrl": Refused("DSRL is not supported", fine=OFF),
+    f"{SECTION}.is_nft": Refused("NFT is not supported", fine=OFF),
     f"{SECTION}.dsrl_*": NoEffect("acts with use_dsrl only"),
     f"{SECTION}.pytorch_compile_mode": NoEffect("changes speed, and no result"),
     f"{SECTION}.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
@@ -94,7 +94,7 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.action_env_dim": NoEffect("the environment's spaces say so"),
     f"{SECTION}.pi05": to("policy.model_type", by=older_type),
     **{f"{SECTION}.{name}": FOLDERS for name in SIZES},
-    "actor.model.openpi_data.*": Refuses(
+    "actor.model.openpi_data.*": Refused(
         "rows are not changed as openpi changes them: the environment's spaces and the folder's "
         "policy_preprocessor.json say what the policy reads"
     ),

@@ -6,13 +6,13 @@ refused by its own row; without it RLinf does not read these either.
 
 from __future__ import annotations
 
-from tether.config.importers.rlinf.rows import Checked, NoEffect, Refuses, Table
+from tether.config.importers.rlinf.rows import Checked, NoEffect, Refused, Table
 
 LOSSES = NoEffect("read with a loss that algorithm.loss_type names (SAC, IQL, NFT, DAgger), and with no other")
 KINDS = NoEffect("read by other kinds of run (supervised, offline, agents), which runner.task_type names")
 WORKERS = NoEffect("between workers, which have nothing to send here")
 MEMORY = NoEffect("changes memory and speed, and no result")
-AGENTS = Refuses("runs of agents with tools are not read; a native configuration has tools of its own")
+AGENTS = Refused("runs of agents with tools are not read; a native configuration has tools of its own")
 ACTOR_COMPUTES = NoEffect("the actor computes the log-probs that other workers compute there")
 
 OTHER_LOSSES: Table = dict.fromkeys(
@@ -56,12 +56,12 @@ OTHERS: Table = {
     "inference.*": ACTOR_COMPUTES,
     "router_server_args.*": NoEffect("serves the reward model of reward.use_reward_model, which is not supported yet"),
     "actor.debug_nan_checks": NoEffect("gradients that are not finite are always noticed"),
-    "actor.pretrained_checkpoint": Refuses("weights of Megatron's are named by actor.model.megatron_checkpoint"),
+    "actor.pretrained_checkpoint": Refused("weights of Megatron's are named by actor.model.megatron_checkpoint"),
     "actor.use_torch_fsdp2": MEMORY,
     "actor.use_triton": MEMORY,
     "actor.model.load_to_device": MEMORY,
 }
-"""Of both kinds of run that tether has."""
+"""Rows of both kinds of run that tether has."""
 
 ONLY_TEXT: Table = {
     "agentloop.*": AGENTS,
@@ -74,10 +74,10 @@ ONLY_TEXT: Table = {
     "actor.inference_split": MEMORY,
     "actor.lr_sched_sync_with_optim": Checked("steps of actor.optim's schedule are counted by it"),
     "algorithm.entropy_op_type": MEMORY,
-    "algorithm.down_sampling.do_down_sampling": Refuses("responses are not left out by a rule", fine=(False, None)),
+    "algorithm.down_sampling.do_down_sampling": Refused("responses are not left out by a rule", fine=(False, None)),
     "algorithm.down_sampling.*": NoEffect("acts with do_down_sampling only"),
-    "algorithm.sampling_params.stop": Refuses("responses end with the model's own tokens", fine=(None, [])),
-    "algorithm.sampling_params.stop_token_ids": Refuses("responses end with the model's own tokens", fine=(None, [])),
+    "algorithm.sampling_params.stop": Refused("responses end with the model's own tokens", fine=(None, [])),
+    "algorithm.sampling_params.stop_token_ids": Refused("responses end with the model's own tokens", fine=(None, [])),
     "critic.global_batch_size": NoEffect("follows from data.rollout_batch_size and algorithm.n_minibatches"),
 }
 ONLY_EMBODIED: Table = {
@@ -91,4 +91,4 @@ ONLY_EMBODIED: Table = {
     "actor.model.embodiment_tag*": NoEffect("read by other policies than tether's"),
     "actor.model.padded_vocab_size": NoEffect("the policy's own tokens"),
 }
-"""Rows that the other kind of run has otherwise, or does without."""
+"""Rows that differ from those of the other kind of run, or that it does not have."""

@@ -46,12 +46,12 @@ def without_old_simulator(
     Returns:
         The keys that were taken out.
     """
-    given = {override.path: override.value for override in overrides if not override.delete}
+    changes = {override.path: override.value for override in overrides if not override.delete}
     train = section_at(tree, "env.train")
     old_type, old_id = train.get("env_type"), _task(train)
-    new_type = given.get("env.train.env_type", old_type)
-    new_id = next((given[key] for key in _names_of("train") if key in given), old_id)
-    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in given
+    new_type = changes.get("env.train.env_type", old_type)
+    new_id = next((changes[key] for key in _names_of("train") if key in changes), old_id)
+    replaces_file = new_type in NOT_TRANSLATED and "env.train.env_type" in changes
     is_new = new_type != old_type or replaces_file
     if is_new:
         dropped: tuple[str, ...] = (*OF_SIMULATOR, "env_type") if replaces_file else OF_SIMULATOR
@@ -59,7 +59,7 @@ def without_old_simulator(
         dropped = OF_ID if new_type not in SHARED_ARGUMENTS else ("id", "gym_id", "init_params.id")
     else:
         return []
-    own_tests = not is_new and any(key in given for key in _names_of("eval"))
+    own_tests = not is_new and any(key in changes for key in _names_of("eval"))
     left_out = []
     for role in ("train",) if own_tests else ("train", "eval"):
         its_own = [name for name in section_at(tree, f"env.{role}") if not is_known(f"env.{role}.{name}")]

@@ -6,7 +6,7 @@ from typing import get_args
 
 import yaml
 
-from tether.config.importers.rlinf.importer import Imported, Line, Status
+from tether.config.importers.rlinf.importer import Imported, Outcome, Status
 from tether.config.importers.rlinf.marks import NOT_SUPPORTED
 from tether.config.keys import keys, show
 from tether.config.loading.yaml_file import MISSING
@@ -42,14 +42,14 @@ def report(imported: Imported) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _text(line: Line) -> str:
+def _text(line: Outcome) -> str:
     native = ", ".join(f"{key}={show(value)}" for key, value in line.native.items())
     return "  " + "  ".join(
-        part for part in (f"{line.key}={_short(line.value)}", native and f"-> {native}", _why(line)) if part
+        column for column in (f"{line.key}={_short(line.value)}", native and f"-> {native}", _why(line)) if column
     )
 
 
-def _why(line: Line) -> str:
+def _why(line: Outcome) -> str:
     return f"({line.why})" if line.why else ""
 
 

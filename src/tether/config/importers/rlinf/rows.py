@@ -18,11 +18,11 @@ UNSET: Final[object] = object()
 
 
 class Unsupported(Exception):
-    """A value that tether has no counterpart for; its text says why.
+    """A value without a counterpart in tether; its message is the reason.
 
     Attributes:
-        key: the key to blame, where it is not the one that is being converted.
-        fix: what to do; by default to leave it out.
+        key: the key with the problem, if it is not the one that is being converted.
+        fix: the fix; by default to leave it out.
     """
 
     def __init__(self, why: str, key: str | None = None, fix: str = "leave it out") -> None:
@@ -32,7 +32,7 @@ class Unsupported(Exception):
 
 
 class NotRead(Exception):
-    """A key that RLinf itself does not read in such a file; its text says what it reads in its place."""
+    """A key that RLinf itself does not read in such a file; its message has the key that it reads instead."""
 
 
 def same(value: object, values: Values) -> object:
@@ -57,13 +57,13 @@ def to(*keys: str, by: Convert = same, default: object = UNSET) -> Mapped:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The key may have any value: what it changes does not exist here, or never changes what is learnt."""
+    """The key may have any value: it has no counterpart here, or never changes what is learnt."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Refuses:
+class Refused:
     """The key is not supported; values in `fine` ask for nothing."""
 
     why: str
@@ -77,16 +77,16 @@ class Checked:
     why: str
 
 
-Row: TypeAlias = Mapped | NoEffect | Refuses | Checked
+Row: TypeAlias = Mapped | NoEffect | Refused | Checked
 Table = Mapping[str, Row]
 """Key, or pattern of keys -> its row. A key's own row goes before patterns, and earlier patterns first.
 
-A row `a.b.*` whose table has no other row below `a.b` speaks of the whole section at once.
+A row `a.b.*` is for the complete section if the table has no other row below `a.b`.
 """
 
 
 def choice(names: Mapping[str, object], why: str, older: Mapping[str, str] | None = None) -> Convert:
-    """Translate a name, or refuse one that is not in the table; `older` has names that older files use for them."""
+    """Return the conversion of names by a table, after `older` has replaced names of older files."""
 
     def convert(value: object, values: Values) -> object:
         value = (older or {}).get(str(value), value)
@@ -97,13 +97,13 @@ def choice(names: Mapping[str, object], why: str, older: Mapping[str, str] | Non
     return convert
 
 
-def given(value: object, values: Values) -> object:
-    """Null says nothing."""
+def unless_null(value: object, values: Values) -> object:
+    """Return the value, or UNSET for null."""
     return UNSET if value is None else value
 
 
 def only(fine: tuple[object, ...], why: str) -> Convert:
-    """Keep one of a few values, or refuse."""
+    """Return the conversion that keeps a few values and refuses all others."""
 
     def convert(value: object, values: Values) -> object:
         if value not in fine:
@@ -113,11 +113,11 @@ def only(fine: tuple[object, ...], why: str) -> Convert:
     return convert
 
 
-def whole(values: Values, key: str, default: Default) -> int | Default:
-    """A whole number above 0 out of the file, or the default where the key is missing or null.
+def positive_int(values: Values, key: str, default: Default) -> int | Default:
+    """Return an integer above 0 from the file, or the default if the key is missing or null.
 
     Raises:
-        Unsupported: it is something else.
+        Unsupported: any other value.
     """
     value = values.get(key)
     if value is None:
@@ -136,7 +136,7 @@ NO_PRECISION = (None, "null")
 
 
 def precision(value: object, values: Values) -> object:
-    """A number format; null: the native default."""
+    """Return a number format; UNSET for null."""
     if value in NO_PRECISION:
         return UNSET
     if value not in PRECISIONS:
@@ -145,17 +145,17 @@ def precision(value: object, values: Values) -> object:
 
 
 def path(value: object, values: Values) -> object:
-    """A folder or a file, which is the same one with a slash at its end."""
+    """Return a path without a trailing slash."""
     return value.rstrip("/") or value if isinstance(value, str) else value
 
 
 def betas(section: str) -> Convert:
-    """AdamW's two decay rates, which RLinf writes as two keys of `section`."""
+    """Return the conversion of AdamW's two decay rates, which are two keys of `section` in RLinf."""
     return lambda value, values: [values.get(f"{section}.adam_beta1", 0.9), values.get(f"{section}.adam_beta2", 0.999)]
 
 
 def min_lr_ratio(optim: str) -> Convert:
-    """The lowest learning rate as a share of the highest one, which stands in the section `optim`."""
+    """Return the conversion of the minimum learning rate to a share of the peak rate in section `optim`."""
 
     def convert(value: Any, values: Values) -> object:
         peak = values.get(f"{optim}.lr")
@@ -165,12 +165,12 @@ def min_lr_ratio(optim: str) -> Convert:
 
 
 def adapter_rank(value: object, values: Values) -> object:
-    """RLinf says apart whether there are adapters, and of which rank."""
-    return whole(values, "actor.model.lora_rank", 32) if value else 0
+    """Return the rank of adapters, which RLinf switches on with a separate key."""
+    return positive_int(values, "actor.model.lora_rank", 32) if value else 0
 
 
 def steps_or_off(value: object, values: Values) -> object:
-    """An interval in steps; RLinf switches off with any negative number."""
+    """Return an interval in steps; -1 for any negative number, with which RLinf switches it off."""
     return -1 if isinstance(value, int) and value < 0 else value
 
 

@@ -12,10 +12,10 @@ from tether.config.importers.rlinf.rows import (
     Unsupported,
     Values,
     choice,
-    given,
     min_lr_ratio,
+    positive_int,
     to,
-    whole,
+    unless_null,
 )
 
 FALLING = ("cosine", "linear")
@@ -41,7 +41,7 @@ def updates_of_text(section: str) -> Callable[[Values], int]:
 
     def updates(values: Values) -> int:
         moves = values.get(f"{section}.lr_sched_sync_with_optim", True)
-        return whole(values, "algorithm.n_minibatches", 1) if moves else 1
+        return positive_int(values, "algorithm.n_minibatches", 1) if moves else 1
 
     return updates
 
@@ -90,7 +90,7 @@ def fsdp_schedule(
         return training_steps(steps, values) or UNSET
 
     def decay(value: object, values: Values) -> object:
-        total = whole(values, f"{optim}.total_training_steps", None)
+        total = positive_int(values, f"{optim}.total_training_steps", None)
         if total is None or not falls(values):
             return UNSET
         steps = training_steps(total, values)
@@ -108,6 +108,6 @@ def fsdp_schedule(
         f"{optim}.lr_warmup_steps_ratio": to(f"{native}.lr_warmup_steps", by=warmup),
         f"{optim}.total_training_steps": to(f"{native}.lr_decay_steps", by=decay),
         f"{optim}.min_lr": to(f"{native}.min_lr_ratio", by=where_it_falls(lowest)),
-        f"{optim}.min_lr_rate": to(f"{native}.min_lr_ratio", by=where_it_falls(given)),
-        f"{optim}.num_cycles": to(f"{native}.num_cycles", by=where_it_falls(given)),
+        f"{optim}.min_lr_rate": to(f"{native}.min_lr_ratio", by=where_it_falls(unless_null)),
+        f"{optim}.num_cycles": to(f"{native}.num_cycles", by=where_it_falls(unless_null)),
     }

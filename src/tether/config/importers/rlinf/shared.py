@@ -9,7 +9,7 @@ from tether.config.importers.rlinf.rows import (
     Checked,
     Mapped,
     NoEffect,
-    Refuses,
+    Refused,
     Table,
     Values,
     path,
@@ -31,7 +31,7 @@ SCHEDULING = (
     "recreate_nccl_groups", "rollout_use_all_gpus", "use_pre_process_policy", "use_wait_before_last_iter_policy",
 )  # fmt: skip
 SERVICE = NoEffect("the logger's own environment variables say so")
-FORMATS = Refuses("mixed precision is chosen with actor.model.precision", fine=(None, False))
+FORMATS = Refused("mixed precision is chosen with actor.model.precision", fine=(None, False))
 
 
 def folder(value: object, values: Values) -> object:
@@ -62,10 +62,10 @@ def resume_mode(value: object, values: Values) -> object:
 
 
 SHARED: Table = {
-    "cluster.num_nodes": Refuses("machines are counted by trainer.nnodes, beside the file", fine=(1, None)),
+    "cluster.num_nodes": Refused("machines are counted by trainer.nnodes, beside the file", fine=(1, None)),
     "cluster.component_placement": Checked(PLACED),
     "cluster.node_groups": Checked(PLACED),
-    "cluster.auto_scheduler": Refuses("moving processes between components is not supported", fine=(False, None)),
+    "cluster.auto_scheduler": Refused("moving processes between components is not supported", fine=(False, None)),
     **{f"cluster.{name}": SCHEDULER for name in SCHEDULING},
     "cluster.profiling.*": TRACES,
     "cluster.tracer.*": TRACES,
@@ -82,34 +82,34 @@ SHARED: Table = {
     "runner.val_check_interval": to("trainer.test_freq", by=steps_or_off, default=-1),
     "runner.save_interval": to("trainer.save_freq", by=steps_or_off, default=-1),
     "runner.resume_dir": Mapped({"trainer.resume_mode": resume_mode, "trainer.resume_from_path": resume_path}),
-    "runner.ckpt_path": Refuses("weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"),
-    "runner.eval_policy_path": Refuses("a checkpoint is tested with `tether eval`"),
-    "runner.weight_sync_interval": Refuses("samples always come from the newest weights", fine=(1,)),
+    "runner.ckpt_path": Refused("weights out of a .pt file are not supported; give a checkpoint as runner.resume_dir"),
+    "runner.eval_policy_path": Refused("a checkpoint is tested with `tether eval`"),
+    "runner.weight_sync_interval": Refused("samples always come from the newest weights", fine=(1,)),
     "runner.overlap_env_bootstrap": OVERLAP,
     "runner.use_training_pipeline": OVERLAP,
-    "runner.enable_decoupled_mode": Refuses("the environments of a batch step together", fine=(False,)),
+    "runner.enable_decoupled_mode": Refused("the environments of a batch step together", fine=(False,)),
     "runner.per_worker_log": RANKS_LOGS,
     "runner.per_worker_log_path": RANKS_LOGS,
     "algorithm.clip_ratio_low": to(f"{ACTOR}.clip_ratio_low"),
     "algorithm.clip_ratio_high": to(f"{ACTOR}.clip_ratio_high"),
     "algorithm.clip_ratio_c": to(f"{ACTOR}.clip_ratio_c", default=None),
-    "algorithm.clip_log_ratio_min": Refuses("log-ratios are always kept within 20 of 0", fine=(None, -20.0)),
-    "algorithm.clip_log_ratio_max": Refuses("log-ratios are always kept within 20 of 0", fine=(None, 20.0)),
+    "algorithm.clip_log_ratio_min": Refused("log-ratios are always kept within 20 of 0", fine=(None, -20.0)),
+    "algorithm.clip_log_ratio_max": Refused("log-ratios are always kept within 20 of 0", fine=(None, 20.0)),
     "algorithm.value_clip": to("critic.cliprange_value"),
     "algorithm.huber_delta": to("critic.huber_delta"),
     "algorithm.gamma": to("algorithm.gamma", default=1.0),
     "algorithm.gae_lambda": to("algorithm.lam", default=1.0),
     "algorithm.update_epoch": to(f"{ACTOR}.ppo_epochs", default=1),
     "algorithm.shuffle_rollout": to(f"{ACTOR}.shuffle", default=True),
-    "algorithm.filter_rewards": Refuses("leaving out groups by their reward is not supported yet", fine=(False, None)),
+    "algorithm.filter_rewards": Refused("leaving out groups by their reward is not supported yet", fine=(False, None)),
     "algorithm.rewards_lower_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
     "algorithm.rewards_upper_bound": NoEffect("acts with algorithm.filter_rewards only, which is not supported yet"),
     "algorithm.behave_weight_threshold": to(f"{ACTOR}.policy_loss.behave_weight_threshold"),
-    "algorithm.staleness_threshold": Refuses(
+    "algorithm.staleness_threshold": Refused(
         "it bounds samples of RLinf's own loop. For text, set trainer.async_mode=fully_async with rollout.max_staleness"
     ),
-    "algorithm.rollout_store_size_per_rank": Refuses("samples are not stored beyond their step", fine=(1, None)),
-    "algorithm.on_policy_min_ratio": Refuses("samples are not stored beyond their step", fine=(0, None)),
+    "algorithm.rollout_store_size_per_rank": Refused("samples are not stored beyond their step", fine=(1, None)),
+    "algorithm.on_policy_min_ratio": Refused("samples are not stored beyond their step", fine=(0, None)),
     "actor.seed": to("trainer.seed"),
     "actor.group_name": NAME,
     "actor.enable_offload": MEMORY,

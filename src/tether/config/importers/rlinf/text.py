@@ -16,20 +16,20 @@ from tether.config.importers.rlinf.rows import (
     Convert,
     Mapped,
     NoEffect,
-    Refuses,
+    Refused,
     Table,
     Unsupported,
     Values,
     adapter_rank,
     betas,
-    given,
     min_lr_ratio,
     only,
     path,
+    positive_int,
     precision,
     same,
     to,
-    whole,
+    unless_null,
 )
 from tether.config.importers.rlinf.schedule import fsdp_schedule, read_by, updates_of_text
 from tether.config.importers.rlinf.shared import ACTOR, FORMATS, MEMORY, NAME, SHARDS, SHARED
@@ -80,7 +80,7 @@ def bootstrap(value: object, values: Values) -> object:
 
 
 def loss(value: object, values: Values) -> object:
-    """Actor and critic are two models, whose joint loss has the gradients of both apart."""
+    """Return the policy loss; actor and critic are two models, so that a joint loss has the same gradients."""
     value = OLDER_LOSSES.get(str(value), value)
     if value not in LOSSES:
         raise Unsupported(f"this loss has no counterpart (supported: {', '.join(LOSSES)})")
@@ -90,21 +90,21 @@ def loss(value: object, values: Values) -> object:
 
 
 def entropy(value: Any, values: Values) -> object:
-    """The weight, unless the other key says that the entropy is not to be computed."""
+    """Return the weight of the entropy, which algorithm.calculate_entropy must not contradict."""
     if value and values.get("algorithm.calculate_entropy") is False:
         raise Unsupported("it contradicts algorithm.calculate_entropy=False")
     return float(value)
 
 
 def critic(value: object, values: Values) -> object:
-    """A critic of its own, or none."""
+    """Return whether there is a separate critic."""
     if not value and values.get("algorithm.adv_type", "gae") == "gae":
         raise Unsupported("algorithm.adv_type=gae needs values, and a value head on the policy is not supported")
     return value
 
 
 def whitening(value: object, values: Values) -> object:
-    """Only gae has a choice."""
+    """Return whether advantages are normalised, which only gae makes optional."""
     return value if values.get("algorithm.adv_type", "gae") == "gae" else UNSET
 
 
@@ -114,12 +114,12 @@ def several(value: Any, values: Values) -> object:
 
 
 def answer_key(value: object, values: Values) -> object:
-    """The column of answers; unset where it is that of verl's layout."""
+    """Return the column of answers; UNSET for that of verl's layout."""
     return UNSET if value in (None, "reward_model.ground_truth") else value
 
 
 def scale(value: object, values: Values) -> object:
-    """The score of a right answer; a wrong one scores its negative."""
+    """Return the score of a right answer; that of a wrong one is its negative."""
     factor = values.get("reward.reward_scale")
     right, wrong = values.get("reward.reward_max_val", 1.0), values.get("reward.reward_min_val", -1.0)
     if wrong != -right:
@@ -145,7 +145,7 @@ def first_policy_step(value: object, values: Values) -> object:
 
 
 def as_it_is(value: object, values: Values) -> object:
-    """Without a chat template, prompts reach the tokenizer unchanged."""
+    """Return a template that leaves prompts unchanged, if no chat template is applied."""
     return UNSET if value else UNCHANGED_TEMPLATE
 
 
@@ -160,7 +160,7 @@ def model_format(section: str) -> Convert:
 
 
 def above_zero(value: Any, values: Values) -> object:
-    """0 is off."""
+    """Return the value, or UNSET for 0, which is off."""
     return value or UNSET
 
 
@@ -179,13 +179,13 @@ def decay_length(section: str) -> Convert:
 
     def convert(value: object, values: Values) -> object:
         schedule = f"{section}.lr_sched"
-        steps = whole(values, f"{schedule}.lr_decay_iters", None)
+        steps = positive_int(values, f"{schedule}.lr_decay_iters", None)
         constant = values.get(f"{schedule}.lr_decay_style", "constant") == "constant"
         if steps is None or constant or steps == values.get("runner.max_steps"):
             return UNSET
         if values.get(f"{schedule}.lr_warmup_fraction"):
             raise Unsupported("lr_warmup_fraction is then a share of it, and here of the run; give lr_warmup_iters")
-        updates = whole(values, "algorithm.n_minibatches", 1)
+        updates = positive_int(values, "algorithm.n_minibatches", 1)
         if steps % updates:
             raise Unsupported(f"the rate moves once in {updates} optimizer steps (algorithm.n_minibatches)")
         return steps // updates
@@ -245,11 +245,11 @@ def _schedules(section: str, native: str) -> Table:
         f"{schedule}.lr_warmup_iters": megatron(f"{rate}.lr_warmup_steps", by=above_zero),
         f"{schedule}.lr_warmup_init": megatron(f"{rate}.lr_warmup_init", by=above_zero),
         f"{schedule}.lr_wsd_*": NoEffect("acts with lr_decay_style: WSD only, which is refused"),
-        f"{schedule}.weight_decay_incr_style": Refuses("weight decay stays as it is", fine=("constant", None)),
+        f"{schedule}.weight_decay_incr_style": Refused("weight decay stays as it is", fine=("constant", None)),
         f"{schedule}.override_opt_param_scheduler": READ_AT_RESUME,
         f"{schedule}.use_checkpoint_opt_param_scheduler": READ_AT_RESUME,
-        f"{schedule}.start_weight_decay": megatron(f"{rate}.weight_decay", by=given),
-        f"{schedule}.end_weight_decay": megatron(f"{rate}.weight_decay", by=given),
+        f"{schedule}.start_weight_decay": megatron(f"{rate}.weight_decay", by=unless_null),
+        f"{schedule}.end_weight_decay": megatron(f"{rate}.weight_decay", by=unless_null),
     }
 
 
@@ -273,7 +273,7 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.precision": to(f"{fsdp}.dtype", by=model_format(section)),
         f"{section}.model.model_path": to(f"{model}.path", by=path),
         f"{section}.model.model_type": ITS_OWN,
-        **{f"{section}.model.{size}": to(f"{native}.megatron.{size}", by=given) for size in SIZES},
+        **{f"{section}.model.{size}": to(f"{native}.megatron.{size}", by=unless_null) for size in SIZES},
         f"{section}.model.recompute_granularity": to(f"{model}.enable_gradient_checkpointing", by=recomputes(section)),
         f"{section}.model.virtual_pipeline_model_parallel_size": to(
             f"{native}.megatron.virtual_pipeline_model_parallel_size"
@@ -282,11 +282,11 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{section}.model.megatron_checkpoint": Mapped(
             {
                 f"{native}.megatron.use_dist_checkpointing": reads_megatron(section),
-                f"{native}.megatron.dist_checkpointing_path": given,
+                f"{native}.megatron.dist_checkpointing_path": unless_null,
             }
         ),
         f"{section}.model.sequence_parallel": to(f"{native}.megatron.sequence_parallel"),
-        f"{optim}.optimizer": Refuses("the optimizer is AdamW", fine=("adam", "adamw")),
+        f"{optim}.optimizer": Refused("the optimizer is AdamW", fine=("adam", "adamw")),
         f"{optim}.lr": to(f"{native}.optim.lr"),
         f"{optim}.clip_grad": to(f"{native}.optim.clip_grad"),
         f"{optim}.adam_beta1": to(f"{native}.optim.betas", by=betas(optim)),
@@ -294,11 +294,11 @@ def _learner(section: str, native: str, model: str, fsdp: str) -> Table:
         f"{optim}.adam_eps": to(f"{native}.optim.eps"),
         f"{optim}.weight_decay": to(f"{native}.optim.weight_decay"),
         f"{optim}.bf16": NoEffect("weights and optimizer state stay fp32"),
-        f"{optim}.fp16": Refuses("number formats are bf16 and fp32", fine=(False, None)),
+        f"{optim}.fp16": Refused("number formats are bf16 and fp32", fine=(False, None)),
         f"{optim}.use_distributed_optimizer": to(f"{native}.megatron.use_distributed_optimizer"),
         f"{optim}.overlap_*": MEGATRON,
         f"{optim}.optimizer_*": MEMORY,
-        f"{optim}.use_precision_aware_optimizer": Refuses("optimizer state stays fp32", fine=(False, None)),
+        f"{optim}.use_precision_aware_optimizer": Refused("optimizer state stays fp32", fine=(False, None)),
         **{f"{optim}.{name}": UNSCALED for name in ("*loss_scale*", "hysteresis")},
         f"{section}.tokenizer.use_fast": NoEffect("tokenizers are always the fast ones"),
         f"{section}.tokenizer.padding_side": NoEffect("follows from the use of the tokens"),
@@ -322,7 +322,7 @@ TEXT: Table = {
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=responses),
     "actor.model.is_lora": to(f"{MODEL}.lora_rank", by=adapter_rank),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
-    "critic.model.is_lora": Refuses("a critic has no adapters", fine=(False, None)),
+    "critic.model.is_lora": Refused("a critic has no adapters", fine=(False, None)),
     "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path", by=path),
     "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
     "critic.use_critic_model": Mapped(
@@ -355,9 +355,9 @@ TEXT: Table = {
     "algorithm.calculate_entropy": NoEffect("the entropy is always logged"),
     "algorithm.ratio_clip_eps": to(f"{ACTOR}.clip_ratio"),
     "algorithm.value_cliprange": to("critic.cliprange_value"),
-    "algorithm.reward_type": Refuses(TOKENS, fine=("action_level",)),
-    "algorithm.logprob_type": Refuses(TOKENS, fine=("action_level", "token_level")),
-    "algorithm.entropy_type": Refuses(TOKENS, fine=("action_level", "token_level")),
+    "algorithm.reward_type": Refused(TOKENS, fine=("action_level",)),
+    "algorithm.logprob_type": Refused(TOKENS, fine=("action_level", "token_level")),
+    "algorithm.entropy_type": Refused(TOKENS, fine=("action_level", "token_level")),
     "algorithm.bootstrap_type": to("algorithm.bootstrap_truncated", by=bootstrap),
     "algorithm.rollout_epoch": to("data.train_batch_size", by=prompts_per_step),
     "algorithm.n_minibatches": to(f"{ACTOR}.ppo_mini_batch_size", by=mini_batch, default=1),
@@ -382,19 +382,19 @@ TEXT: Table = {
         }
     ),
     "algorithm.early_stop_imp_ratio": to(f"{ACTOR}.early_stop_imp_ratio"),
-    "algorithm.use_valid_token_scale": Refuses("micro-batches never change the gradient", fine=(False, None)),
+    "algorithm.use_valid_token_scale": Refused("micro-batches never change the gradient", fine=(False, None)),
     "algorithm.max_num_gen_batches": Mapped(
         {f"{FILTER_GROUPS}.enable": lambda value, values: value > 1, f"{FILTER_GROUPS}.max_num_gen_batches": several}
     ),
-    "algorithm.sampling_params.do_sample": Refuses("training needs samples, not greedy answers", fine=(True,)),
+    "algorithm.sampling_params.do_sample": Refused("training needs samples, not greedy answers", fine=(True,)),
     "algorithm.sampling_params.temperature": to(f"{ROLLOUT}.temperature"),
     "algorithm.sampling_params.top_k": to(f"{ROLLOUT}.top_k", by=no_limit),
     "algorithm.sampling_params.top_p": to(f"{ROLLOUT}.top_p"),
-    "algorithm.sampling_params.repetition_penalty": Refuses(
+    "algorithm.sampling_params.repetition_penalty": Refused(
         "sampling with a repetition penalty is not supported yet", fine=(1, None)
     ),
     "algorithm.sampling_params.max_new_tokens": to("data.max_response_length", by=response_length),
-    "algorithm.sampling_params.min_new_tokens": Refuses("responses may be as short as one token", fine=(0, 1, None)),
+    "algorithm.sampling_params.min_new_tokens": Refused("responses may be as short as one token", fine=(0, 1, None)),
     "rollout.rollout_backend": to(f"{ROLLOUT}.name"),
     "rollout.gpu_memory_utilization": SERVER,
     "rollout.enforce_eager": SERVER,
@@ -405,9 +405,9 @@ TEXT: Table = {
     "rollout.model.model_type": ITS_OWN,
     "rollout.model.precision": to(f"{ROLLOUT}.dtype", by=precision),
     "rollout.return_logprobs": NoEffect("the sampler's log-probs are always kept"),
-    "rollout.padding": Refuses("the tokenizer says which token pads"),
-    "rollout.eos": Refuses("the model's generation_config.json says which tokens end a response"),
-    "rollout.is_eval": Refuses("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "rollout.padding": Refused("the tokenizer says which token pads"),
+    "rollout.eos": Refused("the model's generation_config.json says which tokens end a response"),
+    "rollout.is_eval": Refused("a checkpoint is tested with `tether eval`", fine=(False, None)),
     "rollout.seed": NoEffect("one seed serves everything: actor.seed"),
     "rollout.print_outputs": NoEffect("held-out responses are written to samples.jsonl in the folder of the run"),
     "rollout.validate_weight": PROBED,
@@ -420,11 +420,11 @@ TEXT: Table = {
     "rollout.vllm.*": SERVER,
     **OTHER_ROWS,
     **OTHER_RULES,
-    "data.type": Refuses("text runs take text prompts", fine=("math", "reasoning")),
+    "data.type": Refused("text runs take text prompts", fine=("math", "reasoning")),
     "data.data_size": to("data.train_max_samples", "data.val_max_samples", by=first_rows),
     "data.process_workers": READ_AT_START,
     "data.process_batch_size": READ_AT_START,
-    "data.prepend_prompt": Refuses("prompts are those of the rows", fine=(None, "")),
+    "data.prepend_prompt": Refused("prompts are those of the rows", fine=(None, "")),
     "data.dataset_name": NoEffect("files are read by their layout, whatever their name"),
     "data.train_data_paths": to("data.train_files"),
     "data.val_data_paths": to("data.val_files"),
@@ -451,7 +451,7 @@ TEXT: Table = {
     "reward.reward_scale": to("reward_model.reward_scale", by=scale),
     "reward.reward_max_val": to("reward_model.reward_scale", by=scale),
     "reward.reward_min_val": to("reward_model.reward_scale", by=scale),
-    "reward.use_prompt": Refuses("rules read the response and its row, not the prompt", fine=(False, None)),
+    "reward.use_prompt": Refused("rules read the response and its row, not the prompt", fine=(False, None)),
     "reward.tokenizer.*": NoEffect("rules read text, not tokens"),
 }  # fmt: skip
 """Every key of a text run that RLinf's PPO page and its PPO recipe name."""

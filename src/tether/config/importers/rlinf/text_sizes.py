@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from tether.config.importers.rlinf.rows import UNSET, NotRead, Unsupported, Values, whole
+from tether.config.importers.rlinf.rows import UNSET, NotRead, Unsupported, Values, positive_int
 
 
 def prompts_per_step(value: object, values: Values) -> object:
     """`rollout_epoch` rollouts of `rollout_batch_size` prompts make one training batch."""
-    prompts = whole(values, "data.rollout_batch_size", None)
-    return UNSET if prompts is None else prompts * whole(values, "algorithm.rollout_epoch", 1)
+    prompts = positive_int(values, "data.rollout_batch_size", None)
+    return UNSET if prompts is None else prompts * positive_int(values, "algorithm.rollout_epoch", 1)
 
 
 def mini_batch(value: object, values: Values) -> object:
     """Prompts an optimizer step: parts of a rollout, or of `global_batch_size` responses where it has no size."""
-    group, prompts = whole(values, "algorithm.group_size", 1), whole(values, "data.rollout_batch_size", None)
+    group, prompts = (
+        positive_int(values, "algorithm.group_size", 1),
+        positive_int(values, "data.rollout_batch_size", None),
+    )
     if prompts is None:
-        rows = whole(values, "actor.global_batch_size", None)
+        rows = positive_int(values, "actor.global_batch_size", None)
         if rows is None:
             return UNSET
     else:
-        rows = prompts * group // whole(values, "algorithm.n_minibatches", 1)
+        rows = prompts * group // positive_int(values, "algorithm.n_minibatches", 1)
     if rows % group:
         raise Unsupported(f"{rows} responses an optimizer step are no whole number of groups of {group}")
     return rows // group
@@ -43,8 +46,11 @@ def micro_batch(value: object, values: Values) -> object:
 
 def response_length(value: object, values: Values) -> object:
     """RLinf's room for the response: the sequence without the longest prompt, or the limit that is given."""
-    limit = whole(values, "algorithm.sampling_params.max_new_tokens", None)
-    total, prompt = whole(values, "runner.seq_length", None), whole(values, "data.max_prompt_length", None)
+    limit = positive_int(values, "algorithm.sampling_params.max_new_tokens", None)
+    total, prompt = (
+        positive_int(values, "runner.seq_length", None),
+        positive_int(values, "data.max_prompt_length", None),
+    )
     if limit is not None or total is None or prompt is None:
         return UNSET if limit is None else limit
     if total <= prompt:

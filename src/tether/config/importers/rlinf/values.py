@@ -1,4 +1,4 @@
-"""Every key of an RLinf file with its value: interpolations and RLinf's resolvers resolved, one by one."""
+"""The value of every key of an RLinf file, with interpolations and RLinf's resolvers resolved one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.types import JsonObject
 
 
 def section_at(tree: JsonObject, path: str) -> JsonObject:
-    """The section at a dotted path; empty where there is none, or where something else stands."""
+    """Return the section at a dotted path; empty if there is none, or something else."""
     for name in path.split("."):
         inner = tree.get(name)
         tree = inner if isinstance(inner, dict) else {}
@@ -25,23 +25,23 @@ def section_at(tree: JsonObject, path: str) -> JsonObject:
 
 
 def _number(value: object) -> float:
-    """Python multiplies a text, too: 8 times '8' would be '88888888'."""
+    # Python also multiplies strings: 8 times '8' would be '88888888'.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r} is no number; write it as one, without quotes")
+        raise ValueError(f"{value!r} is not a number; write it as one, without quotes")
     return value
 
 
 def _not(value: object) -> bool:
-    """Python takes every text for true, the text 'False' as well."""
+    # In Python every non-empty string is true, including 'False'.
     if isinstance(value, str):
-        raise ValueError(f"{value!r} is a text, neither true nor false; write it without quotes")
+        raise ValueError(f"{value!r} is a string, neither true nor false; write it without quotes")
     return not value
 
 
 RESOLVERS: Mapping[str, Callable[..., object]] = {
-    "multiply": lambda left, right: _number(left) * _number(right),
-    "int_div": lambda left, right: _number(left) // _number(right),
-    "subtract": lambda left, right: _number(left) - _number(right),
+    "multiply": lambda first, second: _number(first) * _number(second),
+    "int_div": lambda first, second: _number(first) // _number(second),
+    "subtract": lambda first, second: _number(first) - _number(second),
     "not": _not,
     "torch.dtype": str,
     "now": lambda form: datetime.now().strftime(form),
@@ -63,7 +63,7 @@ def resolvers() -> Iterator[None]:
 
 
 def values_of(tree: Mapping[str, object], table: Table) -> tuple[dict[str, object], list[Problem]]:
-    """Every key by its dotted path; a mapping with a row of its own is one value, and a section, too: `section.*`.
+    """Return every value by dotted path; a mapping with a row of its own, or a section with `section.*`, is one value.
 
     Keys whose value does not matter are not resolved. A value that does not resolve is a problem.
     """
@@ -117,10 +117,10 @@ def _no_section(path: str, value: object) -> Problem:
 
 
 def _is_section(path: str, table: Table) -> bool:
-    """Whether the table has keys below."""
+    """Whether the table has keys below this path."""
     return any(key.startswith(f"{path}.") for key in table)
 
 
 def _is_one(path: str, table: Table) -> bool:
-    """Whether the table speaks of a whole section at once."""
+    """Whether the table has one row for a complete section."""
     return f"{path}.*" in table and not any(key.startswith(f"{path}.") and key != f"{path}.*" for key in table)

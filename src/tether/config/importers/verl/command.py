@@ -15,9 +15,9 @@ import yaml
 from tether.config.importers.verl.shell import Command, Script, read_script
 from tether.config.importers.verl.words import UNKNOWN, TooLong
 from tether.config.keys import keys
-from tether.config.loading.given import put
 from tether.config.loading.load import load_config
 from tether.config.loading.overrides import Override, parse_overrides
+from tether.config.loading.settings import put
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
 from tether.config.secrets import has_secrets, is_secret
@@ -35,7 +35,7 @@ _MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", 
 _SETTING = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
 _RESULTS = "write the values that result into it"
-_MOST_SHOWN = 80  # characters of an expression, in a message
+_MAX_SHOWN = 80  # characters of an expression, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 
 
@@ -49,9 +49,9 @@ class _Launch:
     config_name: str | None
     config_path: str | None
     options: tuple[str, ...]
-    """Of Hydra, that no configuration has."""
+    """Options of Hydra that have no key in a configuration."""
     environment: Mapping[str, str]
-    """Of the command alone."""
+    """Environment variables of the command itself."""
 
 
 def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
@@ -90,8 +90,8 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
         unknown_keys = [one for one in _refusals(_dumped(body), script) if one.what.startswith("unknown key")]
         raise ConfigError([*broken, *problems, *unreadable, *unknown_keys])
-    own = {**read.exported, **launch.environment}
-    environment = {name: value for name, value in own.items() if UNKNOWN not in name}
+    variables = {**read.exported, **launch.environment}
+    environment = {name: value for name, value in variables.items() if UNKNOWN not in name}
     heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
     if environment:  # their names alone: values may be secrets
         heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
@@ -99,7 +99,7 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
     written = "\n".join(heading) + "\n" + _dumped(tree)
     listing = [
         *(note.text for note in read.notes),
-        *_left_behind(read),
+        *_detached_settings(read),
         *(f"{option} is no setting and was left out" for option in launch.options),
         *_remarks(launch, environment, body),
         *_obstacles(written, script),
@@ -112,43 +112,47 @@ def _dumped(tree: Mapping[str, object]) -> str:
 
 
 def _environment_of_the_caller() -> dict[str, str]:
-    """The variables that a script finds set; in place of a secret what reads it when the file is run."""
+    """Return the environment of a script, with references to secrets instead of their values."""
     return {name: f"${{oc.env:{name}}}" if _may_be_secret(name) else value for name, value in os.environ.items()}
 
 
 def _may_be_secret(variable: str) -> bool:
-    """Wider than for a key, of which many are harmless, such as ``eos_token``."""
+    """Whether a variable may be a secret; a wider test than for keys, many of which are harmless (``eos_token``)."""
     is_folder = variable in ("PWD", "OLDPWD")  # which end like the names of passwords
     return not is_folder and (is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS")))
 
 
 def _launch(script: Path, text: str, read: Script) -> _Launch:
-    """The one command that starts a trainer of verl's.
+    """Return the command that starts verl's trainer.
 
     Raises:
-        ConfigError: there is none, there are several, or it is another than PPO's.
+        ConfigError: no or several such commands, or another trainer than PPO's.
     """
-    started = [(command, place) for command in read.commands if (place := _place_of_trainer(command)) is not None]
-    found = [(command, place) for command, place in started if _PPO.fullmatch(command.words[place])]
-    if started and not found:
-        command, place = started[0]
-        what = f"line {command.line} starts {command.words[place]}, which is not verl.trainer.main_ppo"
+    started = [(command, index) for command in read.commands if (index := _trainer_index(command)) is not None]
+    ppo_commands = [(command, index) for command, index in started if _PPO.fullmatch(command.words[index])]
+    if started and not ppo_commands:
+        command, index = started[0]
+        what = f"line {command.line} starts {command.words[index]}, which is not verl.trainer.main_ppo"
         fix = (
             "give a script of PPO; where its algorithm is PPO's all the same, with verl.trainer.main_ppo in that place"
         )
         raise ConfigError([Problem(str(script), what, fix)])
-    if len(found) != 1:
-        lines = ", ".join(str(command.line) for command, _ in found)
-        what = f"starts verl {len(found)} times, in lines {lines}" if found else "starts no trainer of verl's"
-        named = [number for number, line in enumerate(text.splitlines(), 1) if "main_ppo" in line]
-        if named and not found:
+    if len(ppo_commands) != 1:
+        lines = ", ".join(str(command.line) for command, _ in ppo_commands)
+        what = (
+            f"starts verl {len(ppo_commands)} times, in lines {lines}"
+            if ppo_commands
+            else "starts no trainer of verl's"
+        )
+        named = [line_number for line_number, line in enumerate(text.splitlines(), 1) if "main_ppo" in line]
+        if named and not ppo_commands:
             what += f"; line {named[0]} names one, in text, $(...), a comment or a function that is never called"
         raise ConfigError(
             [Problem(str(script), what, "give a script with one python -m verl.trainer.main_ppo KEY=VALUE ...")]
         )
-    (command, place), name, folder = found[0], None, None
+    (command, index), name, folder = ppo_commands[0], None, None
     settings, options = [], []
-    words = list(command.words[place + 1 :])
+    words = list(command.words[index + 1 :])
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
@@ -166,13 +170,13 @@ def _launch(script: Path, text: str, read: Script) -> _Launch:
     if name and name not in _PREDEFINED:
         fix = f"give {name}.yaml itself to tether train, with the settings of the script"
         raise ConfigError([Problem(f"--config-name={name}", "is a file of the script's own", fix)])
-    environment = {**command.environment, **_environment(command.words[:place])}
-    trainer = command.words[place]
+    environment = {**command.environment, **_environment(command.words[:index])}
+    trainer = command.words[index]
     return _Launch(command.line, trainer, tuple(settings), name, folder, tuple(options), environment)
 
 
-def _left_behind(read: Script) -> list[str]:
-    """Settings that bash takes for commands, as an empty line has ended the one that they belong to."""
+def _detached_settings(read: Script) -> list[str]:
+    """Return remarks on settings that bash takes for commands, since an empty line ended their command."""
     if any("not passed" in note.text for note in read.notes):
         return []  # it is said already where that command ended
     return [
@@ -183,51 +187,51 @@ def _left_behind(read: Script) -> list[str]:
     ]
 
 
-def _place_of_trainer(command: Command) -> int | None:
-    """Where among the words the trainer's name stands; before it may be python, ray job submit, nsys, env, ..."""
+def _trainer_index(command: Command) -> int | None:
+    """Return the index of the trainer's name, which may follow python, nsys, env, ...; None without one."""
     if command.words[0].rpartition("/")[2] in _MENTIONING:
         return None
-    for place, word in enumerate(command.words):
-        before = command.words[place - 1] if place else ""
+    for index, word in enumerate(command.words):
+        before = command.words[index - 1] if index else ""
         if _STARTED.fullmatch(word) and (before == "-m" or word.endswith(".py")):
-            return place
+            return index
     return None
 
 
 def _environment(before: Sequence[str]) -> dict[str, str]:
-    """Variables that the words before the trainer set: of ``env NAME=VALUE``, and of Ray's ``--runtime-env-json``."""
+    """Return variables set by the words before the trainer: ``env NAME=VALUE`` and Ray's ``--runtime-env-json``."""
     pairs = (word.partition("=") for word in before)
-    found = {name: value for name, equals, value in pairs if equals and name.isidentifier()}
-    for place, word in enumerate(before):
+    variables = {name: value for name, equals, value in pairs if equals and name.isidentifier()}
+    for index, word in enumerate(before):
         option, equals, value = word.partition("=")
         if option == "--runtime-env-json":
             try:
-                tree = json.loads(value if equals else before[place + 1])
+                tree = json.loads(value if equals else before[index + 1])
             except (ValueError, IndexError):
                 continue
             inner = tree.get("env_vars") if isinstance(tree, dict) else None
-            found |= {str(name): str(one) for name, one in inner.items()} if isinstance(inner, dict) else {}
-    return found
+            variables |= {str(name): str(one) for name, one in inner.items()} if isinstance(inner, dict) else {}
+    return variables
 
 
 def _unknown(word: str) -> Problem:
     key, equals, value = word.replace(UNKNOWN, "").partition("=")
-    unknown = [_shortened(part, _MOST_SHOWN) for part in word.split(UNKNOWN)[1::2]]
-    value = _shortened(value, 2 * _MOST_SHOWN)
-    parts = ", ".join(unknown)
-    if any(part.startswith("{") for part in unknown):
-        what = f"{parts} is not in quotes, so that bash makes several words of it"
+    unknown = [_shortened(expression, _MAX_SHOWN) for expression in word.split(UNKNOWN)[1::2]]
+    value = _shortened(value, 2 * _MAX_SHOWN)
+    shown = ", ".join(unknown)
+    if any(expression.startswith("{") for expression in unknown):
+        what = f"{shown} is not in quotes, so that bash makes several words of it"
         return Problem(key, what, f"write {_in_quotes(f'{key}={value}')}")
     if not equals:
         return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
-    is_argument = any(re.match(r"\$\{?[1-9@*#]", part) for part in unknown)
+    is_argument = any(re.match(r"\$\{?[1-9@*#]", expression) for expression in unknown)
     needed = "give it behind the script" if is_argument else "export what it needs"
     fix = f"{needed}, or add {key}=VALUE to this command"
-    return Problem(key, f"is {value} in the script, and {parts} is known only when it is run", fix)
+    return Problem(key, f"is {value} in the script, and {shown} is known only when it is run", fix)
 
 
 def _in_quotes(word: str) -> str:
-    """A word in quotes within which bash fills in what it is to fill in."""
+    """Return a word in quotes that keep its expansions."""
     is_filled_in = "$" in word or "`" in word
     if "'" not in word and not is_filled_in:
         return f"'{word}'"
@@ -236,21 +240,21 @@ def _in_quotes(word: str) -> str:
     return "all of it in quotes"
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}.."
+def _shortened(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else f"{text[:max_length]}.."
 
 
 def _settings(overrides: Sequence[Override]) -> dict[str, object]:
-    """The settings that result from the overrides, nested; later ones win, and mappings are merged, as in Hydra."""
+    """Return the nested settings of the overrides; later ones win, and mappings are merged, as in Hydra."""
     tree: dict[str, object] = {}
     for override in overrides:
         path = override.path.split(".")
         if override.delete:
-            _take_out(tree, path)
+            _remove(tree, path)
             continue
         for key in _leaves(override.path, override.value):  # the same quantity by another name: the last one counts
             for other in [one for one in _leaves("", tree) if one != key and _quantity(one) == _quantity(key)]:
-                _take_out(tree, other.split("."))
+                _remove(tree, other.split("."))
         tree = put(tree, path, override.value)
     return tree
 
@@ -266,18 +270,18 @@ def _leaves(path: str, value: object) -> list[str]:
     return [leaf for name, inner in value.items() for leaf in _leaves(f"{path}.{name}" if path else str(name), inner)]
 
 
-def _take_out(tree: dict[str, object], path: Sequence[str]) -> None:
-    """Take out a key, and the sections that it leaves empty."""
-    first, *rest = path
+def _remove(tree: dict[str, object], path: Sequence[str]) -> None:
+    """Remove a key and the sections that become empty."""
+    first, *below = path
     inner = tree.get(first)
-    if rest and isinstance(inner, dict):
-        _take_out(inner, rest)
-    if not rest or inner == {}:
+    if below and isinstance(inner, dict):
+        _remove(inner, below)
+    if not below or inner == {}:
         tree.pop(first, None)
 
 
 def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str, object]) -> list[str]:
-    """Warnings about what the file lacks, and about secrets in it."""
+    """Return warnings about what the file lacks and about its secrets."""
     remarks = []
     folder = launch.config_path
     path = Path(folder or "config")
@@ -297,20 +301,20 @@ def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str,
 
 
 def _without_references(value: object) -> object:
-    """Without texts that are read from the environment when the file is run."""
+    """Return the value with references to environment variables blanked."""
     if isinstance(value, dict):
         return {key: _without_references(inner) for key, inner in value.items()}
     return "" if isinstance(value, str) and re.fullmatch(r"\$\{oc\.env:\w+\}", value) else value
 
 
 def _obstacles(written: str, script: Path) -> list[str]:
-    """Reasons why the file cannot be run as it is."""
+    """Return reasons why the file cannot be run unchanged."""
     problems = _refusals(written, script)
     return ["to be changed before it runs:", *(f"  {problem}" for problem in problems)] if problems else []
 
 
 def _refusals(written: str, script: Path) -> Sequence[Problem]:
-    """Problems for which the file would be refused."""
+    """Return the problems for which the file would be refused."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{script.stem}.yaml"
         file.write_text(written, encoding="utf-8")
