@@ -43,7 +43,7 @@ from tether.distributed import groups
 from tether.loop.engine import OptimizerOptions
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.terminal import Screen
-from tether.text.building import inputs, learners, reward_model, rewards
+from tether.text.building import inputs, learners, rewards
 from tether.text.learning.engines import fsdp
 from tether.text.learning.packing import MicroBatching
 from tether.text.rewards.service.pool import RewardPool
@@ -164,7 +164,7 @@ class Bench:
         for module, name, keep in (
             (learners, "load_causal_lm", deepcopy),
             (learners, "load_critic", deepcopy),
-            (reward_model, "load_reward_model", deepcopy),
+            (rewards, "load_reward_model", deepcopy),
             (inputs, "load_tokenizer", deepcopy),
             *([(importlib.import_module("tether.control.envs.make"), "make_vector_env", None)] if HAS_ENVS else []),
         ):

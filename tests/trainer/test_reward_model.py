@@ -147,7 +147,7 @@ def test_what_cannot_score_is_refused_before_any_weight_is_loaded(
     path = broken(inputs, name, tmp_path / "rm")
     for loads in (
         "tether.text.building.learners.load_causal_lm",
-        "tether.text.building.reward_model.load_reward_model",
+        "tether.text.building.rewards.load_reward_model",
     ):
         monkeypatch.setattr(loads, lambda *args, **kwargs: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match="rm") as error:

@@ -16,8 +16,8 @@ from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, s
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config, read_parts
 from tether.text.build import build_run
-from tether.text.building.judge import build_judge
 from tether.text.building.named_inputs import missing_inputs
+from tether.text.building.rewards import build_judge
 from tether.text.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
 from tether.text.rewards.judge import Judge
 

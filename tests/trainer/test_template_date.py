@@ -16,7 +16,7 @@ from tether.integrations.reward_models.build import RewardTrainingOptions
 from tether.integrations.reward_models.command import train_reward_model
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.text.building.inputs import build_dataset
-from tether.text.building.reward_model import _reader
+from tether.text.building.rewards import _reader
 from tether.text.building.turns import build_conversations
 from tether.text.data import chat
 from tether.text.data.chat import dated_template, write_conversation

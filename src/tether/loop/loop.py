@@ -75,6 +75,19 @@ class Schedule:
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
 
+def reason_to_stop(reached_target: bool, has_collapsed: bool, on_collapse: OnCollapse) -> str | None:
+    """Return the setting that stops the run before its last step, or None if it goes on.
+
+    Args:
+        reached_target: whether an evaluation has reached the target score.
+        has_collapsed: whether an alarm has reported that the policy has collapsed.
+        on_collapse: what the run does after such an alarm.
+    """
+    if reached_target:
+        return "trainer.stop_at_score"
+    return "trainer.on_collapse" if has_collapsed and on_collapse != "warn" else None
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """Runs the training loop over the components of a run, which `tether.text.building` builds from a configuration.
@@ -250,22 +263,17 @@ class Trainer:
             self.write_checkpoint(self.state(), self.best.persistence)
 
     def _should_stop(self) -> bool:
-        """Return whether an evaluation reached the target score, or a new alarm of a collapse stops the run."""
-        if self.best.reached_target:
-            self.stopped_by = "trainer.stop_at_score"
-            return True
+        """Return whether the run stops now; a run that stops because of a collapse chooses where to go back to."""
         since = self.alarms.collapsed_since
-        if since is None:
-            return False
-        self.rollback_target = self.rollbacks.target(since) if self.rollbacks else None
-        # With a target it stays set, so that a run that is killed before the rollback does it when it resumes.
-        if self.rollback_target is None:
-            self.alarms.collapsed_since = None
-        if self.on_collapse == "warn":
-            return False
-        self.stopped_by = "trainer.on_collapse"
-        self.loggers.warn(self.rollbacks.message(self.rollback_target, since) if self.rollbacks else STOPS)
-        return True
+        self.stopped_by = reason_to_stop(self.best.reached_target, since is not None, self.on_collapse)
+        if since is not None and self.stopped_by != "trainer.stop_at_score":
+            self.rollback_target = self.rollbacks.target(since) if self.rollbacks else None
+            # With a target it stays set, so that a run that is killed before the rollback does it when it resumes.
+            if self.rollback_target is None:
+                self.alarms.collapsed_since = None
+            if self.stopped_by:
+                self.loggers.warn(self.rollbacks.message(self.rollback_target, since) if self.rollbacks else STOPS)
+        return self.stopped_by is not None
 
     def advance(self) -> dict[str, float]:
         """Run the next training step and return its metrics."""

@@ -53,7 +53,9 @@ from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
 from tether.text.building.inputs import Inputs, build_inputs, with_template_date
-from tether.text.building.number_formats import DTYPES, decided_formats, formats_line
+from tether.text.building.learners import check_router_replay
+from tether.text.building.loading import DTYPES, decided_formats, formats_line
+from tether.text.building.named_inputs import TURNS
 from tether.text.building.off_policy import (
     build_dynamic_sampling,
     build_policy_filtration,
@@ -62,11 +64,8 @@ from tether.text.building.off_policy import (
     old_log_probs_from,
 )
 from tether.text.building.parts import sources_of
-from tether.text.building.reward_model import reward_model_path
-from tether.text.building.rewards import build_rewards
+from tether.text.building.rewards import build_rewards, reward_model_path
 from tether.text.building.roles import build_roles
-from tether.text.building.router_replay import check_router_replay
-from tether.text.building.row_agents import TURNS
 from tether.text.building.servers import look_at_servers
 from tether.text.building.turns import build_conversations, build_tool_pool
 from tether.text.data.chat import dated_template

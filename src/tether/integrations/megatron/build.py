@@ -21,8 +21,7 @@ from tether.integrations.megatron.version import check_version
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.text.building.learners import actor_engine, critic_engine, reference_engine
-from tether.text.building.loading import on_device
-from tether.text.building.number_formats import DTYPES
+from tether.text.building.loading import DTYPES, on_device
 from tether.text.building.parts import Sources
 from tether.text.building.servers import PolicyCard
 from tether.text.learning.engines.copies import with_weights

@@ -17,9 +17,8 @@ from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device
 from tether.text.building.learners import save_model
-from tether.text.building.loading import on_device
-from tether.text.building.number_formats import DTYPES, number_format
-from tether.text.building.reward_model import check_vocabulary
+from tether.text.building.loading import DTYPES, number_format, on_device
+from tether.text.building.rewards import check_vocabulary
 from tether.text.data.chat import dated_template
 from tether.text.data.pairs import load_pairs
 from tether.text.learning.engines.local import LocalEngine

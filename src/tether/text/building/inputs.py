@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
-from tether.text.building.named_inputs import rows_of
-from tether.text.building.reward_model import check_scoring
-from tether.text.building.rewards import check_parts_act, check_rewards
-from tether.text.building.row_agents import check_turns_act
+from tether.text.building.named_inputs import check_turns_act, rows_of
+from tether.text.building.rewards import check_parts_act, check_rewards, check_scoring
 from tether.text.building.turns import check_agents
 from tether.text.data.chat import dated_template, today
 from tether.text.data.columns import Columns

@@ -38,10 +38,8 @@ from tether.loop.run import build_optimizer, loss_by_step, policy_loss_options, 
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
-from tether.text.building.loading import on_device
-from tether.text.building.number_formats import DTYPES
+from tether.text.building.loading import DTYPES, on_device
 from tether.text.building.off_policy import bypass_options, old_log_probs_from
-from tether.text.building.router_replay import RECOMPUTED, UPDATED
 from tether.text.learning.advantages import asks_for
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import (
@@ -55,11 +53,45 @@ from tether.text.learning.losses import (
     ValueForward,
     ValueOutputs,
 )
-from tether.text.learning.packing import MicroBatching
+from tether.text.learning.packing import Experts, MicroBatching
 from tether.text.models.critic import load_critic
+from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import enable_gradient_checkpointing
-from tether.text.models.load import load_causal_lm
+from tether.text.models.load import is_gguf, load_causal_lm, load_config
 from tether.text.models.save import save_tokenizer, write_model
+
+RECOMPUTED: dict[str, Experts] = {"disabled": "chosen", "R2": "recorded", "R3": "replayed"}
+"""Mode -> experts in the pass that computes the old log-probs."""
+UPDATED: dict[str, Experts] = {"disabled": "chosen", "R2": "replayed", "R3": "replayed"}
+"""Mode -> experts in the update."""
+
+
+def replays(config: RunConfig) -> bool:
+    """Whether the update reuses the experts of an earlier pass."""
+    return replay_of(config)[1] != "disabled"
+
+
+def check_router_replay(config: RunConfig, policy: Path | str) -> None:
+    """Refuse a policy without experts, before it loads.
+
+    Args:
+        config: configuration of the run.
+        policy: location of its config.
+
+    Raises:
+        ValueError: the policy has no experts.
+    """
+    key, mode = replay_of(config)
+    if mode == "disabled" or is_gguf(policy):  # a GGUF file, which is checked when it is loaded
+        return
+    trust = config.actor_rollout_ref.model.trust_remote_code
+    model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
+    if experts_per_token(model_config) is None:
+        raise ValueError(
+            f"{key}={mode}: {type(model_config).__name__} (actor_rollout_ref.model.path) has no experts, so there is "
+            f"no choice to replay. Leave {key} out, or take a mixture of experts."
+        )
+
 
 Reference = Callable[[TrainBatch], PolicyOutputs]
 PolicyEngine = Engine[TrainBatch, PolicyOutputs]

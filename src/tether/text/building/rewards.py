@@ -2,30 +2,322 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from tether.batch import TrainBatch
 from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, check_has_part, read_parts
+from tether.config.schema import ScoringServerConfig
 from tether.distributed.groups import RankGroups
+from tether.distributed.handles import Replicas
+from tether.loop.engine import Engine
+from tether.runtime.cache import cache_dir
+from tether.runtime.http import check_listening, secret_from
+from tether.runtime.machine import resolve_device
 from tether.runtime.objects import is_object
 from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
-from tether.text.building.judge import build_judge, check_judge
-from tether.text.building.reward_model import build_reward_model
-from tether.text.building.row_agents import row_agent
+from tether.text.building.loading import DTYPES, load_engine, number_format, on_device
+from tether.text.building.named_inputs import NO_TEMPLATE, judge_of, row_agent
+from tether.text.data.chat import dated_template, decode, write_conversation
+from tether.text.data.control_tokens import ControlTokens
 from tether.text.data.prompts import PromptDataset
 from tether.text.data.rows import Row
-from tether.text.rewards import check_sources, check_truth
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.packing import MicroBatching, balanced, in_order
+from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
+from tether.text.models.critic import check_reward_model, load_reward_model
+from tether.text.models.layers import context_length
+from tether.text.models.load import is_gguf, load_config, load_tokenizer
+from tether.text.models.model_path import resolve_model_path
+from tether.text.rewards import RewardError, check_sources, check_truth
 from tether.text.rewards.custom import CustomReward, load_reward_function
+from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
 from tether.text.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.text.rewards.service import (
     BatchedRewards,
     CombinedRewards,
+    Endpoint,
     LocalRewards,
+    ModelRewards,
+    RemoteRewards,
     RewardPool,
     Rewards,
+    ServedRewardModel,
     WeightedReward,
 )
+from tether.text.sampling import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.sharded import ShardedEngine
+
+SCORER = "reward_model"
+"""Name of the rank component that runs it."""
+
+
+def reward_model_path(config: RunConfig) -> Path | str | None:
+    """Return the path of the reward model; None if the run has none."""
+    model = config.reward_model
+    return resolve_model_path(str(model.model.path), cache_dir()) if model.enable else None
+
+
+def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a reward model that cannot read the run's responses, without loading weights.
+
+    Args:
+        config: configuration of the run, possibly without a reward model.
+        policy_tokenizer: its ids are the model's input if ``input_tokenizer`` is null.
+
+    Raises:
+        ValueError: it is not a classifier with one output, has no chat template, or its vocabulary is smaller than the
+            tokenizer's.
+    """
+    path, model = reward_model_path(config), config.reward_model.model
+    if path is None:
+        return
+    if is_gguf(path):
+        raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
+    settings = load_config(path, trust_remote_code=model.trust_remote_code)
+    check_reward_model(f"reward_model.model.path={path}", settings)
+    tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
+    if model.input_tokenizer is not None and not tokenizer.chat_template:
+        raise ValueError(f"reward_model.model.path={path}: {NO_TEMPLATE}")
+    whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
+    check_vocabulary(f"reward_model.model.path={path}", settings, tokenizer, whose)
+    if model.input_tokenizer is None:
+        _check_same_tokens(config, path, policy_tokenizer)
+
+
+def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
+    """Refuse a model whose vocabulary is smaller than the tokenizer's.
+
+    Args:
+        what: key and path of the model, for the message.
+        settings: config of the model.
+        tokenizer: tokenizer of the ids.
+        whose: name of the tokenizer in the message.
+
+    Raises:
+        ValueError: the vocabulary is smaller.
+    """
+    vocabulary = settings.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        raise ValueError(
+            f"{what}: its vocabulary has {vocabulary} tokens, and {whose} {len(tokenizer)}. Take the tokenizer that it "
+            "was trained with, or resize its embeddings."
+        )
+
+
+def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
+    """Build the reward model of a run, on its devices or behind a server.
+
+    Args:
+        config: configuration of the run.
+        groups: processes of several devices, which load it as `SCORER`; None: load it in this process.
+
+    Raises:
+        ValueError: it cannot be loaded, or the server does not answer.
+    """
+    path = reward_model_path(config)
+    assert path is not None
+    if config.reward_model.server.url is not None:
+        return _served(config, path, config.reward_model.server)
+    engine: Engine[TrainBatch, ScoreOutputs]
+    if groups is None:
+        engine = reward_engine(config, resolve_device(config.trainer.device))
+    else:
+        assign = balanced if config.trainer.balance_batch else in_order
+        group = groups.of[SCORER]
+        engine = ShardedEngine(group, SCORER, Replicas.contiguous(group.size, 1), assign)
+    return ModelRewards(RewardModel(engine, _reader(config, path)))
+
+
+def reward_engine(config: RunConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
+    """Build the engine that runs the reward model.
+
+    Raises:
+        ValueError: the model cannot be loaded.
+    """
+    settings, path = config.reward_model, reward_model_path(config)
+    assert path is not None
+    dtype = DTYPES[number_format(settings.model.fsdp_config.dtype, device)]
+    model = on_device(load_reward_model(path, dtype=dtype, trust_remote_code=settings.model.trust_remote_code), device)
+    if settings.use_dynamic_bsz:
+        tokens, key = settings.forward_max_token_len_per_gpu, "reward_model.forward_max_token_len_per_gpu"
+        micro = MicroBatching(max_tokens=tokens, key=key)
+    else:
+        micro = MicroBatching(settings.micro_batch_size_per_gpu, key="reward_model.micro_batch_size_per_gpu")
+    return make(model, micro)
+
+
+def _served(config: RunConfig, path: Path | str, server: ScoringServerConfig) -> RemoteRewards:
+    key = "reward_model.server"
+    assert server.url is not None
+    check_listening(server.url, f"{key}.url")
+    secret = secret_from(server.api_key_env, f"{key}.api_key_env")
+    endpoint = Endpoint(f"{server.url.rstrip('/')}/classify", secret, server.timeout, server.attempts)
+    name = server.model or str(config.reward_model.model.path)
+    return RemoteRewards(
+        ServedRewardModel(_reader(config, path).written, endpoint, server.api, name), server.max_concurrent
+    )
+
+
+def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
+    settings = load_config(path, trust_remote_code=config.reward_model.model.trust_remote_code)
+    text = settings.get_text_config()
+    tokenizer = None if config.reward_model.model.input_tokenizer is None else _tokenizer(config, path)
+    return ConversationReader(
+        tokenizer=tokenizer,
+        pad_id=settings.pad_token_id,
+        vocabulary=text.vocab_size,
+        max_length=config.reward_model.max_length or text.max_position_embeddings,
+        chat_template=None if tokenizer is None else dated_template(tokenizer, None, config.data.chat_template_date),
+    )
+
+
+def _check_same_tokens(config: RunConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse the policy's token ids if the reward model has its own tokenizer and that maps them to other texts."""
+    try:
+        tokenizer = _tokenizer(config, path)
+    except ValueError:  # it does not need a tokenizer
+        return
+    theirs, policys = _texts(tokenizer), _texts(policy_tokenizer)
+    added = (
+        policy_tokenizer.get_added_vocab().keys() | tokenizer.get_added_vocab().keys()
+    )  # an added token, such as padding, may differ
+    for id_ in sorted(theirs.keys() | policys.keys()):
+        has, writes = theirs.get(id_), policys.get(id_)
+        ends = has is not None and id_ == policy_tokenizer.eos_token_id  # it occurs in each complete response
+        if has != writes and (ends or not {has, writes} & added):
+            model_text, policy_text = (f"{text!r}" if text is not None else "none" for text in (has, writes))
+            raise ValueError(
+                f"reward_model.model.input_tokenizer=null: {path} has another tokenizer than the policy (token {id_} "
+                f"is {model_text}, the policy's {policy_text}), so it would not read what the policy wrote. Leave the "
+                "key out: responses are then decoded, and written by its own tokenizer and chat template."
+            )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {id_: token for token, id_ in tokenizer.get_vocab().items()}
+
+
+def _tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(path, trust_remote_code=config.reward_model.model.trust_remote_code)
+
+
+def check_judge(key: str, section: JudgePart) -> None:
+    """Refuse an unusable judge, without loading a model.
+
+    Raises:
+        ValueError: the template, parser, endpoint, key or model is invalid; the message begins with `key`.
+    """
+    judge_of(key, section)
+    if section.base_url is not None:
+        secret_from(section.api_key_env, f"{key}.api_key_env")
+        check_listening(section.base_url, f"{key}.base_url")
+    else:
+        path = resolve_model_path(str(section.path), cache_dir())
+        if not load_tokenizer(path).chat_template:
+            raise ValueError(f"{key}.path={path}: its tokenizer has no chat template, by which a judge is asked")
+
+
+def build_judge(config: RunConfig, key: str, section: JudgePart) -> RemoteRewards | ModelRewards:
+    """Build a judge.
+
+    Raises:
+        ValueError: as in `check_judge`, or the model cannot be loaded.
+    """
+    judge = judge_of(key, section)
+    if section.path is not None:
+        path = resolve_model_path(section.path, cache_dir())
+        engine = load_engine(path, resolve_device(config.trainer.device), section.dtype)
+        context = context_length(load_config(path))
+        tokenizer = load_tokenizer(path)
+        template = dated_template(tokenizer, None, config.data.chat_template_date)
+        return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, section.max_tokens, context, template)))
+    endpoint = Endpoint(
+        f"{str(section.base_url).rstrip('/')}/chat/completions",
+        secret_from(section.api_key_env, f"{key}.api_key_env"),
+        section.timeout,
+        section.attempts,
+    )
+    options = {
+        "model": section.model,
+        "temperature": section.temperature,
+        "max_tokens": section.max_tokens,
+        **section.extra_body,
+    }
+    sent = {name: value for name, value in options.items() if value is not None}
+    return RemoteRewards(RemoteJudge(judge, endpoint, sent), section.max_concurrent)
+
+
+def model_judge(judge: Judge, answers: EngineAnswers) -> BatchJudge:
+    """Return a judge in this process, which reads control tokens in a response as text."""
+    return BatchJudge(judge, answers, answers.control.as_text)
+
+
+class EngineAnswers:
+    """Greedy answers of a model in this process.
+
+    Args:
+        engine: engine of the model.
+        tokenizer: tokenizer of the model.
+        max_tokens: maximum tokens of an answer; a longer one is an error.
+        context: maximum positions of the model; None: no limit.
+        chat_template: instead of the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int,
+        context: int | None,
+        chat_template: str | None = None,
+    ) -> None:
+        self._engine, self._tokenizer, self._max_tokens, self._context = engine, tokenizer, max_tokens, context
+        self._chat_template = chat_template
+        self.control = ControlTokens(tokenizer)
+
+    def __call__(self, conversations: Sequence[Sequence[dict[str, str]]]) -> list[str | RewardError]:
+        """Return the answer to each conversation, or an error."""
+        read = [self._read(messages) for messages in conversations]
+        prompts = [ids for ids in read if not isinstance(ids, RewardError)]
+        answers = iter(self._answer(prompts) if prompts else [])
+        return [ids if isinstance(ids, RewardError) else next(answers) for ids in read]
+
+    def _read(self, messages: Sequence[dict[str, str]]) -> Any:
+        """Return the token ids of a conversation, or the error if it is not a valid prompt."""
+        try:
+            arguments = {"chat_template": self._chat_template, "add_generation_prompt": True}
+            text = write_conversation(messages, self._tokenizer, **arguments)
+        except ValueError as error:
+            return RewardError(f"of the judge, {error}")
+        ids = self.control.tokenize(text)
+        if self._context is not None and len(ids) + self._max_tokens > self._context:
+            room = f"{len(ids)} tokens to read and {self._max_tokens} to answer"
+            return RewardError(f"the judge has {self._context} positions, and {room} are more")
+        return ids
+
+    def _answer(self, prompts: Sequence[Any]) -> list[str | RewardError]:
+        sampling = SamplingParams(self._max_tokens, temperature=0.0, record_kept=False)
+        drawn = self._engine.generate(prompts, sampling, NoiseKey(0, 0))
+        rows = zip(drawn.response_ids, drawn.response_length.tolist(), drawn.truncated.tolist(), strict=True)
+        answers: list[str | RewardError] = []
+        for ids, length, truncated in rows:
+            text = decode(self._tokenizer, ids[:length].tolist(), skip_special_tokens=True)
+            answers.append(self._cut(text) if truncated else text)
+        return answers
+
+    def _cut(self, text: str) -> RewardError:
+        """Return the error for a truncated answer, whose score might have been revised later."""
+        what = f"the judge did not end its answer within {self._max_tokens} tokens"
+        return RewardError(f"{what}; it ends in {end_of(text)!r}")
+
 
 PARTS = "reward_model.parts"
 

@@ -36,12 +36,12 @@ from tether.text.building.learners import (
     load_value_model,
     reference_engine,
     reference_ranks,
+    replays,
     sequence_ranks,
 )
-from tether.text.building.number_formats import DTYPES
+from tether.text.building.loading import DTYPES
 from tether.text.building.parts import RankSampler, Sources
-from tether.text.building.reward_model import SCORER, reward_engine
-from tether.text.building.router_replay import replays
+from tether.text.building.rewards import SCORER, reward_engine
 from tether.text.building.servers import PolicyCard, build_servers
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import LocalEngine

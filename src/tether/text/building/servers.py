@@ -21,8 +21,8 @@ from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object
 from tether.runtime.threads import OMP_NUM_THREADS
+from tether.text.building.loading import DTYPES
 from tether.text.building.named_inputs import server_address, server_python
-from tether.text.building.number_formats import DTYPES
 from tether.text.building.parts import Sources
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import context_length

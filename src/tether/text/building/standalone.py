@@ -19,12 +19,9 @@ from tether.runtime.machine import resolve_device, set_threads
 from tether.text.build import sampling_params, validation_sampling
 from tether.text.building.inputs import build_dataset, build_tokenizer
 from tether.text.building.learners import build_critic, critic_engine, load_value_model, update_plan
-from tether.text.building.loading import load_engine
-from tether.text.building.named_inputs import models_read_replies, scores_texts_alone
-from tether.text.building.number_formats import decided_formats
-from tether.text.building.reward_model import check_scoring
-from tether.text.building.rewards import build_rewards, check_rewards
-from tether.text.building.row_agents import row_agent
+from tether.text.building.loading import decided_formats, load_engine
+from tether.text.building.named_inputs import models_read_replies, row_agent, scores_texts_alone
+from tether.text.building.rewards import build_rewards, check_rewards, check_scoring
 from tether.text.building.turns import build_conversations, build_tool_pool, check_agents, scored_by_environments
 from tether.text.data.chat import decode
 from tether.text.learning.collector import Collector, ScoredResponses

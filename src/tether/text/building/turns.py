@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from tether.config import RunConfig
-from tether.text.building.row_agents import agent_problem, interactions_of, row_agent
+from tether.text.building.named_inputs import agent_problem, interactions_of, row_agent
 from tether.text.data.chat import dated_template
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset
