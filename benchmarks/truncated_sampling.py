@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.speed.timing import seconds
 from tether.batch import TrainBatch
-from tether.text.data.chat import render, tokenize
+from tether.text.data.prompts import render, tokenize
 from tether.text.data.rows import Row
 from tether.text.learning.losses import PolicyForward
 from tether.text.models.load import load_causal_lm, load_tokenizer

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from benchmarks.speed.machine import Roofline, roofline_of
 from benchmarks.speed.peers.processes import Peers
-from tether.text.data.chat import render, tokenize
+from tether.text.data.prompts import render, tokenize
 from tether.text.data.rows import Row
 from tether.text.data.sources import load_rows
 from tether.text.models.load import load_causal_lm, load_tokenizer

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.tiny import CHATML, EOS, EOS_ID, PAD_ID, tiny_tokenizer
-from tether.text.data.chat import render
 from tether.text.data.checks import opening_problem, turn_end_problem
+from tether.text.data.prompts import render
 from tether.text.data.rows import Row
 
 QUESTION = [{"role": "user", "content": "2+2?"}]

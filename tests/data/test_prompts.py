@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import record, write_jsonl
 from tether.runtime.terminal import Waiting
-from tether.text.data import chat, prompts
+from tether.text.data import prompts
 from tether.text.data.checks import repeated_problem
 from tether.text.data.prompts import PromptDataset, PromptOptions
 from tether.text.data.rows import Row, Rows, RowSource
@@ -102,14 +102,14 @@ def test_a_conversation_that_the_template_refuses(tokenizer: PreTrainedTokenizer
     ],
 )
 def test_a_template_that_fails_or_does_not_end_is_named(template: str, make_tokenizer: Make, monkeypatch) -> None:
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.5)
     with pytest.raises(ValueError, match=r"the chat template refuses the conversation.*data\.chat_template"):
         PromptDataset(rows_of("a"), make_tokenizer(), PromptOptions(20, chat_template=template))
 
 
 def test_a_template_takes_no_memory_without_end(make_tokenizer: Make, monkeypatch) -> None:
-    monkeypatch.setattr(chat, "TEMPLATE_BYTES", 1 << 28)
-    monkeypatch.setattr(chat, "LONGEST_TEXT", 999_999)
+    monkeypatch.setattr(prompts, "TEMPLATE_BYTES", 1 << 28)
+    monkeypatch.setattr(prompts, "LONGEST_TEXT", 999_999)
     doubles = "{% set n = namespace(text='x') %}{% for i in range(40) %}{% set n.text = n.text + n.text %}{% endfor %}"
     before = resource.getrlimit(resource.RLIMIT_AS)
     for template in ("{{ 'x' * 10**11 }}", doubles, "{{ 'x' | center(10**11) }}", "{{ 'x' * 10**6 }}"):

@@ -18,8 +18,8 @@ from tether.metrics.loggers.jsonl import read_metrics
 from tether.text.building.inputs import build_dataset
 from tether.text.building.rewards import _reader
 from tether.text.building.turns import build_conversations
-from tether.text.data import chat
-from tether.text.data.chat import dated_template, write_conversation
+from tether.text.data import prompts
+from tether.text.data.prompts import dated_template, write_conversation
 from tether.text.learning.pretraining import Pretraining
 from tether.text.models.load import load_tokenizer
 from tether.text.rewards import Dialogue, RewardRequest
@@ -50,7 +50,7 @@ class Clock:
             def now(cls, tz: Any = None) -> Any:
                 return datetime(2026, 11, 29, 23, 59) + timedelta(clock.days)
 
-        monkeypatch.setattr(chat, "date", Today)
+        monkeypatch.setattr(prompts, "date", Today)
         monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Now)
 
 

@@ -15,7 +15,7 @@ from tether.config import LoadedConfig, load_config, values_of
 from tether.loop.engine import named_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import holding, is_object
-from tether.text.data.chat import decode
+from tether.text.data.prompts import decode
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import Message
 

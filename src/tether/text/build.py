@@ -68,8 +68,7 @@ from tether.text.building.rewards import build_rewards, reward_model_path
 from tether.text.building.roles import build_roles
 from tether.text.building.servers import look_at_servers
 from tether.text.building.turns import build_conversations, build_tool_pool
-from tether.text.data.chat import dated_template
-from tether.text.data.prompts import PromptDataset, PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
 from tether.text.learning.advantages import (
     KLReward,
     build_advantage_estimator,

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.trainer.turn_run import ID, tokenizer
 from tether.batch import Prompt, TokenIds
-from tether.text.data.chat import tokenize
+from tether.text.data.prompts import tokenize
 from tether.text.rewards import RewardError
 from tether.text.turns import Conversations
 from tether.text.turns.conversations import TurnLimits

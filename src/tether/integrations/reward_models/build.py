@@ -19,8 +19,8 @@ from tether.runtime.machine import resolve_device
 from tether.text.building.learners import save_model
 from tether.text.building.loading import DTYPES, number_format, on_device
 from tether.text.building.rewards import check_vocabulary
-from tether.text.data.chat import dated_template
 from tether.text.data.pairs import load_pairs
+from tether.text.data.prompts import dated_template
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching
 from tether.text.learning.pretraining import Pretraining

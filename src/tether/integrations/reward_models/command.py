@@ -110,7 +110,7 @@ def train_reward_model(
     from tether.runtime.global_rng import set_rng_state
     from tether.runtime.run_lock import RunLock
     from tether.runtime.terminal import Screen, Waiting
-    from tether.text.data.chat import today
+    from tether.text.data.prompts import today
 
     disable_progress_bar()
     work, screen = out.with_name(f".{out.name}.training"), Screen()

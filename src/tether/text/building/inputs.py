@@ -15,10 +15,9 @@ from tether.runtime.objects import is_object
 from tether.text.building.named_inputs import check_turns_act, rows_of
 from tether.text.building.rewards import check_parts_act, check_rewards, check_scoring
 from tether.text.building.turns import check_agents
-from tether.text.data.chat import dated_template, today
 from tether.text.data.columns import Columns
 from tether.text.data.custom import load_custom_dataset, rows_of_object
-from tether.text.data.prompts import PromptDataset, PromptOptions
+from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent
 from tether.text.models.load import is_gguf, load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path

@@ -24,9 +24,7 @@ from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
 from tether.text.building.loading import DTYPES, load_engine, number_format, on_device
 from tether.text.building.named_inputs import NO_TEMPLATE, judge_of, row_agent
-from tether.text.data.chat import dated_template, decode, write_conversation
-from tether.text.data.control_tokens import ControlTokens
-from tether.text.data.prompts import PromptDataset
+from tether.text.data.prompts import ControlTokens, PromptDataset, dated_template, decode, write_conversation
 from tether.text.data.rows import Row
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching, balanced, in_order

@@ -23,7 +23,7 @@ from tether.text.building.loading import decided_formats, load_engine
 from tether.text.building.named_inputs import models_read_replies, row_agent, scores_texts_alone
 from tether.text.building.rewards import build_rewards, check_rewards, check_scoring
 from tether.text.building.turns import build_conversations, build_tool_pool, check_agents, scored_by_environments
-from tether.text.data.chat import decode
+from tether.text.data.prompts import decode
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation

@@ -8,9 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config import RunConfig
 from tether.text.building.named_inputs import agent_problem, interactions_of, row_agent
-from tether.text.data.chat import dated_template
 from tether.text.data.location import ENVIRONMENT, environment_named_by
-from tether.text.data.prompts import PromptDataset
+from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
 from tether.text.turns import Conversations, TurnLimits, TurnTemplate
 from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools

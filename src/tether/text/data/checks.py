@@ -11,8 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TokenIds
-from tether.text.data.chat import decode, tokenize, write_conversation
-from tether.text.data.prompts import PromptReport
+from tether.text.data.prompts import PromptReport, decode, tokenize, write_conversation
 from tether.types import Message
 
 _REPLY = "REPLY"

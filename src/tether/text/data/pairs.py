@@ -21,9 +21,9 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedTokenizerBase
 
 from tether.runtime.terminal import shortened
-from tether.text.data.chat import tokenize, write_conversation
 from tether.text.data.columns import Columns
 from tether.text.data.location import expand, locate
+from tether.text.data.prompts import tokenize, write_conversation
 from tether.text.data.rows import half_characters, raise_problems
 from tether.text.data.sources import READERS
 from tether.types import JsonObject, Message

@@ -1,27 +1,222 @@
 """Rows to prompts: templated, tokenized once, and limited in length.
 
 `PromptSampler` is the order in which they are drawn.
+
+Control tokens inside messages: by default a question that contains ``<|im_end|>`` ends the user's turn. A tokenizer maps
+the text of a control token to that token, whoever wrote it. To read it as text (`ControlTokens`), a mark is inserted
+into it before the template is applied. The rendered text is then split at the control tokens of the template, and each
+section in between is tokenized without the mark and with control tokens disabled. Control tokens are the special
+tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the latter, so
+they are tokenized in two halves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from datetime import date
+from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from tether.batch import Prompt, TokenIds, as_token_ids
 from tether.keyed_random import permutation
+from tether.runtime.deadline import deadline, memory_limit
 from tether.runtime.terminal import Screen, Waiting
 from tether.spelling import did_you_mean
-from tether.text.data.chat import TRUNCATIONS, render, tokenize
-from tether.text.data.control_tokens import ControlTokens
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, Rows, raise_problems
+from tether.types import JsonObject, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_SECONDS = 10.0
+"""Timeout for a chat template to render one conversation, in seconds."""
+TEMPLATE_BYTES = 2 << 30
+"""Memory limit of a chat template, in bytes."""
+LONGEST_TEXT = 2**26
+"""Maximum characters of a rendered conversation."""
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError,
+    TimeoutError, MemoryError,
+)  # fmt: skip
+"""Errors that expressions in a template can raise."""
+
+TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
+    "left": lambda ids, length: ids[len(ids) - length :],
+    "right": lambda ids, length: ids[:length],
+    "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
+}
+"""Truncate to `length` tokens; the key is the side that is removed. `middle` keeps half from each end."""
+
+
+_TODAY = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(.*?)\1\s*\)""")
+
+
+def today() -> str:
+    """Return today's date as YYYY-MM-DD."""
+    return date.today().isoformat()
+
+
+def dated_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, day: str | None) -> str | None:
+    """Return the chat template with a fixed date instead of today's, which templates such as Llama 3.2's contain.
+
+    Args:
+        tokenizer: provides the chat template if `chat_template` is None.
+        chat_template: a Jinja template to use instead.
+        day: YYYY-MM-DD; None leaves the template as it is.
+
+    Returns:
+        The template with the date; `chat_template` if it contains none.
+    """
+    template = chat_template or tokenizer.chat_template
+    if day is None or not isinstance(template, str):
+        return chat_template
+    fixed = date.fromisoformat(day)
+    # transformers passes only plain values to a template, no functions.
+    dated = _TODAY.sub(lambda call: json.dumps(fixed.strftime(call[2])), template)
+    return chat_template if dated == template else dated
+
+
+def render(
+    row: Row, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template_kwargs: Mapping[str, Any]
+) -> str:
+    """Render a row's conversation as the text that the policy continues.
+
+    Args:
+        row: its messages are rendered, followed by the opening of the assistant's turn. If the last message is the
+            assistant's, the policy continues it, as in transformers' pipelines.
+        tokenizer: provides the chat template if `chat_template` is None.
+        chat_template: a Jinja template to use instead.
+        template_kwargs: further variables of the template, for example ``{"enable_thinking": False}``.
+
+    Raises:
+        ValueError: there is no template, or it has a syntax error, refuses the conversation (some allow no
+            system message), fails or does not end.
+    """
+    if chat_template is None and not tokenizer.chat_template:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: its tokenizer has no chat template, so conversations can't be written as "
+            "tokens. Take the model's chat (instruct) version, or give a Jinja template with data.chat_template."
+        )
+    continues = row.messages[-1].get("role") == "assistant"
+    opening = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    arguments = {**opening, "chat_template": chat_template, **template_kwargs}
+    try:
+        return write_conversation(row.messages, tokenizer, **arguments)
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}. Change the row, or the template with data.chat_template.") from error
+
+
+def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> str:
+    """Render a conversation with the tokenizer's chat template and the `arguments` of `apply_chat_template`.
+
+    Raises:
+        ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
+    """
+    try:
+        with deadline(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
+            text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **arguments)
+    except TEMPLATE_ERRORS as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        why = f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
+        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {why}") from error
+    assert isinstance(text, str)
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"the chat template wrote {len(text)} characters, and {LONGEST_TEXT} are the most")
+    return text
+
+
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
+    """Return the token ids of rendered texts. No special tokens are added, because the template contains them."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [np.array(ids, dtype=np.int32) for ids in encoded]
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenIds, *, skip_special_tokens: bool = False
+) -> str:
+    """Return the text of a sequence of token ids."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str)
+    return text
+
+
+MARK = "\uf4c3\ue6a9"
+"""Default mark, for text that is marked before its context is known."""
+_PRIVATE_USE = range(0xE000, 0xF900)
+"""Unicode characters without a meaning."""
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer, and how messages with such tokens are tokenized.
+
+    Args:
+        tokenizer: the policy's.
+        chat_template: a Jinja template to use instead of the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        template, added = chat_template or str(tokenizer.chat_template), tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | {*tokenizer.all_special_tokens} - {""}
+        written = {t.content for t in added if len(t.content.strip()) > 1 and t.content in template} - special
+        tokens = sorted(special | written, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")  # longest first; (?!) never matches
+        inside = (f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in written)
+        self._cut = re.compile("|".join(inside) or r"(?!)")
+
+    def inside(self, messages: Sequence[Message]) -> set[str]:
+        """Return the control tokens that messages contain."""
+        return {token for message in messages for token in self._pattern.findall(message["content"])}
+
+    def broken(self, messages: Sequence[Message]) -> tuple[list[JsonObject], str]:
+        """Return the messages with a mark inserted into each control token, and the mark."""
+        text = "".join(message["content"] for message in messages)
+        mark = next(character for character in map(chr, _PRIVATE_USE) if character not in text)
+        return [{**m, "content": self.as_text(m["content"], mark)} for m in messages], mark
+
+    def as_text(self, text: str, mark: str = MARK, spared: Container[str] = ()) -> str:
+        """Return the text with a mark after the first character of each control token that is not `spared`."""
+
+        def broken(match: re.Match[str]) -> str:
+            return match[0] if match[0] in spared else match[0][0] + mark + match[0][1:]
+
+        return self._pattern.sub(broken, text)
+
+    def tokenize(self, text: str) -> TokenIds:
+        """Return the token ids of a rendered text that may contain output of `as_text`."""
+        return self.tokenize_broken(text, MARK) if MARK in text else tokenize([text], self._tokenizer)[0]
+
+    def tokenize_broken(self, text: str, mark: str) -> TokenIds:
+        """Return the token ids of a rendered text, reading marked control tokens as text."""
+        ids: list[int] = []
+        position = 0
+        for match in self._pattern.finditer(text):
+            ids += [*self._as_text(text[position : match.start()].replace(mark, "")), self._id_of(match[0])]
+            position = match.end()
+        return np.array([*ids, *self._as_text(text[position:].replace(mark, ""))], dtype=np.int32)
+
+    def _as_text(self, text: str) -> list[int]:
+        texts = [text_ids for text_ids in self._cut.split(text) if text_ids]
+        if not texts:
+            return []
+        ids = self._tokenizer(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return [token for text_ids in ids for token in text_ids]
+
+    def _id_of(self, token: str) -> int:
+        token_id = self._tokenizer.convert_tokens_to_ids(token)
+        assert isinstance(token_id, int)
+        return token_id
 
 
 class PromptSampler:
@@ -94,9 +289,6 @@ class PromptSampler:
             return permutation(self._num_prompts, self._seed, epoch, "epoch")
         return np.arange(self._num_prompts)
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CHUNK = 512
 """Number of rows rendered and tokenized at once."""

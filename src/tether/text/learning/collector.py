@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
-from tether.text.data.chat import decode
+from tether.text.data.prompts import decode
 from tether.text.rewards import (
     Dialogue,
     RewardOutcome,

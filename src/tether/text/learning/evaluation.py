@@ -9,8 +9,7 @@ from tether.batch import Prompt
 from tether.loop.protocol import EvaluationResult
 from tether.metrics.loggers import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
-from tether.text.data.chat import decode
-from tether.text.data.prompts import PromptDataset
+from tether.text.data.prompts import PromptDataset, decode
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.rewards import RewardError, Score
 from tether.text.sampling.protocol import NoiseKey, SamplingParams

@@ -14,7 +14,6 @@ from tether.batch import Prompt, TokenIds
 from tether.loop.preflight import Finding
 from tether.metrics.loggers import Sample
 from tether.runtime.terminal import shortened
-from tether.text.data.chat import decode
 from tether.text.data.checks import (
     bos_problem,
     control_token_problem,
@@ -24,6 +23,7 @@ from tether.text.data.checks import (
     template_problem,
     turn_end_problem,
 )
+from tether.text.data.prompts import decode
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.evaluation import samples_of
 from tether.text.learning.rollouts import PromptSource, TextRollouts

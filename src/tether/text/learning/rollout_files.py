@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch, filled
 from tether.metrics.loggers import LogFailed
-from tether.text.data.chat import decode
+from tether.text.data.prompts import decode
 from tether.text.learning.collector import ScoredResponses
 from tether.text.rewards import Score
 

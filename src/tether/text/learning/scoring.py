@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tether.algorithms import Mean
 from tether.batch import RolloutBatch, TrainBatch, on_device
 from tether.loop.engine import Engine, LossSizes, LossTerm
-from tether.text.data.chat import decode, tokenize, write_conversation
-from tether.text.data.control_tokens import ControlTokens
+from tether.text.data.prompts import ControlTokens, decode, tokenize, write_conversation
 from tether.text.learning.losses import ReferenceModel
 from tether.text.learning.packing import token_rows
 from tether.text.models.layers import Packed

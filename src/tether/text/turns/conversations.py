@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
 from tether.runtime.worker_pool import WorkersFailed
-from tether.text.data.chat import decode, tokenize
+from tether.text.data.prompts import decode, tokenize
 from tether.text.data.rows import RowAgent, agent_of
 from tether.text.rewards import RewardError, RewardFailure, RewardOutcome, Score
 from tether.text.turns.template import TurnTemplate

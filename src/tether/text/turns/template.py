@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tether.text.data.chat import decode, tokenize, write_conversation
-from tether.text.data.control_tokens import ControlTokens
+from tether.text.data.prompts import ControlTokens, decode, tokenize, write_conversation
 from tether.types import Message
 
 if TYPE_CHECKING:
