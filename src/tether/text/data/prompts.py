@@ -3,11 +3,11 @@
 `PromptSampler` is the order in which they are drawn.
 
 Control tokens inside messages: by default a question that contains ``<|im_end|>`` ends the user's turn. A tokenizer
-maps the text of a control token to that token, whoever wrote it. To read it as text (`ControlTokens`), a mark is inserted
-into it before the template is applied. The rendered text is then split at the control tokens of the template, and each
-section in between is tokenized without the mark and with control tokens disabled. Control tokens are the special
-tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the latter, so
-they are tokenized in two halves.
+maps the text of a control token to that token, whoever wrote it. To read it as text (`ControlTokens`), a mark is
+inserted into it before the template is applied. The rendered text is then split at the control tokens of the template,
+and each section in between is tokenized without the mark and with control tokens disabled. Control tokens are the
+special tokens, and other added tokens in the template (Qwen's ``</tool_response>``). Tokenizers cannot disable the
+latter, so they are tokenized in two halves.
 """
 
 from __future__ import annotations
