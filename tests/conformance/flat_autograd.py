@@ -7,11 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tether.control.learning.closed_form_gradients import Draws
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.forward import decision_outputs
-from tether.control.learning.losses import ControlLoss, Outputs
-from tether.control.learning.samples import Samples
+from tether.control.learning.losses import ControlLoss, Draws, Outputs, Samples, decision_outputs
 from tether.loop.engines.protocol import LossSizes
 
 

@@ -9,7 +9,7 @@ from tether.control.envs.protocol import ContinuousActions, DiscreteActions
 from tether.control.envs.spaces.actions import ActionCodec
 from tether.control.envs.spaces.observations import ObservationReader
 from tether.control.policies.actors import as_tensors
-from tether.control.policies.observations import FlatRow
+from tether.control.policies.spec import FlatRow
 from tether.observations import row_width
 
 NESTED = spaces.Dict(

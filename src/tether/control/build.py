@@ -19,14 +19,11 @@ from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.build_policies import env_for_policy, start_policy
 from tether.control.collecting import EnvCollector
 from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
-from tether.control.learning.advantages import ControlAdvantages, LearnedDecisions
+from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.forward import RolloutForward, RolloutOutputs
-from tether.control.learning.losses import ControlLoss
+from tether.control.learning.losses import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
-from tether.control.learning.rewards import EnvRewards, RewardScaler
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
-from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY
 from tether.control.policies import ControlPolicy, Policy, load_policy
 from tether.loop.checkpoint import Persistence, check_identity
 from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan

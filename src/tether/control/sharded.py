@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.control.envs import ContinuousActions, DiscreteActions, EnvState
-from tether.control.learning.forward import RolloutOutputs
-from tether.control.learning.samples import Samples, dealt
+from tether.control.learning.losses import RolloutOutputs, Samples, dealt
 from tether.control.policies import Act
 from tether.distributed.handles import EngineHandle
 from tether.distributed.worker import Group

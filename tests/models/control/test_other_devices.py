@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tests.models.control.test_network import SPECS, draw
 from tests.models.test_other_devices import CUDA, fake_cuda  # noqa: F401  (a fixture)
 from tether.batch import EnvBatch
-from tether.control.learning.forward import RolloutForward
+from tether.control.learning.losses import RolloutForward
 from tether.control.policies import Policy, PolicySpec, device_of, make_policy
 
 COLUMNS, DECISIONS = 3, 4

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from tether.control.collecting.episodes import NOTHING_ALLOWED, allows_nothing
+from tether.control.collecting.collector import NOTHING_ALLOWED, allows_nothing
 from tether.control.envs import Flags
 from tether.control.envs.gymnasium_types import Raw, Space
 from tether.control.envs.spaces.actions import ActionCodec

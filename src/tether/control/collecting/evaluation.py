@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.batch import Episode
-from tether.control.collecting.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
+from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
 from tether.control.envs import DiscreteActions, Flags, VectorEnv
 from tether.control.policies import Act
 from tether.observations import ACTION_MASK, Array, Observation

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tether.control.learning.closed_form_gradients import Draws
 from tether.control.learning.flat import SMALLER, FlatEngine
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
+from tether.control.learning.losses import ControlLoss, Draws, Samples
 from tether.control.policies import Observations
 from tether.loop.engines.collectives import from_all
 from tether.loop.engines.out_of_memory import MicroBatchTooLarge, OutOfMemory, named_out_of_memory

@@ -13,7 +13,7 @@ from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.checkpoints import read_own
 from tether.control.collecting import EnvCollector, episode_metrics, evaluate
 from tether.control.envs import EnvState, VectorEnv
-from tether.control.learning.forward import RolloutOutputs
+from tether.control.learning.losses import RolloutOutputs
 from tether.control.policies import Policy
 from tether.keyed_random import generator, seed_of
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress

@@ -4,9 +4,8 @@ A `PolicySpec` describes one; `make_policy`, `save_policy` and `load_policy` bui
 """
 
 from tether.control.policies.actors import Act
-from tether.control.policies.cnn import SMALLEST
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy, make_policy, save_policy
-from tether.control.policies.network_policy import NetworkPolicy
+from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
 from tether.control.policies.spec import Memory, Observations, PolicySpec, device_of, numbers_of, with_numbers
 
 __all__ = [

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.control.policies.heads import CategoricalHead, Head, StateDependentHead
-from tether.control.policies.mlp import FloatArray, as_array
+from tether.control.policies.networks import CategoricalHead, FloatArray, Head, StateDependentHead, as_array
 from tether.control.policies.spec import FORBIDDEN, device_of
 from tether.observations import ACTION_MASK, Array, Observation
 

@@ -19,8 +19,14 @@ from torch import Tensor, nn
 from tether.control.envs.spaces.coded import ActionCode
 from tether.control.policies.actors import as_tensors
 from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
-from tether.control.policies.observations import ObservationBatch
-from tether.control.policies.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
+from tether.control.policies.spec import (
+    ForwardPass,
+    Memory,
+    ObservationBatch,
+    Observations,
+    RolloutEvaluation,
+    device_of,
+)
 from tether.observations import Observation
 
 

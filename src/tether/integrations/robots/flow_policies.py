@@ -99,7 +99,7 @@ def scales_of_data(
         actions: actions [T, D] of each episode.
     """
     torch = importlib.import_module("torch")
-    row = importlib.import_module("tether.control.policies.observations").FlatRow(_numbers(layout) or layout)
+    row = importlib.import_module("tether.control.policies.spec").FlatRow(_numbers(layout) or layout)
     seen = {entry.name: torch.from_numpy(np.concatenate([episode[entry.name] for episode in obs])) for entry in layout}
     rows = {"action_scale": np.concatenate(actions)}
     if _numbers(layout):
