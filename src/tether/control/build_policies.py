@@ -12,7 +12,7 @@ from tether.config import RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
-from tether.control.envs.spaces.coded import ActionCode, CodedEnv
+from tether.control.envs.layers import ActionCode, CodedEnv
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
 from tether.control.pictures import find_pictures, fitting_cnn, refuse_texts

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.envs.spaces.coded import ActionCode
+from tether.control.envs.layers import ActionCode
 from tether.control.policies.actors import as_tensors
 from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
 from tether.control.policies.spec import (

@@ -72,9 +72,7 @@ def build_recording(
     env = make.make_one(options)
     name, _, function = source.rpartition(":")
     if source == SCRIPTED or name.endswith(".py"):
-        codec = importlib.import_module("tether.control.envs.spaces.actions").ActionCodec.of(
-            env.action_space, options.id
-        )
+        codec = importlib.import_module("tether.control.envs.conversion").ActionCodec.of(env.action_space, options.id)
         act = make.scripted(options) if source == SCRIPTED else _function(name, function)
         decide = record.scripted(act, codec)
     else:
