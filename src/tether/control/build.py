@@ -185,7 +185,7 @@ def _roles(
 ) -> tuple[ControlRoles, RankGroups | None]:
     """Build the roles in this process, or on several devices together with the groups of processes."""
     if config.trainer.devices > 1:
-        ranks = importlib.import_module("tether.control.build_ranks")
+        ranks = importlib.import_module("tether.control.ranks")
         roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
             config, checkpoint, total_steps, logs, resources
         )

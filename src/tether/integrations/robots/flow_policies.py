@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.config import RunConfig
+from tether.control.build_policies import find_pictures
 from tether.control.envs import ContinuousActions, VectorEnv
-from tether.control.pictures import find_pictures
 from tether.integrations.robots.flow import FlowSpec, Scale
 from tether.observations import Array, Observation, ObsLayout, row_width
 
