@@ -2,14 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tether.algorithms import value_loss
+from tether.batch import filled
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.losses import ControlLoss, Draws, Outputs, Samples, decision_outputs
-from tether.loop.engines.protocol import LossSizes
+from tether.control.learning.losses import (
+    EPISODES_WEIGH_EQUALLY,
+    ControlLoss,
+    Draws,
+    Outputs,
+    Samples,
+    loss_weights,
+    mask_at,
+    sum_to_level,
+)
+from tether.control.policies import Policy
+
+
+@dataclass(frozen=True)
+class DecisionOutputs:
+    """A policy's outputs for B decisions on K actions of D columns, differentiable."""
+
+    outputs: Tensor
+    """[B, outputs of the head]: the inputs of its distribution."""
+    log_probs: Tensor
+    """[B, K * D]"""
+    entropy: Tensor
+    """[B, K * D]"""
+    values: Tensor | None
+    """[B, V]; None without a critic."""
+
+
+def decision_outputs(policy: Policy, samples: Samples) -> DecisionOutputs:
+    """Return the outputs for the decisions of `samples`; for sequences, for the selected decisions."""
+    outputs, values = policy.decide(samples.obs, samples.memory, samples.actions)
+    done = policy.head.evaluate(outputs, samples.decisions().actions)
+    return DecisionOutputs(outputs, done.log_probs, done.entropy, values)
+
+
+def weights_of(loss: ControlLoss, rows: Samples, width: int, chunk: int) -> list[Tensor]:
+    """Return the weights of all policy losses, entropies and value losses of a mini-batch, before it is split."""
+
+    def mean(mode: str, like: Tensor, counted: Tensor | None, max_length: float | None = None) -> Tensor:
+        return torch.ones_like(like) * loss_weights(mode, like, counted, rows.weights, max_length)
+
+    policy = mean(loss.aggregation, rows.old_log_probs, mask_at(loss.logprob_level, rows.mask, width), loss.max_length)
+    columns = sum_to_level(torch.zeros(len(rows.actions), width), loss.entropy_level, chunk)
+    entropy = mean("token-mean", columns, mask_at(loss.entropy_level, rows.mask, width))
+    if rows.values is None:
+        return [policy, entropy]
+    mode = EPISODES_WEIGH_EQUALLY if loss.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
+    return [policy, entropy, mean(mode, rows.values, None if rows.values.shape[1] == 1 else rows.mask)]
+
+
+def differentiable_loss(
+    loss: ControlLoss, outputs: DecisionOutputs, samples: Samples, weights: list[Tensor], chunk: int
+) -> Tensor:
+    """Return L = policy loss - entropy_coeff x mean entropy + value_coeff x value loss of one micro-batch."""
+    width = outputs.log_probs.shape[1]
+    policy = loss.token_loss(loss.log_probs(outputs.log_probs, samples.mask, chunk), samples, width).loss
+    entropy = sum_to_level(outputs.entropy, loss.entropy_level, chunk, samples.mask)
+    total = (policy * weights[0]).sum() - loss.entropy_coeff * (entropy * weights[1]).sum()
+    if loss.critic_only:
+        total = torch.zeros_like(total)
+    if outputs.values is not None:
+        valid = samples.mask if samples.mask is not None and outputs.values.shape[1] > 1 else None
+        critic = value_loss(
+            outputs.values, filled(samples.values), filled(samples.returns),
+            torch.ones_like(outputs.values, dtype=torch.bool) if valid is None else valid,
+            cliprange_value=loss.cliprange_value, huber_delta=loss.huber_delta,
+        )  # fmt: skip
+        total = total + loss.value_coeff * (critic.loss * weights[2]).sum()
+    return total
 
 
 class FlatAutogradEngine(FlatEngine):
@@ -17,8 +85,7 @@ class FlatAutogradEngine(FlatEngine):
 
     def _gradients(self, mini: Samples, loss: ControlLoss, draws: Draws) -> Outputs:
         rows, width = mini.decisions(), self.policy.head.width
-        count = len(rows.actions)
-        sizes = LossSizes(count if rows.mask is None else int(rows.mask.sum()), count)
+        weights = weights_of(loss, rows, width, self._chunk)
         pieces = list(mini.split(self._decisions_at_once(mini)))
         selected = self._selected(pieces, rows, loss, draws)
         if selected is not None:
@@ -34,7 +101,9 @@ class FlatAutogradEngine(FlatEngine):
             with torch.enable_grad():
                 found = decision_outputs(self.policy, piece)
                 found.outputs.retain_grad()
-                loss(found, piece.decisions(), sizes).loss.backward()
+                count = len(found.log_probs)
+                mine, weights = [w[:count] for w in weights], [w[count:] for w in weights]
+                differentiable_loss(loss, found, piece.decisions(), mine, self._chunk).backward()
             said.append(found)
         if loss.critic_only:
             self._flat.grads[self._flat.slices[0]].zero_()

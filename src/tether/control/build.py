@@ -31,12 +31,18 @@ from tether.control.collecting import EnvCollector
 from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.losses import EPISODES_WEIGH_EQUALLY, ControlLoss, RolloutForward, RolloutOutputs
+from tether.control.learning.losses import (
+    EPISODES_WEIGH_EQUALLY,
+    ControlLoss,
+    RolloutForward,
+    RolloutOutputs,
+    loss_spec,
+)
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.policies import ControlPolicy, Policy, load_policy
 from tether.loop.checkpoint import Persistence, check_identity
-from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.engines.protocol import Engine, Learner, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts.alarms import Alarms
 from tether.loop.preflight import MemoryNeed, Preflight, preflight
@@ -422,10 +428,10 @@ def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[
     return Learner(
         roles.engine,
         forward,
-        LossSpec(forward, loss),
+        loss_spec(loss, forward),
         plan,
-        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if roles.policy.spec.value_width else None,
-        loss_at=loss_by_step(actor, total_steps, lambda actor: LossSpec(forward, _loss(config, actor))),
+        critic_loss=loss_spec(replace(loss, critic_only=True), forward) if roles.policy.spec.value_width else None,
+        loss_at=loss_by_step(actor, total_steps, lambda actor: loss_spec(_loss(config, actor), forward)),
     )
 
 

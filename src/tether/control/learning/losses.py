@@ -26,10 +26,10 @@ from torch import Tensor
 
 from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
 from tether.algorithms.aggregation import loss_divisors
-from tether.batch import EnvBatch, filled
+from tether.batch import EnvBatch
 from tether.control.policies import Memory, Observations, Policy, device_of
 from tether.loop.engines.own_functions import policy_loss
-from tether.loop.engines.protocol import LossSizes, LossTerm
+from tether.loop.engines.protocol import LossSpec
 
 Level = Literal["token_level", "action_level", "chunk_level"]
 
@@ -164,7 +164,6 @@ def loss_weights(
     mask: Tensor | None,
     episode_weights: Tensor | None,
     max_length: float | None,
-    totals: tuple[int, int] | None = None,
 ) -> Tensor | float:
     """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
 
@@ -176,12 +175,8 @@ def loss_weights(
         mask: [B, L]: valid elements; None means all.
         episode_weights: [B, 1] weights for ``masked_mean_ratio``.
         max_length: the divisor of modes with ``-norm``.
-        totals: rows and valid elements of the mini-batch, if `loss` is only one micro-batch of it.
     """
     rows, columns = loss.shape
-    elements = loss.numel() if mask is None else mask.sum()
-    if totals is not None:
-        rows, elements = totals
     if mode == EPISODES_WEIGH_EQUALLY:
         assert episode_weights is not None
         alike = episode_weights / (rows * columns)
@@ -189,7 +184,7 @@ def loss_weights(
     of_row, of_all = loss_divisors(
         mode,
         columns if mask is None else mask.sum(dim=1, keepdim=True),
-        num_tokens=elements,
+        num_tokens=loss.numel() if mask is None else mask.sum(),
         num_sequences=rows,
         max_length=columns if max_length is None else max_length,
     )
@@ -234,27 +229,6 @@ class RolloutForward:
         columns = policy.head.evaluate(passed.outputs, actions).log_probs.cpu()
         log_probs = sum_to_level(columns, self.logprob_level, chunk, mask)
         return RolloutOutputs(log_probs, seen.cpu(), _on_cpu(passed.values), _on_cpu(passed.final_values))
-
-
-@dataclass(frozen=True)
-class DecisionOutputs:
-    """A policy's outputs for B decisions on K actions of D columns, differentiable."""
-
-    outputs: Tensor
-    """[B, outputs of the head]: the inputs of its distribution."""
-    log_probs: Tensor
-    """[B, K * D]"""
-    entropy: Tensor
-    """[B, K * D]"""
-    values: Tensor | None
-    """[B, V]; None without a critic."""
-
-
-def decision_outputs(policy: Policy, samples: Samples) -> DecisionOutputs:
-    """Return the outputs for the decisions of `samples`; for sequences, for the selected decisions."""
-    outputs, values = policy.decide(samples.obs, samples.memory, samples.actions)
-    done = policy.head.evaluate(outputs, samples.decisions().actions)
-    return DecisionOutputs(outputs, done.log_probs, done.entropy, values)
 
 
 CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
@@ -392,35 +366,6 @@ class ControlLoss:
     critic_only: bool = False
     """Whether only the value loss is minimised and the policy stays unchanged."""
 
-    def __call__(self, outputs: DecisionOutputs, samples: Samples, sizes: LossSizes) -> LossTerm:
-        """Return one micro-batch's share of the loss, differentiable, as a `tether.loop.engines.protocol.LossFunction`.
-
-        `FlatEngine` computes the same loss by its closed forms.
-        """
-        width = outputs.log_probs.shape[1]
-        chunk = 1 if samples.mask is None else samples.mask.shape[1]
-        counted = mask_at(self.logprob_level, samples.mask, width)
-        log_probs = self.log_probs(outputs.log_probs, samples.mask, chunk)
-        token_loss = self.token_loss(log_probs, samples, width)
-        totals = (sizes.num_sequences, self._elements(self.logprob_level, sizes, width, chunk))
-        weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, totals)
-        policy = (token_loss.loss * weights).sum()
-        total, metrics = policy, dict(token_loss.metrics)
-        entropy = sum_to_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
-        total = total - self.entropy_coeff * entropy.sum() / self._elements(self.entropy_level, sizes, width, chunk)
-        if self.critic_only:
-            total = torch.zeros_like(total)
-        if outputs.values is not None:
-            counted, weights = self._value_weights(outputs.values, samples, sizes)
-            mask = torch.ones_like(outputs.values, dtype=torch.bool) if counted is None else counted
-            critic = value_loss(
-                outputs.values, filled(samples.values), filled(samples.returns), mask,
-                cliprange_value=self.cliprange_value, huber_delta=self.huber_delta,
-            )  # fmt: skip
-            total = total + (critic.loss * weights).sum()
-            metrics |= critic.metrics
-        return LossTerm(total, metrics, {"actor/pg_loss": policy})
-
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
@@ -536,30 +481,23 @@ class ControlLoss:
             "actor/policy_grad_norm": sum(norms) / len(norms),
         }
 
-    @staticmethod
-    def _elements(level: Level, sizes: LossSizes, width: int, chunk: int) -> int:
-        """Return the number of elements at a level in a mini-batch of the given sizes."""
-        if level == "chunk_level":
-            return sizes.num_sequences
-        return sizes.num_tokens * (width // chunk if level == "token_level" else 1)
-
-    def _value_weights(
-        self, values: Tensor, rows: Samples, sizes: LossSizes | None = None
-    ) -> tuple[Tensor | None, Tensor | float]:
+    def _value_weights(self, values: Tensor, rows: Samples) -> tuple[Tensor | None, Tensor | float]:
         """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss.
 
         Args:
             values: a tensor of their shape.
-            rows: the rows of the micro-batch.
-            sizes: the sizes of the mini-batch; None if it consists of these rows.
+            rows: the rows of the mini-batch.
         """
         counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
-        totals = None
-        if sizes is not None:
-            totals = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
-        return counted, loss_weights(mode, values, counted, rows.weights, None, totals) * self.value_coeff
+        return counted, loss_weights(mode, values, counted, rows.weights, None) * self.value_coeff
 
     def _weights(self, log_probs: Tensor, rows: Samples, width: int) -> Tensor | float:
         counted = mask_at(self.logprob_level, rows.mask, width)
         return loss_weights(self.aggregation, log_probs, counted, rows.weights, self.max_length)
+
+
+def loss_spec(loss: ControlLoss, forward: RolloutForward) -> LossSpec[Any, RolloutOutputs]:
+    """Return the loss for an engine that computes gradients from its spec, such as `FlatEngine`, and never calls it."""
+    function: Any = loss
+    return LossSpec(forward, function)
