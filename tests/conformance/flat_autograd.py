@@ -20,7 +20,7 @@ from tether.control.learning.losses import (
     mask_at,
     sum_to_level,
 )
-from tether.control.policies import Policy
+from tether.control.policies.mlp_policy import Policy
 
 
 @dataclass(frozen=True)

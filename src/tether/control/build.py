@@ -27,8 +27,8 @@ from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig, for_environment
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.build_policies import code_of, env_for_policy, start_policy
-from tether.control.collecting import EnvCollector
-from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
 from tether.control.learning.flat import FlatEngine
 from tether.control.learning.losses import (
@@ -40,7 +40,7 @@ from tether.control.learning.losses import (
 )
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
-from tether.control.policies import ControlPolicy, Policy, load_policy
+from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.loop.checkpoint import Persistence, check_identity
 from tether.loop.engines.protocol import Engine, Learner, UpdatePlan
 from tether.loop.loop import Schedule, Trainer

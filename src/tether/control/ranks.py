@@ -39,10 +39,12 @@ from tether.control.build import (
 )
 from tether.control.build_policies import env_for_policy
 from tether.control.collecting.collector import EnvCollector
-from tether.control.envs import ContinuousActions, DiscreteActions, EnvState, VectorEnv
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt
-from tether.control.policies import Act, Observations, Policy
+from tether.control.policies.actors import Act
+from tether.control.policies.mlp_policy import Policy
+from tether.control.policies.spec import Observations
 from tether.distributed.groups import RankGroups, build_groups
 from tether.distributed.handles import EngineHandle
 from tether.distributed.worker import Group

@@ -13,7 +13,8 @@ from tests.models.control.test_network import SPECS, draw
 from tests.models.test_other_devices import CUDA, fake_cuda  # noqa: F401  (a fixture)
 from tether.batch import EnvBatch
 from tether.control.learning.losses import RolloutForward
-from tether.control.policies import Policy, PolicySpec, device_of, make_policy
+from tether.control.policies.mlp_policy import Policy, make_policy
+from tether.control.policies.spec import PolicySpec, device_of
 
 COLUMNS, DECISIONS = 3, 4
 

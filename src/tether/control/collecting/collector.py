@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.batch import EnvBatch, Episode
-from tether.control.envs import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
-from tether.control.policies import Act
+from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.control.policies.actors import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
 from tether.types import StateDict
 

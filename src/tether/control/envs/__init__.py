@@ -5,16 +5,3 @@
 `state` saves them. A simulator library has a module of its own, such as `minigrid`, which is imported only when a
 configuration names it.
 """
-
-from tether.control.envs.protocol import (
-    ContinuousActions,
-    DiscreteActions,
-    EnvState,
-    EnvStep,
-    Flags,
-    Floats,
-    Renders,
-    VectorEnv,
-)
-
-__all__ = ["ContinuousActions", "DiscreteActions", "EnvState", "EnvStep", "Flags", "Floats", "Renders", "VectorEnv"]

@@ -26,7 +26,7 @@ from tether.algorithms import (
 from tether.algorithms.aggregation import episode_weights
 from tether.batch import EnvBatch, filled
 from tether.control.learning.losses import Samples, per_column
-from tether.control.policies import Memory, numbers_of, with_numbers
+from tether.control.policies.spec import Memory, numbers_of, with_numbers
 from tether.metrics.data import group_metrics
 from tether.types import StateDict
 

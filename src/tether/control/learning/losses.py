@@ -27,7 +27,8 @@ from torch import Tensor
 from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
 from tether.algorithms.aggregation import loss_divisors
 from tether.batch import EnvBatch
-from tether.control.policies import Memory, Observations, Policy, device_of
+from tether.control.policies.mlp_policy import Policy
+from tether.control.policies.spec import Memory, Observations, device_of
 from tether.loop.engines.own_functions import policy_loss
 from tether.loop.engines.protocol import LossSpec
 

@@ -15,8 +15,8 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.control.build import env_options, make_env, view_of
 from tether.control.build_policies import code_of, new_policy, saved_policy
-from tether.control.envs import DiscreteActions, VectorEnv
-from tether.control.policies import Policy
+from tether.control.envs.protocol import DiscreteActions, VectorEnv
+from tether.control.policies.mlp_policy import Policy
 from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 from tether.integrations.robots.demonstrations import Demonstration
 from tether.integrations.robots.flow import FlowSpec

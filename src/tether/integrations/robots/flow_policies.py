@@ -11,7 +11,7 @@ import numpy as np
 
 from tether.config import RunConfig
 from tether.control.build_policies import find_pictures
-from tether.control.envs import ContinuousActions, VectorEnv
+from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.flow import FlowSpec, Scale
 from tether.observations import Array, Observation, ObsLayout, row_width
 

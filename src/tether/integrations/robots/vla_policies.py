@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
 from tether.control.build_policies import find_pictures
-from tether.control.envs import ContinuousActions, VectorEnv
+from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.vla import VlaSpec
 from tether.types import JsonObject
 
