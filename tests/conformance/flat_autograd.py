@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tether.algorithms import value_loss
+from tether.algorithms import TOKEN_SELECTIONS, TokenLoss, value_loss
 from tether.batch import filled
 from tether.control.learning.flat import FlatEngine
 from tether.control.learning.losses import (
@@ -21,6 +21,7 @@ from tether.control.learning.losses import (
     sum_to_level,
 )
 from tether.control.policies.mlp_policy import Policy
+from tether.loop.engines.own_functions import policy_loss
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,28 @@ def weights_of(loss: ControlLoss, rows: Samples, width: int, chunk: int) -> list
     return [policy, entropy, mean(mode, rows.values, None if rows.values.shape[1] == 1 else rows.mask)]
 
 
+def token_loss(loss: ControlLoss, log_probs: Tensor, rows: Samples, width: int, selected: Tensor | None) -> TokenLoss:
+    """Return the policy's loss of each element, of which the selected ones are treated differently."""
+    counted = mask_at(loss.logprob_level, rows.mask, width)
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+    old = rows.old_log_probs
+    return policy_loss(loss.name)(
+        log_probs, old, rows.advantages, mask, rollout_log_probs=old, selected=selected, **loss.options
+    )
+
+
 def differentiable_loss(
-    loss: ControlLoss, outputs: DecisionOutputs, samples: Samples, weights: list[Tensor], chunk: int
+    loss: ControlLoss,
+    outputs: DecisionOutputs,
+    samples: Samples,
+    weights: list[Tensor],
+    selected: Tensor | None,
+    chunk: int,
 ) -> Tensor:
     """Return L = policy loss - entropy_coeff x mean entropy + value_coeff x value loss of one micro-batch."""
     width = outputs.log_probs.shape[1]
-    policy = loss.token_loss(loss.log_probs(outputs.log_probs, samples.mask, chunk), samples, width).loss
+    log_probs = loss.log_probs(outputs.log_probs, samples.mask, chunk)
+    policy = token_loss(loss, log_probs, samples, width, selected).loss
     entropy = sum_to_level(outputs.entropy, loss.entropy_level, chunk, samples.mask)
     total = (policy * weights[0]).sum() - loss.entropy_coeff * (entropy * weights[1]).sum()
     if loss.critic_only:
@@ -88,22 +105,18 @@ class FlatAutogradEngine(FlatEngine):
         weights = weights_of(loss, rows, width, self._chunk)
         pieces = list(mini.split(self._decisions_at_once(mini)))
         selected = self._selected(pieces, rows, loss, draws)
-        if selected is not None:
-            whole = selected
-            if mini.memory is not None:
-                kept = mini.memory.selected
-                whole = selected.new_zeros(*kept.shape, selected.shape[1])
-                whole[kept] = selected
-            pieces = list(replace(mini, selected=whole).split(self._decisions_at_once(mini)))
         self._flat.grads.zero_()
-        said = []
+        said, first = [], 0
         for piece in pieces:
             with torch.enable_grad():
                 found = decision_outputs(self.policy, piece)
                 found.outputs.retain_grad()
                 count = len(found.log_probs)
-                mine, weights = [w[:count] for w in weights], [w[count:] for w in weights]
-                differentiable_loss(loss, found, piece.decisions(), mine, self._chunk).backward()
+                mine = slice(first, first + count)
+                chosen = None if selected is None else selected[mine]
+                own = [weight[mine] for weight in weights]
+                differentiable_loss(loss, found, piece.decisions(), own, chosen, self._chunk).backward()
+            first += count
             said.append(found)
         if loss.critic_only:
             self._flat.grads[self._flat.slices[0]].zero_()
@@ -115,8 +128,7 @@ class FlatAutogradEngine(FlatEngine):
             return outputs
         by_outputs = torch.cat([found.outputs.grad for found in said if found.outputs.grad is not None])
         norm = torch.linalg.vector_norm(by_outputs)
-        token_loss = loss.token_loss(log_probs, replace(rows, selected=selected), width)
-        return replace(outputs, loss=token_loss, policy_grad_norm=norm)
+        return replace(outputs, loss=token_loss(loss, log_probs, rows, width, selected), policy_grad_norm=norm)
 
     def _decisions_at_once(self, mini: Samples) -> int:
         of_each = 1 if mini.memory is None else mini.memory.selected.shape[1]
@@ -124,7 +136,11 @@ class FlatAutogradEngine(FlatEngine):
 
     def _selected(self, pieces: list[Samples], rows: Samples, loss: ControlLoss, draws: Draws) -> Tensor | None:
         """The tokens that the loss treats apart, chosen over all micro-batches."""
-        if loss.critic_only or not loss.selects:
+        if loss.critic_only or loss.name not in TOKEN_SELECTIONS:
             return None
         columns = torch.cat([decision_outputs(self.policy, piece).log_probs for piece in pieces])
-        return loss.select(loss.log_probs(columns, rows.mask, self._chunk), rows, self.policy.head.width, draws)
+        log_probs = loss.log_probs(columns, rows.mask, self._chunk)
+        counted = mask_at(loss.logprob_level, rows.mask, self.policy.head.width)
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
+        choose = TOKEN_SELECTIONS[loss.name]
+        return choose(log_probs, rows.old_log_probs, rows.advantages, mask, generator=draws(), **loss.selection)

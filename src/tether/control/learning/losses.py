@@ -5,7 +5,8 @@ column of the rollout, and the shape [S, ...] below is [M, C, ...]; the memory h
 
 A chunk is K actions of D columns each, concatenated: columns [..., K * D]. It is trained at one of three levels, at
 which it has L numbers: K * D at ``token_level``, K at ``action_level``, 1 at ``chunk_level``. If an episode ended
-within a chunk, a mask [..., K] has the actions that were executed; the others are ignored.
+within a chunk, a mask [..., K] has the actions that were executed; the others are ignored. A mini-batch has B
+decisions, with V values each.
 
 The loss is a plain spec with the names and coefficients of `tether.algorithms`. Its gradients are closed forms, because
 the networks are so small that autograd costs more than they do. Each is the derivative of a function in
@@ -79,7 +80,7 @@ EPISODES_WEIGH_EQUALLY = "masked_mean_ratio"
 
 @dataclass(frozen=True)
 class Samples:
-    """Decisions to train on, one per row. K: actions of a chunk; D: columns of an action; L: as in `chunk_levels`."""
+    """Decisions to train on, one per row. K: actions of a chunk; D: columns of an action; L: numbers at a level."""
 
     obs: Observations
     """[S, ...] inputs of the networks."""
@@ -100,8 +101,6 @@ class Samples:
     memory: Memory | None = None
     observed: TensorDict | None = None
     """[N] observations that update the policy's statistics after the update; they belong to no row."""
-    selected: Tensor | None = None
-    """[S, L]: elements that the policy loss treats differently."""
 
     def __len__(self) -> int:
         """Return the number of rows, or of sequences."""
@@ -371,27 +370,13 @@ class ControlLoss:
         """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
 
-    @property
-    def selects(self) -> bool:
-        """Whether the policy loss treats some elements differently."""
-        return self.name in TOKEN_SELECTIONS
-
     def token_loss(self, log_probs: Tensor, rows: Samples, width: int) -> TokenLoss:
         """Return the policy's loss of each element; the arguments are those of `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         return policy_loss(self.name)(
-            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs,
-            selected=rows.selected, **self.options,
-        )  # fmt: skip
-
-    def select(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> Tensor:
-        """Select the elements [B, L] that the policy loss treats differently; the arguments are those of
-        `policy_gradient`."""
-        counted = mask_at(self.logprob_level, rows.mask, width)
-        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
-        choose = TOKEN_SELECTIONS[self.name]
-        return choose(log_probs, rows.old_log_probs, rows.advantages, mask, generator=draws(), **self.selection)
+            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs, **self.options
+        )
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
         """Return the gradient of the policy loss by the log-probs, weighted by the aggregation.
