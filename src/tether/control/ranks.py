@@ -65,6 +65,75 @@ MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 Result = TypeVar("Result")
 
 
+ENGINE, ENVS = "actor", "envs"
+"""Names of each rank's components."""
+
+
+def roles_on_ranks(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
+) -> tuple[ControlRoles, RankGroups]:
+    """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
+
+    Args:
+        config: configuration of the run.
+        checkpoint: the checkpoint to resume from.
+        total_steps: number of training steps.
+        logs: folder for the output of the ranks.
+        resources: closes the ranks.
+
+    Raises:
+        ValueError: as in `build_groups` and `make_env`, or the ranks would need an object of this process.
+    """
+    policy_config, id = config.policy, config.env.train.id
+    named = {"env.train.id": id, "policy.model_type": policy_config.model_type}
+    for key, value in (named | {"policy.features_extractor": policy_config.features_extractor}).items():
+        if is_object(value):
+            raise ValueError(f"{key}: an object of this process is on no other device. Name it as FILE.py:NAME")
+    groups = build_groups(config, resolve_device(config.trainer.device), logs, resources)
+    assert groups is not None
+    groups.build(build_control_parts, config, checkpoint, total_steps)
+    group, train = groups.of[ENGINE], config.env.train
+    env: Any = ShardedEnvs(group, ENVS)
+    policy = policy_of(config, checkpoint, env)
+    engine: Any = ShardedFlatEngine(group, ENGINE)
+    engine.export().copy_to(policy)  # a different processor may initialize with different bits
+    collector: Any = ShardedCollector(
+        env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
+    )
+    return ControlRoles(env, policy, engine, collector), groups
+
+
+def build_control_parts(
+    config: RunConfig, checkpoint: Path | None, total_steps: int, names: frozenset[str]
+) -> dict[str, Any]:
+    """Build the components of one rank; called on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # The global generators, which environments may use, are seeded differently on each rank.
+    seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
+    train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
+    env = make_env(train, "env.train", pacing_of(config), view_of(config), first=first)
+    policy = policy_of(config, checkpoint, env)
+    engine = flat_engine(config, policy, total_steps, FlatRankEngine)
+    collector = build_collector(config, env_for_policy(env, policy), policy)
+    return {ENGINE: engine, ENVS: RankEnvs(env, collector, policy), "trace": ProcessTrace()}
+
+
+def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
+    """Return the section of a rank's environments, in complete groups, and the index of the first one.
+
+    Args:
+        train: section of all environments.
+        rank: index of the rank.
+        ranks: number of ranks.
+        on_node: number of ranks that share a machine's cores.
+    """
+    groups = train.total_num_envs // train.group_size
+    first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))
+    workers = (train.num_workers // ranks) if train.num_workers else usable_cores() // on_node
+    changed = {"total_num_envs": end - first, "num_workers": max(1, workers)}
+    return train.model_copy(update=changed), first
+
+
 class FlatRankEngine(FlatEngine):
     """The engine of one rank; `learn` is called on all ranks with the same arguments. See `FlatEngine` for the
     arguments.
@@ -393,72 +462,3 @@ def _bounds(rows: int, ranks: int) -> list[tuple[int, int]]:
 def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor is not None]
     return torch.cat(present) if present else None
-
-
-ENGINE, ENVS = "actor", "envs"
-"""Names of each rank's components."""
-
-
-def roles_on_ranks(
-    config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
-) -> tuple[ControlRoles, RankGroups]:
-    """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
-
-    Args:
-        config: configuration of the run.
-        checkpoint: the checkpoint to resume from.
-        total_steps: number of training steps.
-        logs: folder for the output of the ranks.
-        resources: closes the ranks.
-
-    Raises:
-        ValueError: as in `build_groups` and `make_env`, or the ranks would need an object of this process.
-    """
-    policy_config, id = config.policy, config.env.train.id
-    named = {"env.train.id": id, "policy.model_type": policy_config.model_type}
-    for key, value in (named | {"policy.features_extractor": policy_config.features_extractor}).items():
-        if is_object(value):
-            raise ValueError(f"{key}: an object of this process is on no other device. Name it as FILE.py:NAME")
-    groups = build_groups(config, resolve_device(config.trainer.device), logs, resources)
-    assert groups is not None
-    groups.build(build_control_parts, config, checkpoint, total_steps)
-    group, train = groups.of[ENGINE], config.env.train
-    env: Any = ShardedEnvs(group, ENVS)
-    policy = policy_of(config, checkpoint, env)
-    engine: Any = ShardedFlatEngine(group, ENGINE)
-    engine.export().copy_to(policy)  # a different processor may initialize with different bits
-    collector: Any = ShardedCollector(
-        env, train.max_steps_per_rollout_epoch, chunk=policy_config.num_action_chunks, epochs=train.rollout_epoch
-    )
-    return ControlRoles(env, policy, engine, collector), groups
-
-
-def build_control_parts(
-    config: RunConfig, checkpoint: Path | None, total_steps: int, names: frozenset[str]
-) -> dict[str, Any]:
-    """Build the components of one rank; called on each rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    # The global generators, which environments may use, are seeded differently on each rank.
-    seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
-    train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
-    env = make_env(train, "env.train", pacing_of(config), view_of(config), first=first)
-    policy = policy_of(config, checkpoint, env)
-    engine = flat_engine(config, policy, total_steps, FlatRankEngine)
-    collector = build_collector(config, env_for_policy(env, policy), policy)
-    return {ENGINE: engine, ENVS: RankEnvs(env, collector, policy), "trace": ProcessTrace()}
-
-
-def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
-    """Return the section of a rank's environments, in complete groups, and the index of the first one.
-
-    Args:
-        train: section of all environments.
-        rank: index of the rank.
-        ranks: number of ranks.
-        on_node: number of ranks that share a machine's cores.
-    """
-    groups = train.total_num_envs // train.group_size
-    first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))
-    workers = (train.num_workers // ranks) if train.num_workers else usable_cores() // on_node
-    changed = {"total_num_envs": end - first, "num_workers": max(1, workers)}
-    return train.model_copy(update=changed), first
