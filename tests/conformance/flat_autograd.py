@@ -52,7 +52,7 @@ def weights_of(loss: ControlLoss, rows: Samples, width: int, chunk: int) -> list
         return torch.ones_like(like) * loss_weights(mode, like, counted, rows.weights, max_length)
 
     policy = mean(loss.aggregation, rows.old_log_probs, mask_at(loss.logprob_level, rows.mask, width), loss.max_length)
-    columns = sum_to_level(torch.zeros(len(rows.actions), width), loss.entropy_level, chunk)
+    columns = sum_to_level(rows.old_log_probs.new_zeros(len(rows.actions), width), loss.entropy_level, chunk)
     entropy = mean("token-mean", columns, mask_at(loss.entropy_level, rows.mask, width))
     if rows.values is None:
         return [policy, entropy]
