@@ -22,7 +22,17 @@ from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
 from tether.runtime.threads import num_threads, usable_cores
 
-CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
+CORE = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "tensordict",
+    "numba",
+    "pydantic",
+    "hydra-core",
+    "datasets",
+    "math-verify",
+)
 EXTRAS = {
     "gymnasium": ("gymnasium", "environments: tether train env.train.id=CartPole-v1"),
     "mujoco": ("mujoco", "MuJoCo environments such as HalfCheetah-v5"),
