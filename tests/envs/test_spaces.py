@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from tether.control.envs.conversion import ActionCodec, ObservationReader
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions
-from tether.control.policies.actors import as_tensors
+from tether.control.policies.networks import as_tensors
 from tether.control.policies.spec import FlatRow
 from tether.observations import row_width
 

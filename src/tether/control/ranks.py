@@ -42,8 +42,8 @@ from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt
-from tether.control.policies.actors import Act
 from tether.control.policies.mlp_policy import Policy
+from tether.control.policies.networks import Act
 from tether.control.policies.spec import Observations
 from tether.distributed.groups import RankGroups, build_groups
 from tether.distributed.handles import EngineHandle

@@ -14,7 +14,8 @@ from tests.models.test_other_devices import CUDA, fake_cuda  # noqa: F401  (a fi
 from tether.batch import EnvBatch
 from tether.control.learning.losses import RolloutForward
 from tether.control.policies.mlp_policy import Policy, make_policy
-from tether.control.policies.spec import PolicySpec, device_of
+from tether.control.policies.networks import device_of
+from tether.control.policies.spec import PolicySpec
 
 COLUMNS, DECISIONS = 3, 4
 

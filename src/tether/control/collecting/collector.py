@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tether.batch import EnvBatch, Episode
 from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
-from tether.control.policies.actors import Act
+from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
 from tether.types import StateDict
 

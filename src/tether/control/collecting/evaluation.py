@@ -11,7 +11,7 @@ import numpy as np
 from tether.batch import Episode
 from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
 from tether.control.envs.protocol import DiscreteActions, Flags, VectorEnv
-from tether.control.policies.actors import Act
+from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
 from tether.runtime.interrupt import give_up_if_interrupted
 

@@ -24,7 +24,7 @@ from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
 from tether.control.policies.mlp_policy import Policy, save_policy
-from tether.control.policies.spec import device_of
+from tether.control.policies.networks import device_of
 from tether.loop.engines.incident import Incidents
 from tether.loop.engines.optimizer import OptimizerOptions, learning_rate
 from tether.loop.engines.out_of_memory import within_memory

@@ -29,7 +29,8 @@ from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss, masked
 from tether.algorithms.aggregation import loss_divisors
 from tether.batch import EnvBatch
 from tether.control.policies.mlp_policy import Policy
-from tether.control.policies.spec import Memory, Observations, device_of
+from tether.control.policies.networks import device_of
+from tether.control.policies.spec import Memory, Observations
 from tether.loop.engines.own_functions import policy_loss
 from tether.loop.engines.protocol import LossSpec
 

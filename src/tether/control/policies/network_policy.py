@@ -20,9 +20,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.actors import Actor, Forward, NetworkActor
 from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
-from tether.control.policies.networks import ACTIVATIONS, FloatArray, as_array, layers_in_numpy, orthogonal_linear
+from tether.control.policies.networks import (
+    ACTIVATIONS,
+    Actor,
+    FloatArray,
+    Forward,
+    NetworkActor,
+    as_array,
+    layers_in_numpy,
+    orthogonal_linear,
+)
 from tether.control.policies.own_parts import OwnFeatures
 from tether.control.policies.spec import (
     ALLOWED,

@@ -13,7 +13,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.networks import CategoricalHead, GaussianHead, Head, RunningNormalizer, StateDependentHead
+from tether.control.policies.networks import (
+    FORBIDDEN,
+    CategoricalHead,
+    GaussianHead,
+    Head,
+    RunningNormalizer,
+    StateDependentHead,
+)
 from tether.observations import ObsLayout, ObsPart, row_width
 
 NUMBERS, PICTURE, TEXT, ALLOWED = "numbers", "picture", "text", "allowed"
@@ -81,8 +88,6 @@ def _columns(field: ObsPart, values: Tensor) -> Tensor:
 
 Observations = Tensor | TensorDict
 """Inputs of networks: numbers [..., O], or a TensorDict of numbers and an image, a text or a mask."""
-FORBIDDEN = -1e9
-"""Logit of a choice that is not allowed; finite, so that nothing computed from it is NaN."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +267,3 @@ def masked(outputs: Tensor, obs: Observations) -> Tensor:
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:
     """Return the observations with other numbers."""
     return numbers if isinstance(obs, Tensor) else obs.clone(recurse=False).set(NUMBERS, numbers)
-
-
-def device_of(policy: nn.Module) -> torch.device:
-    """Return the device of a policy."""
-    return next(policy.parameters()).device

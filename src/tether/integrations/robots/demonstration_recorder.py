@@ -8,7 +8,7 @@ import numpy as np
 
 from tether.control.envs.conversion import ActionCodec, ObservationReader, success_of
 from tether.control.envs.gymnasium_types import Env, Raw
-from tether.control.policies.actors import Act
+from tether.control.policies.networks import Act
 from tether.integrations.robots.demonstrations import Demonstration
 from tether.observations import Array, Observation, copied, recorded
 
