@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getmodule
+from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -241,25 +242,58 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
 
     Of the functions, those in layers come first. Each is followed by the functions in its own data.
     """
-    finder = _Finder(envs)
-    shared = dict[type | ModuleType, None]()
-    for layer in finder.layers:  # grows
-        finder.look_into(layer)
-        kinds = type(layer).__mro__[:-1]
-        owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
-        for each in owners:
-            if each not in shared:
-                shared[each] = None
-                finder.add_layers(_Owner(each.__name__, each).values().values())
+    finder, shared = _Finder(), dict[type | ModuleType, None]()
+    for env in envs:
+        begin = len(finder.layers)
+        finder.add_layers([env])
+        for layer in islice(finder.layers, begin, None):  # grows
+            finder.look_into(layer)
+            kinds = type(layer).__mro__[:-1]
+            owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
+            for each in owners:
+                if each not in shared:
+                    shared[each] = None
+                    finder.add_layers(_Owner(each.__name__, each).values().values())
     layers = [_Owner(type(layer).__name__, layer) for layer in finder.layers]
     classes_first = sorted(shared, key=lambda each: isinstance(each, ModuleType))
     others = [_Owner(each.__name__, each) for each in classes_first]
-    in_layers = set(finder.functions)
-    for owner in others:
-        finder.look_through(_defined_by(owner.obj))
-    functions = [_Owner(each.__qualname__, each, key in in_layers) for key, each in finder.functions.items()]
     known = {id(layer) for layer in finder.layers}
+    functions = _functions([*layers, *others])
     return [*layers, *others, *(each for each in functions if {*map(id, each.values().values())} - known)]
+
+
+def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
+    """Return the functions in layers, then those of classes and modules, each with those in its own data behind it.
+
+    The order is that of checkpoints, which refer to an owner by its index.
+    """
+    functions, stack = dict[int, _Owner](), list[FunctionType]()
+    for in_layer in (True, False):
+        for owner in owners:
+            if owner.is_layer == in_layer and not owner.gives_state:
+                stack += _functions_in(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
+        while stack:
+            function = stack.pop()
+            if id(function) not in functions:
+                functions[id(function)] = _Owner(function.__qualname__, function, in_layer)
+                stack += _functions_in(_variables(function).values())
+    return list(functions.values())
+
+
+def _functions_in(values: Iterable[object]) -> Iterator[FunctionType]:
+    for value in values:
+        if isinstance(value, FunctionType):
+            yield value
+        elif not isinstance(value, CONSTANTS):
+            yield from (each for each in _layers_and_functions(value) if isinstance(each, FunctionType))
+
+
+def _layers_and_functions(value: object) -> list[object]:
+    """Return the layers and functions in a value, as deep as pickle goes, but not inside of them."""
+    found = list[object]()
+    with suppress(Exception):  # user classes may raise anything
+        _FindingPickler(found).dump(value)
+    return found
 
 
 def _pickles_its_arguments(obj: object) -> bool:
@@ -273,12 +307,12 @@ def _is_layer(obj: object) -> bool:
 
 
 class _Finder:
-    """Finds layers and functions in values, as deep as pickle goes."""
+    """Finds layers in values, as deep as pickle goes, and in the variables of functions."""
 
-    def __init__(self, layers: Iterable[object]) -> None:
-        self.functions: dict[int, FunctionType] = {}
-        self.layers = list(layers)
-        self._known = set(map(id, self.layers))
+    def __init__(self) -> None:
+        self.layers: list[object] = []
+        self._known = set[int]()
+        self._functions: dict[int, FunctionType] = {}
 
     def add_layers(self, values: Iterable[object]) -> None:
         """Add those of the values that are layers themselves."""
@@ -290,23 +324,20 @@ class _Finder:
     def look_into(self, layer: Any) -> None:
         """Look through a layer's attributes; if it gives its state, only at the layer that it wraps."""
         if not _gives_state(layer):
-            self.look_through(vars(layer).values())
+            self._look_through(vars(layer).values())
         elif isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
             self.add_layers([layer.env])
 
-    def look_through(self, values: Iterable[object]) -> None:
-        """Collect the layers and functions in these values, and in the variables of these functions."""
+    def _look_through(self, values: Iterable[object]) -> None:
         for value in values:
             if isinstance(value, FunctionType):
-                if id(value) not in self.functions:
-                    self.functions[id(value)] = value
-                    self.look_through(_variables(value).values())
+                if id(value) not in self._functions:
+                    self._functions[id(value)] = value
+                    self._look_through(_variables(value).values())
             elif not isinstance(value, CONSTANTS):
-                found = list[object]()
-                with suppress(Exception):  # user classes may raise anything
-                    _FindingPickler(found).dump(value)
+                found = _layers_and_functions(value)
                 self.add_layers(found)
-                self.look_through(each for each in found if isinstance(each, FunctionType))
+                self._look_through(each for each in found if isinstance(each, FunctionType))
 
 
 class _FindingPickler(pickle.Pickler):
