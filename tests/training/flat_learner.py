@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.forward import RolloutForward
-from tether.control.learning.losses import ControlLoss
+from tether.control.learning.losses import ControlLoss, RolloutForward
 from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan
 
 OPTIONS = OptimizerOptions(lr=1e-2, weight_decay=0.0, eps=1e-5, grad_clip=0.5)
