@@ -80,8 +80,7 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
         chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
         sets = [f"{item[0]}={show(item[1])}" for item in chosen if not isinstance(item, Problem) and item[1] != {}]
         also = f", with {' and '.join(sets)}" if sets else ""
-        where = "docs/guides/coming-from-verl.md lists those that differ here"
-        notes.append(f"{path.stem} stands for verl's defaults{also}; {where}")
+        notes.append(f"{path.stem} stands for verl's defaults{also}; tether config show prints each value")
         problems += _store(settings, chosen, path.stem, 0)
     elif path is not None:
         composed, list_problems = compose(path, tree, composed_files().get)
