@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from tether.integrations.rlinf.rows import (
     Checked,
@@ -39,7 +38,7 @@ UNSHARDED = NoEffect("on one device there are no shards to place")
 STEPS = "env.train.max_steps_per_rollout_epoch"
 
 
-def with_current_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
+def with_current_names(values: Values) -> tuple[dict[str, object], dict[str, str]]:
     """Rename older keys to their current names.
 
     Returns:

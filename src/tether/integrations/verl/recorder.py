@@ -24,7 +24,7 @@ _TOOLS = (
     "rm", "rmdir", "sed", "seq", "sort", "stat", "tac", "tail", "tee", "touch", "tr", "uname", "uniq", "wc",
 )  # fmt: skip
 """The programs that scripts compute settings with. Every other name is recorded."""
-_LIMITS = Limits(seconds=5, memory_mb=512, processes=64)
+_LIMITS = Limits(seconds=3, memory_mb=512, processes=64)
 _MAX_RUNS = 4  # while paths of missing programs and folders turn up
 _OWN = re.compile(r"TETHER_RECORDER_\w+|BASH_ENV|PATH|PWD|OLDPWD|SHLVL|_")
 _NOT_PASSED = re.compile(
