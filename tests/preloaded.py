@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import tests.trainer.loops
 import tests.training.test_fsdp
-import tether.control.build_ranks
+import tether.control.ranks
 import tether.text.building.roles
 from tests.installed import HAS_MEGATRON
 

@@ -9,7 +9,7 @@ from benchmarks.control.report import difference, show, thinned
 from benchmarks.control.sides import PEERS, SIDES, over_last, run_tether, sb3_options
 from benchmarks.control.tasks import TASKS, overrides
 from tether.config import load_config
-from tether.control.learning.closed_form_gradients import value_gradient
+from tether.control.learning.losses import value_gradient
 
 
 @pytest.mark.parametrize("name", TASKS)

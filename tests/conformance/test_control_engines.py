@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.conformance import flat_autograd
 from tests.conformance.entries import CONTROL_ENGINES
 from tests.models.flow import test_policy as flows
 from tests.models.flow.fake import FakeBackbone
@@ -94,6 +95,12 @@ def test_a_mean_of_each_micro_batch_would_show(monkeypatch):
     """The negative control: denominators that are counted after the cut."""
     loss, samples = ControlLoss(), chunked_samples(make_policy(CHUNKED["gaussian"]), "action_level")
     expected = gradients("flat", make_policy(CHUNKED["gaussian"]), samples, loss)
-    monkeypatch.setattr(ControlLoss, "_elements", staticmethod(lambda level, sizes, width, chunk: 7))
+    weights_of = flat_autograd.weights_of
+
+    def after_the_cut(loss, rows, width, chunk):
+        cut = [weights_of(loss, rows[first : first + 5], width, chunk) for first in range(0, len(rows), 5)]
+        return [torch.cat(weights) for weights in zip(*cut, strict=True)]
+
+    monkeypatch.setattr(flat_autograd, "weights_of", after_the_cut)
     found = gradients("autograd", make_policy(CHUNKED["gaussian"]), samples, loss, micro_batch=5)
     assert any(not torch.allclose(found[name], gradient) for name, gradient in expected.items())

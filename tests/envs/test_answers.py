@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tether.control.envs.vectorization.loop import SyncVectorEnv
+from tether.control.envs.loop import SyncVectorEnv
 
 
 class Answers(gymnasium.Env):

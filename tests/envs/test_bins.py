@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.envs import toys
+from tether.control.envs.layers import CodedEnv
 from tether.control.envs.make import EnvOptions, make_vector_env
-from tether.control.envs.spaces.coded import CodedEnv
 from tether.integrations.robots.action_bins import CENTERS, NUM_INDICES, ActionBins, check_bounds
 
 BINS = ActionBins((-1.0, 0.0, 5.0), (1.0, 0.5, 5.0))

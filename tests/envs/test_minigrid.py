@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tether.control.envs.adapters.minigrid import SuccessByReward, view
+from tether.control.envs.minigrid import SuccessByReward, view
 
 minigrid = pytest.importorskip("minigrid")
 gymnasium = pytest.importorskip("gymnasium")

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
+from tether.control.envs.conversion import ActionCodec, ObservationReader
 from tether.observations import describe, played, recorded
 
 SPACE = spaces.Dict(

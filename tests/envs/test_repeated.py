@@ -4,7 +4,7 @@ import pytest
 
 gymnasium = pytest.importorskip("gymnasium")
 
-from tether.control.envs.vectorization.action_repeat import Repeated  # noqa: E402
+from tether.control.envs.action_repeat import Repeated  # noqa: E402
 
 
 class Steps(gymnasium.Env):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tether.control.envs.vectorization.loop import SyncVectorEnv
+from tether.control.envs.loop import SyncVectorEnv
 
 gymnasium = pytest.importorskip("gymnasium")
 FLAT = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
@@ -102,7 +102,7 @@ class Vectorized(gymnasium.vector.VectorEnv):
 
 
 def two_steps(env):
-    from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+    from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 
     adapted = GymnasiumVectorEnv("mine", env)
     adapted.reset(0)

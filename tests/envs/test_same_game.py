@@ -12,9 +12,9 @@ from gymnasium.spaces import Box, Discrete
 from tests.envs.test_vector_answers import Fives
 from tether.config import load_config
 from tether.control.build import make_env, pacing_of, view_of
+from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
+from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.make import EnvOptions, describe_preprocessing, make_vector_env, spaces_of
-from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
-from tether.control.envs.vectorization.loop import SyncVectorEnv
 
 ID, STILL = "tests/SameGame-v0", np.zeros((8, 1), np.int64)
 

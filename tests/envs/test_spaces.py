@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from tether.control.envs.conversion import ActionCodec, ObservationReader
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
-from tether.control.policies.actors import as_tensors
-from tether.control.policies.observations import FlatRow
+from tether.control.policies.networks import as_tensors
+from tether.control.policies.spec import FlatRow
 from tether.observations import row_width
 
 NESTED = spaces.Dict(

@@ -13,8 +13,8 @@ import pytest
 from gymnasium.utils import EzPickle
 
 from tests.envs import stateful, toys
+from tether.control.envs.action_repeat import Repeated
 from tether.control.envs.state import MOVED, EnvKeeper
-from tether.control.envs.vectorization.action_repeat import Repeated
 
 HISTORY: list[float] = []
 

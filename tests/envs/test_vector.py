@@ -10,8 +10,8 @@ import torch
 from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
 from tests.envs import toys
+from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 from tether.control.envs.make import EnvOptions, make_vector_env, spaces_of
-from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.runtime.global_rng import seed_rng
 
 LIMIT, ENVS, STEPS = 5, 3, 17

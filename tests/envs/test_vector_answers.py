@@ -8,7 +8,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
+from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 
 ENVS = 8
 PAIRS = gymnasium.spaces.Box(-1, 1, (2, 3), np.float32)

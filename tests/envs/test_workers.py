@@ -15,7 +15,7 @@ import pytest
 
 from tests.envs import toys
 from tests.processes import runs
-from tether.control.collecting.episodes import EpisodeTracker
+from tether.control.collecting.collector import EpisodeTracker
 from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,11 @@ from tests.envs.test_vector import ENVS, LIMIT, MAKERS  # noqa: E402
 from tether.algorithms import episodic_gae  # noqa: E402
 from tether.batch import Episode  # noqa: E402
 from tether.control.collecting import evaluation  # noqa: E402
-from tether.control.collecting.collector import EnvCollector  # noqa: E402
-from tether.control.collecting.episodes import EpisodeTracker, episode_metrics  # noqa: E402
+from tether.control.collecting.collector import (  # noqa: E402
+    EnvCollector,
+    EpisodeTracker,
+    episode_metrics,
+)
 from tether.control.collecting.evaluation import evaluate  # noqa: E402
 from tether.control.envs.make import EnvOptions, View, make_vector_env  # noqa: E402
 from tether.control.envs.protocol import DiscreteActions, EnvStep  # noqa: E402

@@ -1,7 +1,7 @@
 """From a rollout to samples, by the parts that the training step runs one after the other."""
 
 from tether.control.learning.advantages import ControlAdvantages, LearnedDecisions
-from tether.control.learning.forward import RolloutForward
+from tether.control.learning.losses import RolloutForward
 
 
 def make_samples(batch, policy, gamma, lam, *, logprob_level="action_level", episode_length=None, **options):

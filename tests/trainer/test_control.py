@@ -20,7 +20,7 @@ from tether.algorithms import discounted_sums  # noqa: E402
 from tether.commands.cli import app  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.control.build import build_control_run  # noqa: E402
-from tether.control.learning.rewards import RewardScaler  # noqa: E402
+from tether.control.learning.advantages import RewardScaler  # noqa: E402
 from tether.control.learning.rollouts import POLICY  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"

@@ -14,9 +14,9 @@ from tests.trainer.tiny_run import same  # noqa: E402
 from tether.config import load_config  # noqa: E402
 from tether.control.build import build_control_run  # noqa: E402
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
-from tether.control.policies.actors import as_tensors  # noqa: E402
 from tether.control.policies.mlp_policy import make_policy  # noqa: E402
 from tether.control.policies.network_policy import NetworkPolicy  # noqa: E402
+from tether.control.policies.networks import as_tensors  # noqa: E402
 from tether.control.policies.spec import PolicySpec  # noqa: E402
 
 ACTOR = "actor_rollout_ref.actor"

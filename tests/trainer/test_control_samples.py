@@ -11,11 +11,11 @@ from tests.trainer.control_samples import make_samples  # noqa: E402
 from tether.algorithms import masked_mean_ratio  # noqa: E402
 from tether.batch import EnvBatch, Episode  # noqa: E402
 from tether.control.collecting.collector import EnvCollector  # noqa: E402
+from tether.control.envs.layers import PacedEnv  # noqa: E402
+from tether.control.envs.loop import SyncVectorEnv  # noqa: E402
 from tether.control.envs.make import EnvOptions, Pacing, make_vector_env  # noqa: E402
-from tether.control.envs.vectorization.episode_starts import PacedEnv  # noqa: E402
-from tether.control.envs.vectorization.loop import SyncVectorEnv  # noqa: E402
-from tether.control.learning.rewards import EnvRewards, RelativeRewards  # noqa: E402
-from tether.control.learning.samples import loss_weights  # noqa: E402
+from tether.control.learning.advantages import EnvRewards, RelativeRewards  # noqa: E402
+from tether.control.learning.losses import loss_weights  # noqa: E402
 from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec  # noqa: E402
 
 VALUE = 10.0

@@ -9,7 +9,7 @@ import torch
 from tests.trainer.steps import first_step
 from tests.trainer.tiny_run import LIGHT, base_overrides
 from tether.config import ConfigError, load_config
-from tether.control.learning.closed_form_gradients import policy_gradient
+from tether.control.learning.losses import policy_gradient
 from tether.loop.engines.own_functions import advantage_estimator, policy_loss
 from tether.text.build import build_run
 from tether.text.building.named_inputs import missing_inputs

@@ -65,7 +65,7 @@ def test_resuming_is_exact_and_adapters_alone_are_trained(kind, folder, tmp_path
 
 def reach():
     """Its environments, as far as a new policy looks at them."""
-    from tether.control.envs import ContinuousActions
+    from tether.control.envs.protocol import ContinuousActions
 
     layout = (
         ObsPart("image", "image", (32, 32, 3), "uint8"),

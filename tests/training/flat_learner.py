@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.forward import RolloutForward
-from tether.control.learning.losses import ControlLoss
+from tether.control.learning.losses import ControlLoss, RolloutForward
 from tether.loop.engines.optimizer import OptimizerOptions
 from tether.loop.engines.protocol import Learner, LossSpec, UpdatePlan
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tether.algorithms import AGGREGATIONS, aggregate_loss, count_valid
-from tether.control.learning.chunk_levels import mask_at, sum_to_level, to_columns
-from tether.control.learning.samples import loss_weights
+from tether.control.learning.losses import loss_weights, mask_at, sum_to_level, to_columns
 
 MASK = torch.tensor([[True, True], [True, False]])  # of 2 actions of 3 columns
 COLUMNS = torch.arange(12.0).view(2, 6)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.algorithms import POLICY_LOSSES, value_loss
-from tether.control.learning.closed_form_gradients import policy_gradient, value_gradient, vanilla_gradient
+from tether.control.learning.losses import policy_gradient, value_gradient, vanilla_gradient
 
 
 def numbers(seed, count=64):

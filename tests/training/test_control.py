@@ -8,9 +8,8 @@ from torch import nn
 
 from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
-from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
+from tether.control.learning.flat import FlatAdamW, FlatParameters
+from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec
 from tether.loop.engines.optimizer import OptimizerOptions
 from tether.loop.engines.protocol import UpdatePlan

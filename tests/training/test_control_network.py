@@ -8,11 +8,9 @@ from tensordict import TensorDict
 
 from tests.training.flat_learner import flat_learner
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS, value_loss
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
+from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import make_policy
-from tether.control.policies.observations import NUMBERS, PICTURE
-from tether.control.policies.spec import Memory, PolicySpec, with_numbers
+from tether.control.policies.spec import NUMBERS, PICTURE, Memory, PolicySpec, with_numbers
 from tether.loop.engines.optimizer import OptimizerOptions
 from tether.loop.engines.protocol import UpdatePlan
 from tether.observations import ObsPart

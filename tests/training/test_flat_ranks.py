@@ -15,9 +15,8 @@ from tests.training.flat_learner import OPTIONS
 from tests.training.test_control import CHUNKED, SPECS, chunked_samples, make_policy, make_samples
 from tether.checkpoints import load_state
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.flat_ranks import FlatRankEngine
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import dealt
+from tether.control.learning.losses import ControlLoss, dealt
+from tether.control.ranks import FlatRankEngine
 from tether.loop.engines.incident import replay
 from tether.loop.engines.protocol import LossSpec, UpdatePlan
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
+from tether.control.learning.flat import FlatAdamW, FlatParameters
 from tether.loop.engines.optimizer import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
 
 

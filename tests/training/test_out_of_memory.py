@@ -15,11 +15,10 @@ from tests.training.test_control_network import SPECS, make, random_samples
 from tests.training.test_control_network import gradients as control_gradients
 from tether.batch import TrainBatch
 from tether.control.learning.flat import within_policy_memory
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
-from tether.control.policies.mlp import Mlp
+from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import ControlPolicy
 from tether.control.policies.network_policy import Torso
+from tether.control.policies.networks import Mlp
 from tether.control.policies.spec import PolicySpec, RolloutEvaluation
 from tether.loop.engines.out_of_memory import is_out_of_memory
 from tether.loop.engines.protocol import LossSpec, UpdatePlan

@@ -16,7 +16,7 @@ from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
 from tether.control.build import build_evaluation, preprocessing_line, video_folder
 from tether.control.learning.rollouts import POLICY
-from tether.control.policies import load_policy
+from tether.control.policies.mlp_policy import load_policy
 from tether.loop.protocol import EvaluationResult
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng

@@ -48,7 +48,7 @@ class Policy:
 
     Args:
         text: result of `tether.text.building.generator.build_generator`; None: this is a control policy.
-        control: result of `tether.control.agent.build_agent`; None: this is a language model.
+        control: result of `tether.control.build.build_agent`; None: this is a language model.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ def load(
         trusted = trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
         options = {"template_date": data.chat_template_date, "num_threads": threads, "trust_remote_code": trusted}
         return Policy(_generator()(checkpoint / "actor", *template, **options))
-    build_agent = importlib.import_module("tether.control.agent").build_agent
+    build_agent = importlib.import_module("tether.control.build").build_agent
     objects = {name: value for name, value in {"env": env, "policy": policy}.items() if value is not None}
     with holding(objects):
         agent, make_env = build_agent(config, checkpoint, seed)

@@ -1,4 +1,14 @@
-"""Builds the components of a control run from its configuration."""
+"""Builds a control run from its configuration: `build_control_run` lists the parts in order, and each is below it.
+
+1. `fit_defaults`: defaults that depend on the environment.
+2. `_schedule`: when to save, test and stop.
+3. `_roles`: environments (`make_env`), policy (`policy_of`), engine (`flat_engine`) and collector (`build_collector`).
+4. `build_evaluation`: environments for evaluation.
+5. The trainer: `_actor`, which learns by `_loss`; `_rewards`, `_advantages` and `_learned_decisions`.
+6. `_preflight`: what is checked before the first step.
+
+`build_agent` builds what acts with a saved policy.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +26,26 @@ import torch
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig, for_environment
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
-from tether.control.build_policies import env_for_policy, start_policy
-from tether.control.collecting import EnvCollector
-from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
-from tether.control.learning.advantages import ControlAdvantages, LearnedDecisions
+from tether.control.build_policies import code_of, env_for_policy, start_policy
+from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.forward import RolloutForward, RolloutOutputs
-from tether.control.learning.losses import ControlLoss
+from tether.control.learning.losses import (
+    EPISODES_WEIGH_EQUALLY,
+    ControlLoss,
+    RolloutForward,
+    RolloutOutputs,
+    loss_spec,
+)
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
-from tether.control.learning.rewards import EnvRewards, RewardScaler
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
-from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY
-from tether.control.policies import ControlPolicy, Policy, load_policy
+from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.loop.checkpoint import Persistence, check_identity
-from tether.loop.engines.protocol import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.engines.protocol import Engine, Learner, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts.alarms import Alarms
-from tether.loop.preflight import MemoryNeed, preflight
+from tether.loop.preflight import MemoryNeed, Preflight, preflight
 from tether.loop.run import (
     Run,
     after_rollbacks,
@@ -57,41 +70,10 @@ from tether.runtime.run_lock import RunLock
 from tether.runtime.threads import num_threads, usable_cores
 
 if TYPE_CHECKING:
+    from tether.control.collecting.agent import EnvAgent
+    from tether.control.envs.gymnasium_types import Env
     from tether.control.envs.make import EnvOptions
     from tether.distributed.groups import RankGroups
-
-
-def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration with defaults for the environment's kind of actions and observations.
-
-    If the id does not determine them, one environment is made to look at its spaces.
-
-    Raises:
-        ValueError: the environment cannot be made.
-    """
-    if loaded.undecided is None:
-        return loaded
-    config = loaded.config
-    train = config.env.train
-    one = train
-    if not _has_vector_code_alone(config):
-        vectorization = "auto" if train.vectorization == "vector" else train.vectorization
-        one = train.model_copy(
-            update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
-        )
-    with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
-        continuous = isinstance(env.actions, ContinuousActions)
-        pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
-    if not continuous and not pictures:
-        return replace(loaded, undecided=None)
-    return for_environment(loaded, continuous=continuous, pictures=pictures)
-
-
-def _has_vector_code_alone(config: RunConfig) -> bool:
-    """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
-    options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
-    alone: bool = importlib.import_module("tether.control.envs.make").has_vector_code_alone(options)
-    return alone
 
 
 def build_control_run(loaded: LoadedConfig) -> Run:
@@ -160,15 +142,62 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
         about += [preprocessing_line(config)] if evaluation else []
-        # Collected steps are copied once, into the rows of the training batch.
-        rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
-        check = partial(
-            preflight,
-            partial(sample_steps, partial(_few_envs, config, policy), source, rollouts),
-            [trainer.actor],
-            [rows],
-        )
+        check = _preflight(config, source, rollouts, trainer.actor)
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
+
+
+def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the configuration with defaults for the environment's kind of actions and observations.
+
+    If the id does not determine them, one environment is made to look at its spaces.
+
+    Raises:
+        ValueError: the environment cannot be made.
+    """
+    if loaded.undecided is None:
+        return loaded
+    config = loaded.config
+    train = config.env.train
+    one = train
+    if not _has_vector_code_alone(config):
+        vectorization = "auto" if train.vectorization == "vector" else train.vectorization
+        one = train.model_copy(
+            update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
+        )
+    with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
+        continuous = isinstance(env.actions, ContinuousActions)
+        pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
+    if not continuous and not pictures:
+        return replace(loaded, undecided=None)
+    return for_environment(loaded, continuous=continuous, pictures=pictures)
+
+
+def _has_vector_code_alone(config: RunConfig) -> bool:
+    """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
+    options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
+    alone: bool = importlib.import_module("tether.control.envs.make").has_vector_code_alone(options)
+    return alone
+
+
+def identity_of(config: RunConfig) -> dict[str, str]:
+    """Return fingerprints that must not change when a checkpoint is resumed."""
+    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    trainer, train = config.trainer, config.env.train
+    steps = trainer.total_training_steps
+    if steps is None:
+        assert trainer.total_env_steps is not None
+        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+        steps = math.ceil(trainer.total_env_steps / rollout)
+    return Schedule(
+        steps,
+        save_freq=trainer.save_freq,
+        test_freq=trainer.test_freq,
+        val_before_train=trainer.val_before_train,
+        log_freq=trainer.log_freq,
+    )
 
 
 @dataclass(frozen=True)
@@ -188,7 +217,7 @@ def _roles(
 ) -> tuple[ControlRoles, RankGroups | None]:
     """Build the roles in this process, or on several devices together with the groups of processes."""
     if config.trainer.devices > 1:
-        ranks = importlib.import_module("tether.control.build_ranks")
+        ranks = importlib.import_module("tether.control.ranks")
         roles_and_groups: tuple[ControlRoles, RankGroups] = ranks.roles_on_ranks(
             config, checkpoint, total_steps, logs, resources
         )
@@ -198,95 +227,6 @@ def _roles(
     policy = policy_of(config, checkpoint, env)
     collector = build_collector(config, env_for_policy(env, policy), policy)
     return ControlRoles(env, policy, flat_engine(config, policy, total_steps, FlatEngine), collector), None
-
-
-def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
-    """Return the policy of a checkpoint, or of a new run, on its device.
-
-    Raises:
-        ValueError: no policy fits the environments.
-    """
-    policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
-    if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
-        policy.to(resolve_device(config.trainer.device))
-    actor = config.actor_rollout_ref.actor
-    if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
-        policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
-    return policy
-
-
-def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
-    """Return options of a few environments for the preflight, in complete groups."""
-    train = config.env.train
-    count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
-    if train.vectorization == "vector" or _has_vector_code_alone(config):
-        count = train.total_num_envs
-    few = train.model_copy(
-        update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
-    )
-    return env_for_policy(make_env(few, "env.train", pacing_of(config), view_of(config)), policy)
-
-
-def _tests(config: RunConfig, *, resumes: bool) -> bool:
-    """Whether the policy is evaluated during or before the run."""
-    return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
-
-
-def identity_of(config: RunConfig) -> dict[str, str]:
-    """Return fingerprints that must not change when a checkpoint is resumed."""
-    return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
-
-
-def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
-    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
-
-    Raises:
-        ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
-    """
-    test, video = config.env.eval, config.env.eval.video_cfg
-    pacing = {"chunk": config.policy.num_action_chunks}
-    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
-    envs.callback(env.close)
-    acted = env_for_policy(env, policy)
-    _check_fit(acted, policy.spec)
-    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
-    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
-
-
-def preprocessing_line(config: RunConfig) -> str:
-    """Return a line about the observations and rewards that the policy is evaluated on."""
-    options = env_options(config.env.eval, "env.eval", {}, view_of(config))
-    described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
-    return f"evaluated in {options.id} with the preprocessing: {described}"
-
-
-def _check_fit(env: VectorEnv, spec: Any) -> None:
-    """Refuse to evaluate a policy in environments that do not fit it."""
-    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
-    if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
-        return
-    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
-    raise ValueError(
-        f"env.eval.id: {env.id} shows {describe(env.layout)} and takes {env.actions}; the policy reads "
-        f"{describe(spec.parts)} and {acts}. Name an environment like the one that it was trained in."
-    )
-
-
-def video_folder(config: RunConfig) -> Path:
-    """Return the folder of evaluation videos."""
-    folder = config.env.eval.video_cfg.video_base_dir
-    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
-
-
-def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
-    try:
-        videos = importlib.import_module("tether.control.collecting.video")
-        importlib.import_module("imageio_ffmpeg")  # imageio would report it only at the first picture
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
-        ) from error
-    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
 
 
 def make_env(
@@ -375,6 +315,154 @@ def view_of(config: RunConfig) -> dict[str, object]:
     }
 
 
+def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Policy:
+    """Return the policy of a checkpoint, or of a new run, on its device.
+
+    Raises:
+        ValueError: no policy fits the environments.
+    """
+    policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+    if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
+        policy.to(resolve_device(config.trainer.device))
+    actor = config.actor_rollout_ref.actor
+    if not isinstance(policy, ControlPolicy) or actor.ppo_micro_batch_size_per_gpu < actor.ppo_mini_batch_size:
+        policy.micro_batch = actor.ppo_micro_batch_size_per_gpu
+    return policy
+
+
+def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
+    """Build the engine of a policy.
+
+    Args:
+        config: configuration of the run.
+        policy: policy to train.
+        total_steps: number of training steps.
+        make: `FlatEngine`, or the engine of one of several ranks.
+    """
+    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
+    options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
+    return make(policy, options, config.critic.optim.lr, incidents)
+
+
+def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
+    """Return the collector, which steps the environments with the policy."""
+    return EnvCollector(
+        env,
+        config.env.train.max_steps_per_rollout_epoch,
+        chunk=config.policy.num_action_chunks,
+        epochs=config.env.train.rollout_epoch,
+        bootstrap_terminations=config.algorithm.bootstrap_type == "always",
+        state_width=policy.state_width,
+    )
+
+
+def _tests(config: RunConfig, *, resumes: bool) -> bool:
+    """Whether the policy is evaluated during or before the run."""
+    return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
+
+
+def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
+    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
+
+    Raises:
+        ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
+    """
+    test, video = config.env.eval, config.env.eval.video_cfg
+    pacing = {"chunk": config.policy.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
+    envs.callback(env.close)
+    acted = env_for_policy(env, policy)
+    _check_fit(acted, policy.spec)
+    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def preprocessing_line(config: RunConfig) -> str:
+    """Return a line about the observations and rewards that the policy is evaluated on."""
+    options = env_options(config.env.eval, "env.eval", {}, view_of(config))
+    described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
+    return f"evaluated in {options.id} with the preprocessing: {described}"
+
+
+def _check_fit(env: VectorEnv, spec: Any) -> None:
+    """Refuse to evaluate a policy in environments that do not fit it."""
+    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
+        return
+    acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
+    raise ValueError(
+        f"env.eval.id: {env.id} shows {describe(env.layout)} and takes {env.actions}; the policy reads "
+        f"{describe(spec.parts)} and {acts}. Name an environment like the one that it was trained in."
+    )
+
+
+def video_folder(config: RunConfig) -> Path:
+    """Return the folder of evaluation videos."""
+    folder = config.env.eval.video_cfg.video_base_dir
+    return Path(config.trainer.default_local_dir) / "video" if folder is None else Path(folder)
+
+
+def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
+    try:
+        videos = importlib.import_module("tether.control.collecting.video")
+        importlib.import_module("imageio_ffmpeg")  # imageio would report it only at the first picture
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"env.eval.video_cfg.save_video: videos need the package {error.name}. Run: {pip_install('video')}"
+        ) from error
+    return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
+
+
+def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
+    """Return the learner of a policy and its critic, which share a model."""
+    actor = config.actor_rollout_ref.actor
+    plan = UpdatePlan(
+        actor.ppo_mini_batch_size,
+        actor.ppo_epochs,
+        actor.shuffle,
+        config.trainer.seed,
+        target_kl=actor.target_kl,
+        leads_rate=actor.target_kl_control == "lr",
+    )
+    loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
+    return Learner(
+        roles.engine,
+        forward,
+        loss_spec(loss, forward),
+        plan,
+        critic_loss=loss_spec(replace(loss, critic_only=True), forward) if roles.policy.spec.value_width else None,
+        loss_at=loss_by_step(actor, total_steps, lambda actor: loss_spec(_loss(config, actor), forward)),
+    )
+
+
+def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
+    critic, algorithm = config.critic, config.algorithm
+    return ControlLoss(
+        name=actor.policy_loss.loss_mode,
+        options=policy_loss_options(actor),
+        selection=selection_options(actor),
+        aggregation=_aggregation(config),
+        max_length=_scale_factor(actor),
+        entropy_coeff=actor.entropy_coeff,
+        value_coeff=critic.loss_coef,
+        cliprange_value=critic.cliprange_value,
+        huber_delta=critic.huber_delta,
+        logprob_level=algorithm.logprob_type,
+        entropy_level=algorithm.entropy_type,
+    )
+
+
+def _aggregation(config: RunConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    usual = "token-mean" if config.env.train.auto_reset else EPISODES_WEIGH_EQUALLY
+    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+
+
+def _scale_factor(actor: ActorConfig) -> float | None:
+    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
+    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
+
+
 def _rewards(config: RunConfig) -> EnvRewards:
     train, policy = config.env.train, config.policy
     scaler = None
@@ -407,93 +495,45 @@ def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
     return LearnedDecisions(policy.state_width > 0, episode_length, keep_observed=policy.normalizer is not None)
 
 
-def _aggregation(config: RunConfig) -> str:
-    actor = config.actor_rollout_ref.actor
-    usual = "token-mean" if config.env.train.auto_reset else EPISODES_WEIGH_EQUALLY
-    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+def _preflight(
+    config: RunConfig, source: StartStates, rollouts: EnvRollouts, actor: Learner[Any, RolloutOutputs]
+) -> Callable[[], Preflight]:
+    # Collected steps are copied once, into the rows of the training batch.
+    rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
+    few_envs = partial(_few_envs, config, rollouts.policy)
+    return partial(preflight, partial(sample_steps, few_envs, source, rollouts), [actor], [rows])
 
 
-def _scale_factor(actor: ActorConfig) -> float | None:
-    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
-    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
-
-
-def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
-    """Return the collector, which steps the environments with the policy."""
-    return EnvCollector(
-        env,
-        config.env.train.max_steps_per_rollout_epoch,
-        chunk=config.policy.num_action_chunks,
-        epochs=config.env.train.rollout_epoch,
-        bootstrap_terminations=config.algorithm.bootstrap_type == "always",
-        state_width=policy.state_width,
+def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
+    """Return options of a few environments for the preflight, in complete groups."""
+    train = config.env.train
+    count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
+    if train.vectorization == "vector" or _has_vector_code_alone(config):
+        count = train.total_num_envs
+    few = train.model_copy(
+        update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )
+    return env_for_policy(make_env(few, "env.train", pacing_of(config), view_of(config)), policy)
 
 
-def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
-    """Build the engine of a policy.
+def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
+    """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of
+    ``env.eval``.
 
     Args:
         config: configuration of the run.
-        policy: policy to train.
-        total_steps: number of training steps.
-        make: `FlatEngine`, or the engine of one of several ranks.
+        checkpoint: the ``global_step_N`` folder.
+        seed: seed of the noise for sampling actions.
+
+    Raises:
+        ValueError: the spaces of the environment cannot be looked up, or a package is missing.
     """
-    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
-    options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
-    return make(policy, options, config.critic.optim.lr, incidents)
-
-
-def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
-    """Return the learner of a policy and its critic, which share a model."""
-    actor = config.actor_rollout_ref.actor
-    plan = UpdatePlan(
-        actor.ppo_mini_batch_size,
-        actor.ppo_epochs,
-        actor.shuffle,
-        config.trainer.seed,
-        target_kl=actor.target_kl,
-        leads_rate=actor.target_kl_control == "lr",
-    )
-    loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
-    return Learner(
-        roles.engine,
-        forward,
-        LossSpec(forward, loss),
-        plan,
-        critic_loss=LossSpec(forward, replace(loss, critic_only=True)) if roles.policy.spec.value_width else None,
-        loss_at=loss_by_step(actor, total_steps, lambda actor: LossSpec(forward, _loss(config, actor))),
-    )
-
-
-def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
-    critic, algorithm = config.critic, config.algorithm
-    return ControlLoss(
-        name=actor.policy_loss.loss_mode,
-        options=policy_loss_options(actor),
-        selection=selection_options(actor),
-        aggregation=_aggregation(config),
-        max_length=_scale_factor(actor),
-        entropy_coeff=actor.entropy_coeff,
-        value_coeff=critic.loss_coef,
-        cliprange_value=critic.cliprange_value,
-        huber_delta=critic.huber_delta,
-        logprob_level=algorithm.logprob_type,
-        entropy_level=algorithm.entropy_type,
-    )
-
-
-def _schedule(config: RunConfig) -> Schedule:
-    trainer, train = config.trainer, config.env.train
-    steps = trainer.total_training_steps
-    if steps is None:
-        assert trainer.total_env_steps is not None
-        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
-        steps = math.ceil(trainer.total_env_steps / rollout)
-    return Schedule(
-        steps,
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq,
-        val_before_train=trainer.val_before_train,
-        log_freq=trainer.log_freq,
-    )
+    set_threads(config.trainer.num_threads)
+    section = config.env.eval
+    options = env_options(section, "env.eval", {}, view_of(config))
+    make = importlib.import_module("tether.control.envs.make")
+    policy = load_policy(checkpoint / POLICY)
+    code = code_of(policy)
+    decode = None if code is None else code.decode
+    agent_type = importlib.import_module("tether.control.collecting.agent").EnvAgent
+    return agent_type(policy, *make.spaces_of(options), options.id, decode, seed), partial(make.make_one, options)

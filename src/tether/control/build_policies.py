@@ -11,14 +11,15 @@ from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.config.support.live_keys import is_own_function
-from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
-from tether.control.envs.spaces.coded import ActionCode, CodedEnv
+from tether.control.envs.layers import ActionCode, CodedEnv
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
-from tether.control.pictures import find_pictures, fitting_cnn, refuse_texts
-from tether.control.policies import ControlPolicy, NetworkPolicy, Policy, PolicySpec, load_policy, make_policy
+from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
+from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
+from tether.control.policies.spec import PolicySpec
 from tether.integrations import integration
-from tether.observations import row_width
+from tether.observations import describe, row_width
 
 START = "actor_rollout_ref.model.path"
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
@@ -137,6 +138,54 @@ def _check_mask(env: VectorEnv, chunk: int) -> None:
                 f"policy.num_action_chunks={chunk}: {env.id} tells which choices are allowed in the next step only. "
                 "Set 1, or env.train.action_masks=false."
             )
+
+
+def refuse_texts(env: VectorEnv, model_type: str) -> None:
+    """Refuse text observations, which policies of numbers and pictures do not support.
+
+    Raises:
+        ValueError: the environment has a text observation.
+    """
+    texts = [entry.name for entry in env.layout if entry.kind == "text"]
+    if texts:
+        raise ValueError(
+            f"{env.id}: policy.model_type={model_type} reads no text, such as {texts[0]}. Use openvla, or leave it "
+            f"out with env.train.drop_observations=[{texts[0]}]."
+        )
+
+
+def find_pictures(env: VectorEnv, model_type: str) -> tuple[str, ...]:
+    """Return ``PolicySpec.pictures``: the names of the pictures in an observation.
+
+    Raises:
+        ValueError: there are no pictures, or their sizes differ.
+    """
+    pictures = [entry for entry in env.layout if entry.kind == "image"]
+    if len({entry.shape[:2] for entry in pictures}) != 1:
+        what = "pictures of different sizes" if pictures else "no picture of bytes"
+        raise ValueError(
+            f"policy.model_type={model_type}: {env.id} shows {what} ({describe(env.layout)}). Use mlp_policy, or leave "
+            "a part out with env.train.drop_observations."
+        )
+    return tuple(entry.name for entry in pictures)
+
+
+def fitting_cnn(cnn_type: str, env: VectorEnv, pictures: tuple[str, ...]) -> str:
+    """Return the ``PolicySpec.cnn_type`` for pictures: the configured one, or for ``auto`` one that fits their size.
+
+    Raises:
+        ValueError: the pictures are too small for it.
+    """
+    if not pictures:
+        return "small"
+    height, width = next(entry.shape[:2] for entry in env.layout if entry.name in pictures)
+    fits = min(height, width) >= SMALLEST["nature"]
+    if cnn_type == "nature" and not fits:
+        raise ValueError(
+            f"policy.cnn_type=nature: it needs pictures of {SMALLEST['nature']} x {SMALLEST['nature']}, and those of "
+            f"{env.id} have {height} x {width}. Use small, or auto."
+        )
+    return cnn_type if cnn_type != "auto" else "nature" if fits else "small"
 
 
 def saved_policy(path: Path, key: str) -> Policy:

@@ -8,13 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tether.control.policies.actors import Choice
-from tether.control.policies.cnn import Cnn
-from tether.control.policies.heads import StateDependentHead
-from tether.control.policies.lstm import run_sequences, run_steps, uniform_lstm
 from tether.control.policies.mlp_policy import WEIGHTS_FILE, load_policy, make_policy, save_policy
-from tether.control.policies.observations import FlatRow, Pictures
-from tether.control.policies.spec import Memory, PolicySpec
+from tether.control.policies.network_policy import Cnn, run_sequences, run_steps, uniform_lstm
+from tether.control.policies.networks import Choice, StateDependentHead
+from tether.control.policies.spec import FlatRow, Memory, Pictures, PolicySpec
 from tether.observations import ObsPart
 
 SMALL = {"hidden_dim": 6, "num_layers": 1, "activation": "relu"}

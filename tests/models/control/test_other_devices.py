@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 from tests.models.control.test_network import SPECS, draw
 from tests.models.test_other_devices import CUDA, fake_cuda  # noqa: F401  (a fixture)
 from tether.batch import EnvBatch
-from tether.control.learning.forward import RolloutForward
-from tether.control.policies import Policy, PolicySpec, device_of, make_policy
+from tether.control.learning.losses import RolloutForward
+from tether.control.policies.mlp_policy import Policy, make_policy
+from tether.control.policies.networks import device_of
+from tether.control.policies.spec import PolicySpec
 
 COLUMNS, DECISIONS = 3, 4
 

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tether.control.policies.heads import CategoricalHead, GaussianHead
-from tether.control.policies.mlp import ACTIVATIONS, Mlp
 from tether.control.policies.mlp_policy import ControlPolicy, PolicySpec, load_policy, save_policy
-from tether.control.policies.normalize import RunningNormalizer
+from tether.control.policies.networks import ACTIVATIONS, CategoricalHead, GaussianHead, Mlp, RunningNormalizer
 from tether.observations import ObsPart
 
 SPECS = [

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.observations import NUMBERS
+from tether.control.policies.spec import NUMBERS
 from tether.integrations.robots.flow.backbone import TOKEN_MASK, TOKENS, Prefix
 from tether.integrations.robots.flow.spec import FlowSpec
 

@@ -7,8 +7,7 @@ from tensordict import TensorDict
 from tests.models.flow.fake import FakeBackbone
 from tests.models.flow.test_chain import METHODS, spec
 from tests.training.flat_learner import flat_learner
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
+from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import load_policy, save_policy
 from tether.integrations.robots.flow import backbone
 from tether.integrations.robots.flow.chain import Record, log_density, step

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tether.control.policies.observations import NUMBERS, PICTURE, TEXT
+from tether.control.policies.spec import NUMBERS, PICTURE, TEXT
 from tether.integrations.robots.vla.model import PictureEncoder, ValueHead, VlaModel
 from tether.integrations.robots.vla.spec import ACTION_BINS, BEGIN, END, FIRST_BYTE, VlaSpec
 from tether.observations import ObsPart

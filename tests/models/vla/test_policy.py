@@ -6,10 +6,9 @@ from tensordict import TensorDict
 
 from tests.training.flat_learner import flat_learner
 from tether.control.learning.flat import within_policy_memory
-from tether.control.learning.losses import ControlLoss
-from tether.control.learning.samples import Samples
+from tether.control.learning.losses import ControlLoss, Samples
 from tether.control.policies.mlp_policy import load_policy, save_policy
-from tether.control.policies.observations import NUMBERS, PICTURE, TEXT
+from tether.control.policies.spec import NUMBERS, PICTURE, TEXT
 from tether.integrations.robots.vla.model import VlaModel
 from tether.integrations.robots.vla.policy import VlaPolicy
 from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec

@@ -1,10 +1,4 @@
 """Collects experience from environments, evaluates policies, records demonstrations and videos.
 
-`EnvCollector` plays the steps of a rollout, `evaluate` full episodes.
+`EnvCollector` (`collector`) plays the steps of a rollout, `evaluate` (`evaluation`) full episodes.
 """
-
-from tether.control.collecting.collector import EnvCollector
-from tether.control.collecting.episodes import episode_metrics
-from tether.control.collecting.evaluation import evaluate
-
-__all__ = ["EnvCollector", "episode_metrics", "evaluate"]

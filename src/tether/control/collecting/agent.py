@@ -9,12 +9,11 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from tether.control.collecting.episodes import NOTHING_ALLOWED, allows_nothing
-from tether.control.envs import Flags
+from tether.control.collecting.collector import NOTHING_ALLOWED, allows_nothing
+from tether.control.envs.conversion import ActionCodec, ObservationReader
 from tether.control.envs.gymnasium_types import Raw, Space
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
-from tether.control.policies import Policy
+from tether.control.envs.protocol import Flags
+from tether.control.policies.mlp_policy import Policy
 from tether.observations import ACTION_MASK, Array
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tether.batch import Episode
-from tether.control.collecting.episodes import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
-from tether.control.envs import DiscreteActions, Flags, VectorEnv
-from tether.control.policies import Act
+from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
+from tether.control.envs.protocol import DiscreteActions, Flags, VectorEnv
+from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
 from tether.runtime.interrupt import give_up_if_interrupted
 

@@ -11,7 +11,7 @@ import imageio.v2 as imageio
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.control.envs import Renders
+from tether.control.envs.protocol import Renders
 from tether.runtime.install import pip_install
 
 BLOCK = 16

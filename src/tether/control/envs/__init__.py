@@ -1,18 +1,7 @@
 """Vector environments: one interface (`tether.control.envs.protocol`) for every way of stepping simulators.
 
-`make` builds one from its options. `adapters` create simulators, `vectorization` steps several of them together, and
-`spaces` converts their observations and actions.
+`make` builds one from its options. `loop` steps several environments and is the reference: `subprocesses` and
+`gymnasium_vector` must give the same results. `conversion` reads and writes their values, `layers` lie around them, and
+`state` saves them. A simulator library has a module of its own, such as `minigrid`, which is imported only when a
+configuration names it.
 """
-
-from tether.control.envs.protocol import (
-    ContinuousActions,
-    DiscreteActions,
-    EnvState,
-    EnvStep,
-    Flags,
-    Floats,
-    Renders,
-    VectorEnv,
-)
-
-__all__ = ["ContinuousActions", "DiscreteActions", "EnvState", "EnvStep", "Flags", "Floats", "Renders", "VectorEnv"]

@@ -19,18 +19,15 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation, NormalizeObservation, NormalizeReward
 
-from tether.control.envs.adapters.minigrid import SuccessByReward
+from tether.control.envs.action_masks import MaskedActions
+from tether.control.envs.conversion import FIX, ObservationReader, described, read_unusual
 from tether.control.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
+from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
+from tether.control.envs.layers import PacedEnv, PartOfEnvs, TimedEnv
+from tether.control.envs.loop import SyncVectorEnv
+from tether.control.envs.minigrid import SuccessByReward
 from tether.control.envs.protocol import VectorEnv
-from tether.control.envs.spaces.action_masks import MaskedActions
-from tether.control.envs.spaces.observations import ObservationReader
-from tether.control.envs.vectorization.answers import FIX, described, read_unusual
-from tether.control.envs.vectorization.episode_starts import PacedEnv
-from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
-from tether.control.envs.vectorization.loop import SyncVectorEnv
-from tether.control.envs.vectorization.part import PartOfEnvs
-from tether.control.envs.vectorization.subprocesses import WorkerVectorEnv
-from tether.control.envs.vectorization.timed import TimedEnv
+from tether.control.envs.subprocesses import WorkerVectorEnv
 from tether.integrations import integration
 from tether.runtime.install import pip_install
 from tether.runtime.late_calls import LateCalls
@@ -151,7 +148,7 @@ def make_vector_env(options: EnvOptions) -> VectorEnv:
 
 def _make(options: EnvOptions) -> VectorEnv:
     if options.env_type == "envpool":
-        adapter = importlib.import_module("tether.control.envs.adapters.envpool")
+        adapter = importlib.import_module("tether.control.envs.envpool")
         return adapter.make_envpool(options)
     if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
         return batch
@@ -263,7 +260,7 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
     with _needs_named(options):
         if options.env_type == "envpool":
             one = replace(options, num_envs=1, num_workers=1)
-            with closing(importlib.import_module("tether.control.envs.adapters.envpool").make_envpool(one)) as pool:
+            with closing(importlib.import_module("tether.control.envs.envpool").make_envpool(one)) as pool:
                 spaces: tuple[gymnasium.Space[Any], gymnasium.Space[Any]] = pool.spaces
                 return spaces
         demanded = options.env_type == "gymnasium" and options.vectorization == "vector"

@@ -43,6 +43,9 @@ MOVED = {
     "tether.envs.adapters.libero": "tether.integrations.robots.libero",
     "tether.envs.adapters.maniskill": "tether.integrations.robots.maniskill",
     "tether.envs.adapters.metaworld": "tether.integrations.robots.metaworld",
+    "tether.envs.adapters": "tether.control.envs",
+    "tether.envs.spaces": "tether.control.envs",
+    "tether.envs.vectorization": "tether.control.envs",
     "tether.envs": "tether.control.envs",
 }
 """Modules under the names that checkpoints of the release before hold -> their names now."""

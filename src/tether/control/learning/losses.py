@@ -1,25 +1,331 @@
-"""The loss of a control policy: a plain spec with the names and coefficients of `tether.algorithms`.
+"""The samples of a control policy, their loss, and its gradient.
 
-Legend: B decisions, each on K actions of D columns; L and V numbers per decision, as in `chunk_levels`.
+S decisions are rows, each on the actions of a chunk. For a policy with a memory they form M sequences of C, one per
+column of the rollout, and the shape [S, ...] below is [M, C, ...]; the memory has which of them are trained on.
+
+A chunk is K actions of D columns each, concatenated: columns [..., K * D]. It is trained at one of three levels, at
+which it has L numbers: K * D at ``token_level``, K at ``action_level``, 1 at ``chunk_level``. If an episode ended
+within a chunk, a mask [..., K] has the actions that were executed; the others are ignored. A mini-batch has B
+decisions, with V values each.
+
+The loss is a plain spec with the names and coefficients of `tether.algorithms`. Its gradients are closed forms, because
+the networks are so small that autograd costs more than they do. Each is the derivative of a function in
+`tether.algorithms`, which is the definition: tests compare the two in float64. A loss without a closed form is
+differentiated by autograd.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from tether.algorithms import TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
-from tether.batch import filled
-from tether.control.learning.chunk_levels import Level, mask_at, per_column, sum_to_level
-from tether.control.learning.closed_form_gradients import Draws, LossGradient, policy_gradient, value_gradient
-from tether.control.learning.forward import DecisionOutputs
-from tether.control.learning.samples import EPISODES_WEIGH_EQUALLY, Samples, loss_weights
+from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
+from tether.algorithms.aggregation import loss_divisors
+from tether.batch import EnvBatch
+from tether.control.policies.mlp_policy import Policy
+from tether.control.policies.networks import device_of
+from tether.control.policies.spec import Memory, Observations
 from tether.loop.engines.own_functions import policy_loss
-from tether.loop.engines.protocol import LossSizes, LossTerm
+from tether.loop.engines.protocol import LossSpec
+
+Level = Literal["token_level", "action_level", "chunk_level"]
+
+
+def sum_to_level(columns: Tensor, level: Level, chunk: int = 1, mask: Tensor | None = None) -> Tensor:
+    """Sum columns [..., K * D] to a level, [..., L].
+
+    Args:
+        columns: log-probabilities, or entropies.
+        level: the level of the result.
+        chunk: K, actions per chunk.
+        mask: [..., K]: actions that were executed; None means all.
+    """
+    if mask is not None:
+        columns = torch.where(per_column(mask, columns.shape[-1]), columns, 0.0)
+    if level == "token_level" or columns.shape[-1] == 1:
+        return columns
+    if level == "action_level" and chunk > 1:
+        return columns.unflatten(-1, (chunk, -1)).sum(dim=-1)
+    return columns.sum(dim=-1, keepdim=True)
+
+
+def to_columns(grad: Tensor, width: int, mask: Tensor | None = None) -> Tensor:
+    """Return the gradient of the columns [B, width] from that of `sum_to_level` [B, L]; [B, 1] if it is the same for
+    all."""
+    if mask is not None:
+        return torch.where(per_column(mask, width), per_column(grad, width), 0.0)
+    return grad if grad.shape[1] == 1 else per_column(grad, width)
+
+
+def per_column(values: Tensor, width: int) -> Tensor:
+    """Repeat the number [..., L] of each action or chunk for each of its columns [..., width]."""
+    return values if values.shape[-1] == width else values.repeat_interleave(width // values.shape[-1], dim=-1)
+
+
+def mask_at(level: Level, mask: Tensor | None, width: int) -> Tensor | None:
+    """Return the mask [B, L] of `sum_to_level`'s result, or None if all are valid: every chunk has an executed
+    action."""
+    if mask is None or level == "chunk_level":
+        return None
+    return per_column(mask, width) if level == "token_level" else mask
+
+
+EPISODES_WEIGH_EQUALLY = "masked_mean_ratio"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Decisions to train on, one per row. K: actions of a chunk; D: columns of an action; L: numbers at a level."""
+
+    obs: Observations
+    """[S, ...] inputs of the networks."""
+    actions: Tensor
+    """[S, K * D]"""
+    old_log_probs: Tensor
+    """[S, L] log-probs under the policy that sampled."""
+    advantages: Tensor
+    """[S, L]"""
+    values: Tensor | None = None
+    """[S, V] values of the critic at sampling; None without a critic."""
+    returns: Tensor | None = None
+    """[S, V]"""
+    mask: Tensor | None = None
+    """[S, K]: which actions were executed, at least the first; None means all."""
+    weights: Tensor | None = None
+    """[S, 1] weight of the row in the loss, if episodes have equal weights."""
+    memory: Memory | None = None
+    observed: TensorDict | None = None
+    """[N] observations that update the policy's statistics after the update; they belong to no row."""
+
+    def __len__(self) -> int:
+        """Return the number of rows, or of sequences."""
+        return len(self.obs)
+
+    def __getitem__(self, rows: Tensor | slice) -> Samples:
+        """Return some of the rows, or of the sequences."""
+        return self.each(lambda column: column[rows])
+
+    def to(self, device: torch.device) -> Samples:
+        """Return the same rows on a device."""
+        return self.each(lambda column: column.to(device))
+
+    @property
+    def response_mask(self) -> Tensor:
+        """Return [S, K]: which actions were executed."""
+        return torch.ones(len(self), 1, dtype=torch.bool) if self.mask is None else self.mask
+
+    def split(self, size: int) -> Iterator[Samples]:
+        """Split into chunks of `size` decisions, the last one possibly smaller; sequences are not split."""
+        if self.memory is not None:
+            size //= self.memory.selected.shape[1]
+        for start in range(0, len(self), size):
+            yield self.each(lambda column, start=start: column[start : start + size])  # type: ignore[misc]
+
+    def decisions(self) -> Samples:
+        """Return the decisions to train on, one per row, also with a memory; the observations are unchanged."""
+        if self.memory is None:
+            return self
+        selected = self.memory.selected
+        return replace(self.each(lambda column: column[selected], "obs", "memory"), memory=None)
+
+    def each(self, change: Callable[[Tensor], Tensor], *but: str) -> Samples:
+        """Apply a function to each column except some; `observed` is unchanged."""
+        changed: dict[str, Any] = {}
+        for declared in fields(self):
+            name = declared.name
+            column = getattr(self, name)
+            if column is not None and name not in (*but, "observed"):
+                changed[name] = column.each(change) if isinstance(column, Memory) else change(column)
+        return replace(self, **changed)
+
+
+def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
+    """Distribute the observations over ranks, row by row in turn, and return each rank's samples and observations.
+
+    Instead of its observation, each row of the samples has its index among the rank's observations, or -1 if it is on
+    another rank.
+    """
+    owner = torch.arange(len(samples)) % ranks
+    shards = []
+    for mine in (owner == rank for rank in range(ranks)):
+        numbers = torch.where(mine, mine.cumsum(0) - 1, -1)
+        shards.append((replace(samples, obs=numbers), samples.obs[mine]))
+    return shards
+
+
+def loss_weights(
+    mode: str,
+    loss: Tensor,
+    mask: Tensor | None,
+    episode_weights: Tensor | None,
+    max_length: float | None,
+) -> Tensor | float:
+    """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
+
+    It is the derivative of `tether.algorithms.aggregate_loss`, or of `masked_mean_ratio`, by its loss.
+
+    Args:
+        mode: the aggregation mode.
+        loss: a tensor of the shape of the loss.
+        mask: [B, L]: valid elements; None means all.
+        episode_weights: [B, 1] weights for ``masked_mean_ratio``.
+        max_length: the divisor of modes with ``-norm``.
+    """
+    rows, columns = loss.shape
+    if mode == EPISODES_WEIGH_EQUALLY:
+        assert episode_weights is not None
+        alike = episode_weights / (rows * columns)
+        return alike if mask is None else alike * mask
+    of_row, of_all = loss_divisors(
+        mode,
+        columns if mask is None else mask.sum(dim=1, keepdim=True),
+        num_tokens=loss.numel() if mask is None else mask.sum(),
+        num_sequences=rows,
+        max_length=columns if max_length is None else max_length,
+    )
+    return 1 / (of_row * of_all) if mask is None else mask.to(loss.dtype) / (of_row * of_all)
+
+
+@dataclass(frozen=True)
+class RolloutOutputs:
+    """A policy's outputs for M rows of C decisions, on the CPU, which become the fields of `EnvBatch`."""
+
+    log_probs: Tensor
+    """[M, C, L]"""
+    seen: Observations
+    values: Tensor | None
+    bootstrap_values: Tensor | None
+
+
+def _on_cpu(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.cpu()
+
+
+@dataclass(frozen=True)
+class RolloutForward:
+    """Computes log-probs of the executed actions, and the critic's values if there is one."""
+
+    logprob_level: Level = "action_level"
+
+    @torch.no_grad()
+    def __call__(self, policy: Policy, batch: EnvBatch, reference: object = None) -> RolloutOutputs:
+        chunk, device = batch.chunk, device_of(policy)
+        seen, actions = policy.inputs(batch.obs.to(device)), batch.actions.to(device)
+        row, step = batch.final_at
+        passed = policy.review(
+            seen,
+            batch.starts.to(device),
+            batch.state.to(device),
+            policy.inputs(batch.final_obs.to(device)),
+            (row.to(device), (step // chunk).to(device)),
+            actions,
+        )
+        mask = batch.valid.unflatten(1, (-1, chunk)) if chunk > 1 else None
+        columns = policy.head.evaluate(passed.outputs, actions).log_probs.cpu()
+        log_probs = sum_to_level(columns, self.logprob_level, chunk, mask)
+        return RolloutOutputs(log_probs, seen.cpu(), _on_cpu(passed.values), _on_cpu(passed.final_values))
+
+
+CLIPS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """The gradient of the sum of the losses of all elements [B, L]."""
+
+    by_log_probs: Tensor
+    """[B, L]"""
+    loss: TokenLoss | None = None
+    """The losses, if they were computed for the gradient."""
+
+
+Draws = Callable[[], torch.Generator]
+"""Creates the random generator, if a loss needs one."""
+PolicyGradient = Callable[[Tensor, Tensor, Tensor, Tensor | None, Draws], LossGradient]
+"""Called with (log_probs, old_log_probs, advantages, mask or None, draws), [B, L] each."""
+
+
+def vanilla_gradient(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = 3.0,
+) -> Tensor:
+    """Differentiate ``POLICY_LOSSES["vanilla"]`` by the log-probabilities, [B, L].
+
+    With r = p / p_old the loss -A r has the derivative -A r; where a clip or the dual clip binds, it is a constant.
+    """
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+    unclipped = -advantages * ratio
+    live = unclipped >= -advantages * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    live &= log_ratio.abs() <= MAX_LOG_RATIO
+    if clip_ratio_c is not None:
+        live &= (advantages >= 0) | (unclipped <= -advantages * clip_ratio_c)
+    return unclipped * live
+
+
+def value_gradient(
+    values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None, huber_delta: float | None
+) -> Tensor:
+    """Differentiate `tether.algorithms.value_loss` by the values, [B, 1].
+
+    The larger of the losses of V and of the clipped V counts; the clipped one has no derivative where the clip binds.
+    Both being functions of the distance |V - R| alone, the larger loss is that of the larger distance.
+    """
+    error = values - returns
+    gradient = error if huber_delta is None else error.clamp(-huber_delta, huber_delta)
+    if cliprange_value is None:
+        return gradient
+    near_old = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    return gradient * (error.abs() >= (near_old - returns).abs())
+
+
+def policy_gradient(name: str, options: Mapping[str, float | None], selection: Mapping[str, float]) -> PolicyGradient:
+    """Return a function that computes the gradient of a policy loss, in closed form or by autograd.
+
+    Args:
+        name: a key of ``POLICY_LOSSES``.
+        options: keyword arguments of the loss.
+        selection: keyword arguments of ``TOKEN_SELECTIONS[name]``, if the loss treats some tokens differently.
+    """
+    if name == "vanilla":
+        clips: dict[str, Any] = {key: options[key] for key in CLIPS if key in options}
+
+        def closed_form(
+            log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws
+        ) -> LossGradient:
+            gradient = vanilla_gradient(log_probs, old, advantages, **clips)
+            return LossGradient(gradient if mask is None else torch.where(mask, gradient, 0.0))
+
+        return closed_form
+
+    policy_loss(name)  # checks a user's function before the run begins
+    select = TOKEN_SELECTIONS.get(name)
+
+    def differentiate(
+        log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor | None, draws: Draws
+    ) -> LossGradient:
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+        keywords: dict[str, object] = {"rollout_log_probs": old, **options}
+        if select is not None:
+            keywords["selected"] = select(log_probs, old, advantages, mask, generator=draws(), **selection)
+        with torch.enable_grad():
+            leaf = log_probs.detach().requires_grad_()
+            loss = policy_loss(name)(leaf, old, advantages, mask, **keywords)
+            (gradient,) = torch.autograd.grad(loss.loss.sum(), [leaf])
+        return LossGradient(gradient, TokenLoss(loss.loss.detach(), loss.metrics))
+
+    return differentiate
 
 
 @dataclass(frozen=True)
@@ -61,60 +367,17 @@ class ControlLoss:
     critic_only: bool = False
     """Whether only the value loss is minimised and the policy stays unchanged."""
 
-    def __call__(self, outputs: DecisionOutputs, samples: Samples, sizes: LossSizes) -> LossTerm:
-        """Return one micro-batch's share of the loss, differentiable, as a `tether.loop.engines.protocol.LossFunction`.
-
-        `FlatEngine` computes the same loss by its closed forms.
-        """
-        width = outputs.log_probs.shape[1]
-        chunk = 1 if samples.mask is None else samples.mask.shape[1]
-        counted = mask_at(self.logprob_level, samples.mask, width)
-        log_probs = self.log_probs(outputs.log_probs, samples.mask, chunk)
-        token_loss = self.token_loss(log_probs, samples, width)
-        totals = (sizes.num_sequences, self._elements(self.logprob_level, sizes, width, chunk))
-        weights = loss_weights(self.aggregation, log_probs, counted, samples.weights, self.max_length, totals)
-        policy = (token_loss.loss * weights).sum()
-        total, metrics = policy, dict(token_loss.metrics)
-        entropy = sum_to_level(outputs.entropy, self.entropy_level, chunk, samples.mask)
-        total = total - self.entropy_coeff * entropy.sum() / self._elements(self.entropy_level, sizes, width, chunk)
-        if self.critic_only:
-            total = torch.zeros_like(total)
-        if outputs.values is not None:
-            counted, weights = self._value_weights(outputs.values, samples, sizes)
-            mask = torch.ones_like(outputs.values, dtype=torch.bool) if counted is None else counted
-            critic = value_loss(
-                outputs.values, filled(samples.values), filled(samples.returns), mask,
-                cliprange_value=self.cliprange_value, huber_delta=self.huber_delta,
-            )  # fmt: skip
-            total = total + (critic.loss * weights).sum()
-            metrics |= critic.metrics
-        return LossTerm(total, metrics, {"actor/pg_loss": policy})
-
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
-
-    @property
-    def selects(self) -> bool:
-        """Whether the policy loss treats some elements differently."""
-        return self.name in TOKEN_SELECTIONS
 
     def token_loss(self, log_probs: Tensor, rows: Samples, width: int) -> TokenLoss:
         """Return the policy's loss of each element; the arguments are those of `policy_gradient`."""
         counted = mask_at(self.logprob_level, rows.mask, width)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
         return policy_loss(self.name)(
-            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs,
-            selected=rows.selected, **self.options,
-        )  # fmt: skip
-
-    def select(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> Tensor:
-        """Select the elements [B, L] that the policy loss treats differently; the arguments are those of
-        `policy_gradient`."""
-        counted = mask_at(self.logprob_level, rows.mask, width)
-        mask = torch.ones_like(log_probs, dtype=torch.bool) if counted is None else counted
-        choose = TOKEN_SELECTIONS[self.name]
-        return choose(log_probs, rows.old_log_probs, rows.advantages, mask, generator=draws(), **self.selection)
+            log_probs, rows.old_log_probs, rows.advantages, mask, rollout_log_probs=rows.old_log_probs, **self.options
+        )
 
     def policy_gradient(self, log_probs: Tensor, rows: Samples, width: int, draws: Draws) -> LossGradient:
         """Return the gradient of the policy loss by the log-probs, weighted by the aggregation.
@@ -205,30 +468,23 @@ class ControlLoss:
             "actor/policy_grad_norm": sum(norms) / len(norms),
         }
 
-    @staticmethod
-    def _elements(level: Level, sizes: LossSizes, width: int, chunk: int) -> int:
-        """Return the number of elements at a level in a mini-batch of the given sizes."""
-        if level == "chunk_level":
-            return sizes.num_sequences
-        return sizes.num_tokens * (width // chunk if level == "token_level" else 1)
-
-    def _value_weights(
-        self, values: Tensor, rows: Samples, sizes: LossSizes | None = None
-    ) -> tuple[Tensor | None, Tensor | float]:
+    def _value_weights(self, values: Tensor, rows: Samples) -> tuple[Tensor | None, Tensor | float]:
         """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss.
 
         Args:
             values: a tensor of their shape.
-            rows: the rows of the micro-batch.
-            sizes: the sizes of the mini-batch; None if it consists of these rows.
+            rows: the rows of the mini-batch.
         """
         counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
-        totals = None
-        if sizes is not None:
-            totals = (sizes.num_sequences, sizes.num_sequences if counted is None else sizes.num_tokens)
-        return counted, loss_weights(mode, values, counted, rows.weights, None, totals) * self.value_coeff
+        return counted, loss_weights(mode, values, counted, rows.weights, None) * self.value_coeff
 
     def _weights(self, log_probs: Tensor, rows: Samples, width: int) -> Tensor | float:
         counted = mask_at(self.logprob_level, rows.mask, width)
         return loss_weights(self.aggregation, log_probs, counted, rows.weights, self.max_length)
+
+
+def loss_spec(loss: ControlLoss, forward: RolloutForward) -> LossSpec[Any, RolloutOutputs]:
+    """Return the loss for an engine that computes gradients from its spec, such as `FlatEngine`, and never calls it."""
+    function: Any = loss
+    return LossSpec(forward, function)

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tether.batch import EnvBatch
-from tether.control.collecting import EnvCollector
-from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.rollouts import EnvRollouts, StartStates
-from tether.control.policies import ControlPolicy, Policy
+from tether.control.policies.mlp_policy import ControlPolicy, Policy
 from tether.keyed_random import generator, seed_of
 from tether.loop.preflight import Finding
 from tether.observations import Array, Observation, ObsLayout

@@ -11,10 +11,11 @@ from statistics import fmean
 
 from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.checkpoints import read_own
-from tether.control.collecting import EnvCollector, episode_metrics, evaluate
-from tether.control.envs import EnvState, VectorEnv
-from tether.control.learning.forward import RolloutOutputs
-from tether.control.policies import Policy
+from tether.control.collecting.collector import EnvCollector, episode_metrics
+from tether.control.collecting.evaluation import evaluate
+from tether.control.envs.protocol import EnvState, VectorEnv
+from tether.control.learning.losses import RolloutOutputs
+from tether.control.policies.mlp_policy import Policy
 from tether.keyed_random import generator, seed_of
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
 from tether.metrics.timing import Timer

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.envs.spaces.coded import ActionCode
-from tether.control.policies.actors import as_tensors
+from tether.control.envs.layers import ActionCode
 from tether.control.policies.micro_batches import backward_in_micro_batches, forward_in_micro_batches
-from tether.control.policies.observations import ObservationBatch
-from tether.control.policies.spec import ForwardPass, Memory, Observations, RolloutEvaluation, device_of
+from tether.control.policies.networks import as_tensors, device_of
+from tether.control.policies.spec import ForwardPass, Memory, ObservationBatch, Observations, RolloutEvaluation
 from tether.observations import Observation
 
 
@@ -155,7 +154,7 @@ class MemorylessPolicy(nn.Module):
 
 
 class PolicyActor:
-    """The `tether.control.policies.actors.Act` of a `MemorylessPolicy`.
+    """The `tether.control.policies.networks.Act` of a `MemorylessPolicy`.
 
     Args:
         policy: a policy on any device.
@@ -167,7 +166,7 @@ class PolicyActor:
     def __call__(
         self, obs: Observation, noise: NDArray[np.float32] | None, state: NDArray[np.float32]
     ) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
-        """Choose actions, as `tether.control.policies.actors.Act` describes."""
+        """Choose actions, as `tether.control.policies.networks.Act` describes."""
         drawn = None if noise is None else torch.from_numpy(noise).to(self._device)
         chosen = self._policy.act(self._policy.inputs(as_tensors(obs, self._device)), drawn)
         return chosen.cpu().numpy(), state

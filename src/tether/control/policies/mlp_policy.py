@@ -14,12 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tether.control.policies.actors import Actor, Forward
-from tether.control.policies.mlp import Mlp
 from tether.control.policies.network_policy import NetworkPolicy
-from tether.control.policies.observations import ObservationBatch
+from tether.control.policies.networks import Actor, Forward, Mlp
 from tether.control.policies.own_policy import OwnPolicy
-from tether.control.policies.spec import ForwardPass, Memory, PolicySpec, RolloutEvaluation
+from tether.control.policies.spec import ForwardPass, Memory, ObservationBatch, PolicySpec, RolloutEvaluation
 from tether.integrations import integration
 from tether.observations import ObsPart
 from tether.runtime.disk import read_json, reading

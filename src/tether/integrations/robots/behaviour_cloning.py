@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.learning.chunk_levels import per_column
+from tether.control.learning.losses import per_column
 from tether.keyed_random import generator, held_out_rows, permutation
 from tether.observations import Observation
 from tether.runtime.machine import deterministic_kernels

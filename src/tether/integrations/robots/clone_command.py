@@ -9,7 +9,7 @@ from tether.checkpoints import CheckpointStore
 from tether.config import LoadedConfig
 from tether.control.build import fit_defaults, identity_of
 from tether.control.learning.rollouts import POLICY
-from tether.control.policies import save_policy
+from tether.control.policies.mlp_policy import save_policy
 from tether.integrations.robots.behaviour_cloning import CloningOptions
 from tether.integrations.robots.cloning import build_cloning, build_recording
 from tether.integrations.robots.lerobot import write_dataset

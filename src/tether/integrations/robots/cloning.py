@@ -15,8 +15,8 @@ from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.control.build import env_options, make_env, view_of
 from tether.control.build_policies import code_of, new_policy, saved_policy
-from tether.control.envs import DiscreteActions, VectorEnv
-from tether.control.policies import Policy
+from tether.control.envs.protocol import DiscreteActions, VectorEnv
+from tether.control.policies.mlp_policy import Policy
 from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 from tether.integrations.robots.demonstrations import Demonstration
 from tether.integrations.robots.flow import FlowSpec
@@ -72,9 +72,7 @@ def build_recording(
     env = make.make_one(options)
     name, _, function = source.rpartition(":")
     if source == SCRIPTED or name.endswith(".py"):
-        codec = importlib.import_module("tether.control.envs.spaces.actions").ActionCodec.of(
-            env.action_space, options.id
-        )
+        codec = importlib.import_module("tether.control.envs.conversion").ActionCodec.of(env.action_space, options.id)
         act = make.scripted(options) if source == SCRIPTED else _function(name, function)
         decide = record.scripted(act, codec)
     else:

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tether.control.envs.conversion import ActionCodec, ObservationReader, success_of
 from tether.control.envs.gymnasium_types import Env, Raw
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
-from tether.control.envs.vectorization.answers import success_of
-from tether.control.policies import Act
+from tether.control.policies.networks import Act
 from tether.integrations.robots.demonstrations import Demonstration
 from tether.observations import Array, Observation, copied, recorded
 
 Demonstrator = Callable[[Env, Raw, Observation, bool], Array]
 """(environment, its raw observation, the observation's fields [1, ...], whether an episode begins) -> the next actions
-[K, D], encoded as by `tether.control.envs.spaces.actions.ActionCodec`."""
+[K, D], encoded as by `tether.control.envs.conversion.ActionCodec`."""
 
 ATTEMPTS = 20
 """Maximum number of episodes that are played per requested one."""

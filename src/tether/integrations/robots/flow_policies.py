@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.config import RunConfig
-from tether.control.envs import ContinuousActions, VectorEnv
-from tether.control.pictures import find_pictures
+from tether.control.build_policies import find_pictures
+from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.flow import FlowSpec, Scale
 from tether.observations import Array, Observation, ObsLayout, row_width
 
@@ -99,7 +99,7 @@ def scales_of_data(
         actions: actions [T, D] of each episode.
     """
     torch = importlib.import_module("torch")
-    row = importlib.import_module("tether.control.policies.observations").FlatRow(_numbers(layout) or layout)
+    row = importlib.import_module("tether.control.policies.spec").FlatRow(_numbers(layout) or layout)
     seen = {entry.name: torch.from_numpy(np.concatenate([episode[entry.name] for episode in obs])) for entry in layout}
     rows = {"action_scale": np.concatenate(actions)}
     if _numbers(layout):

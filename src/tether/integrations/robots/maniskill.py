@@ -8,9 +8,9 @@ import torch
 from mani_skill.utils.registration import REGISTERED_ENVS
 from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
 
+from tether.control.envs.batched_simulation import BatchedEnv
 from tether.control.envs.gymnasium_types import Arguments, Env, Info
 from tether.control.envs.make import EnvOptions, Pacing, View
-from tether.control.envs.vectorization.batched_simulation import BatchedEnv
 from tether.spelling import did_you_mean
 
 GPU = ("gpu", "cuda", "physx_cuda")

@@ -11,9 +11,9 @@ from metaworld import env_dict
 from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 
+from tether.control.envs.action_repeat import Repeated
 from tether.control.envs.gymnasium_types import Arguments, Env, Info, Raw, Simulator
 from tether.control.envs.make import EnvOptions
-from tether.control.envs.vectorization.action_repeat import Repeated
 from tether.integrations.robots.metaworld_pictures import PictureObservations
 from tether.observations import Array
 from tether.spelling import did_you_mean

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
-from tether.control.envs import ContinuousActions, VectorEnv
-from tether.control.pictures import find_pictures
+from tether.control.build_policies import find_pictures
+from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.vla import VlaSpec
 from tether.types import JsonObject
 

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.observations import NUMBERS, PICTURE
+from tether.control.policies.spec import NUMBERS, PICTURE
 from tether.integrations.robots.flow.prompts import VOCAB_SIZE
 from tether.integrations.robots.flow.spec import FlowSpec
 

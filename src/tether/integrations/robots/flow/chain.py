@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.control.policies.heads import HALF_LOG_2PI
+from tether.control.policies.networks import HALF_LOG_2PI
 from tether.integrations.robots.flow.spec import FlowSpec, NoiseMethod
 
 

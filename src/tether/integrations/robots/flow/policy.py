@@ -14,10 +14,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.heads import HALF_LOG_2PI, Evaluated
 from tether.control.policies.memoryless_policy import MemorylessPolicy
-from tether.control.policies.observations import NUMBERS, PICTURE, FlatRow, ObservationBatch, Pictures
-from tether.control.policies.spec import Observations, device_of
+from tether.control.policies.networks import HALF_LOG_2PI, Evaluated, device_of
+from tether.control.policies.spec import NUMBERS, PICTURE, FlatRow, ObservationBatch, Observations, Pictures
 from tether.integrations.robots.chain_actions import ChainActions
 from tether.integrations.robots.flow import backbone as backbones
 from tether.integrations.robots.flow.backbone import TOKEN_MASK, TOKENS, Prefix

@@ -21,8 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM
 
-from tether.control.policies.observations import ObservationBatch
-from tether.control.policies.spec import Observations
+from tether.control.policies.spec import ObservationBatch, Observations
 from tether.integrations.robots.vla.spec import ACTION_BINS, VlaSpec
 
 

@@ -15,8 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tether.control.policies.observations import NUMBERS, PICTURE, TEXT, FlatRow, ObservationBatch, Pictures
-from tether.control.policies.spec import Observations
+from tether.control.policies.spec import NUMBERS, PICTURE, TEXT, FlatRow, ObservationBatch, Observations, Pictures
 from tether.integrations.robots.vla.decoder import ActionDecoder, EncodedPrompt
 from tether.integrations.robots.vla.spec import BEGIN, END, FIRST_BYTE, VlaSpec
 

@@ -13,10 +13,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tether.control.policies.heads import CategoricalHead
 from tether.control.policies.memoryless_policy import MemorylessPolicy
-from tether.control.policies.observations import ObservationBatch
-from tether.control.policies.spec import Observations, device_of
+from tether.control.policies.networks import CategoricalHead, device_of
+from tether.control.policies.spec import ObservationBatch, Observations
 from tether.integrations.robots.action_bins import ActionBins
 from tether.integrations.robots.vla.model import ValueHead, VlaModel
 from tether.integrations.robots.vla.published import PublishedModel

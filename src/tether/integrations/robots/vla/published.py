@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
-from tether.control.policies.observations import PICTURE, ObservationBatch, Pictures
-from tether.control.policies.spec import Observations
+from tether.control.policies.spec import PICTURE, ObservationBatch, Observations, Pictures
 from tether.integrations.robots.vla.decoder import ActionDecoder, EncodedPrompt
 from tether.integrations.robots.vla.prompts import PADDING, Prompts
 from tether.integrations.robots.vla.spec import Network, Resize, VlaSpec

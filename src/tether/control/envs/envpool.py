@@ -7,9 +7,9 @@ from collections.abc import Callable
 import envpool
 
 from tether.control.envs.gymnasium_types import Simulator
+from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 from tether.control.envs.make import EnvOptions, View, without_clipping
 from tether.control.envs.protocol import EnvState, EnvStep, Saved
-from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.observations import Array, Observation
 from tether.spelling import did_you_mean
 

@@ -7,11 +7,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tether.control.envs.conversion import (
+    ActionCodec,
+    ObservationReader,
+    read_flags,
+    read_reset,
+    read_rewards,
+    read_step,
+)
 from tether.control.envs.gymnasium_types import Begun, Info, Raw, Simulator
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
-from tether.control.envs.vectorization.answers import read_flags, read_reset, read_rewards, read_step
 from tether.observations import Array, Observation, copied
 
 

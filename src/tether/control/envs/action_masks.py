@@ -6,9 +6,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from tether.control.envs.conversion import ActionCodec
 from tether.control.envs.gymnasium_types import Begun, Env, Info, Raw, Stepped, Wrapper
 from tether.control.envs.protocol import DiscreteActions
-from tether.control.envs.spaces.actions import ActionCodec
 from tether.observations import ACTION_MASK, ObsLayout
 
 

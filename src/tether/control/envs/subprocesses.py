@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tether.control.envs.conversion import check_finite
+from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Saved
-from tether.control.envs.spaces.actions import check_finite
-from tether.control.envs.vectorization.loop import SyncVectorEnv
 from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state

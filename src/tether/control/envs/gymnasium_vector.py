@@ -7,13 +7,20 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from tether.control.envs.action_masks import refuse_unread_mask
+from tether.control.envs.conversion import (
+    FIX,
+    ActionCodec,
+    ObservationReader,
+    described,
+    read_flags,
+    read_reset,
+    read_rewards,
+    read_step,
+)
 from tether.control.envs.gymnasium_types import Info, Raw
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
-from tether.control.envs.spaces.action_masks import refuse_unread_mask
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
 from tether.control.envs.state import EnvKeeper
-from tether.control.envs.vectorization.answers import FIX, described, read_flags, read_reset, read_rewards, read_step
 from tether.observations import Array, Observation
 
 

@@ -9,13 +9,20 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from tether.control.envs.action_masks import refuse_unread_mask
+from tether.control.envs.conversion import (
+    FIX,
+    ActionCodec,
+    ObservationReader,
+    described,
+    is_usual,
+    read_reset,
+    read_unusual,
+    success_of,
+)
 from tether.control.envs.gymnasium_types import Env, Info, Raw
 from tether.control.envs.protocol import EnvState, EnvStep, Floats, Saved
-from tether.control.envs.spaces.action_masks import refuse_unread_mask
-from tether.control.envs.spaces.actions import ActionCodec
-from tether.control.envs.spaces.observations import ObservationReader
 from tether.control.envs.state import EnvKeeper
-from tether.control.envs.vectorization.answers import FIX, described, is_usual, read_reset, read_unusual, success_of
 from tether.observations import Array, Observation, copied, shapes
 
 

@@ -1,0 +1,411 @@
+"""Conversion between the values of environments and named, typed arrays: observations, actions, rewards and flags.
+
+Observation spaces of Gymnasium become named arrays, and rows of a policy's actions become values of its action spaces.
+Rewards and flags are checked, since numpy would cast and broadcast them silently.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import DTypeLike
+
+from tether.control.envs.gymnasium_types import Begun, Info, Raw, Space, Stepped
+from tether.control.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions, Flags, Floats
+from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
+
+FLAGS = (np.int8, np.uint8, np.bool_)
+"""dtypes of masks."""
+
+
+class ObservationReader:
+    """Converts observations of a space to named arrays, which `layout` describes.
+
+    Discrete values start at 0, pictures are [height, width, channels], texts are bytes, and floats are float32, in
+    which
+    networks compute; other dtypes stay.
+
+    Args:
+        space: observation space of an environment.
+        env_id: id for error messages.
+
+    Raises:
+        ValueError: no policy supports a component of the space, or there are several texts.
+    """
+
+    def __init__(self, space: Space, env_id: str) -> None:
+        self._leaves = tuple(_leaves(space, (), env_id))
+        self.layout = tuple(leaf.entry for leaf in self._leaves)
+        if sum(entry.kind == "text" for entry in self.layout) > 1:
+            raise ValueError(f"{env_id}: no policy reads several texts. Leave one in the observation space: {space}")
+        is_vector = isinstance(space, spaces.Box) and not is_picture(space) and len(space.shape) == 1
+        self.is_plain = is_vector and np.issubdtype(space.dtype, np.floating)
+        """Whether observations are one flat vector of floats, which needs no conversion but to float32."""
+
+    def __call__(self, obs: Raw, rows: int) -> Observation:
+        """Read `rows` observations of the space.
+
+        Raises:
+            ValueError: the shape is another one, a text is longer than its space allows, a discrete value is outside
+                of the space, or pixels or other integers are not integers.
+        """
+        return {leaf.entry.name: leaf.read(obs, rows) for leaf in self._leaves}
+
+    def write(self, obs: Raw, into: Observation, row: int) -> None:
+        """Read one observation into a row of arrays; raises as `__call__` does."""
+        for leaf in self._leaves:
+            into[leaf.entry.name][row] = leaf.read(obs, 1)[0]
+
+    def zeros(self, rows: int) -> Observation:
+        """Return zeroed arrays for `rows` observations."""
+        return {entry.name: entry.zeros(rows) for entry in self.layout}
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A space that contains no other spaces."""
+
+    keys: tuple[str | int, ...]
+    """Path in a nested observation."""
+    space: Space
+    entry: ObsPart
+
+    def read(self, obs: Raw, rows: int) -> Array:
+        """Return this leaf's array [rows, *shape] of `rows` observations."""
+        for key in self.keys:
+            obs = obs[key]
+        shape, actual = self.space.shape or (), np.shape(obs)
+        if actual != (rows, *shape) and not (rows == 1 and actual == shape):  # a reshape would mix up numbers
+            raise ValueError(f"{self.entry.name} has the shape {actual}, not {(rows, *shape)}")
+        match self.space:
+            case spaces.Text():
+                longest = self.entry.shape[0]
+                return np.stack([encode_text(text, longest) for text in np.asarray(obs).reshape(rows).tolist()])
+            case spaces.Discrete() | spaces.MultiDiscrete():
+                choices = _exactly(obs, np.int64).reshape(rows, *self.entry.shape) - np.reshape(self.space.start, -1)
+                if not ((choices >= 0) & (choices < self.entry.choices)).all():
+                    raise ValueError(f"{self.entry.name}: {obs!r:.80} is no choice of {self.space}")
+                return choices
+            case space if self.entry.kind == "image":
+                return as_picture(_exactly(obs, np.uint8).reshape(rows, *(space.shape or ())))
+        dtype = np.dtype(self.entry.dtype)
+        numbers = _floats(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)
+        return numbers.reshape(rows, *self.entry.shape)
+
+
+def _floats(obs: Raw, dtype: DTypeLike) -> Array:
+    """Convert numbers to a float dtype.
+
+    Raises:
+        ValueError: they are no real numbers.
+    """
+    array = np.asarray(obs)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{array.dtype} is not a number that {np.dtype(dtype)} can hold")
+    return array.astype(dtype, copy=False)
+
+
+def _exactly(obs: Raw, dtype: DTypeLike) -> Array:
+    """Convert to an integer dtype without changing a value.
+
+    Raises:
+        ValueError: the dtype cannot hold a value: a fraction, a pixel in [0, 1], or out of range.
+    """
+    array = np.asarray(obs)
+    if np.can_cast(array.dtype, dtype):
+        return array.astype(dtype, copy=False)
+    with np.errstate(invalid="ignore"):
+        cast = array.astype(dtype)
+    if not (cast == array).all():
+        raise ValueError(f"an observation of the type {array.dtype} has numbers that {np.dtype(dtype)} cannot hold")
+    return cast
+
+
+def _leaves(space: Space, keys: tuple[str | int, ...], env_id: str) -> Iterator[_Leaf]:
+    name = ".".join(map(str, keys))
+    match space:
+        case spaces.MultiBinary() | spaces.Box() if name == ACTION_MASK and space.dtype in FLAGS:
+            entry = ObsPart(ACTION_MASK, "mask", (int(np.prod(space.shape)),), "int8")
+        case spaces.Dict() | spaces.Tuple():
+            for key, inner in space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces):
+                yield from _leaves(inner, (*keys, key), env_id)
+            return
+        case spaces.Text():
+            entry = ObsPart(TASK, "text", (int(space.max_length),), "uint8")
+        case spaces.Discrete():
+            entry = ObsPart(name or "state", "vector", (1,), "int64", (int(space.n),))
+        case spaces.MultiDiscrete():
+            choices = tuple(int(n) for n in space.nvec.reshape(-1))
+            entry = ObsPart(name or "state", "vector", (len(choices),), "int64", choices)
+        case spaces.Box() if is_picture(space):
+            shape = as_picture(np.zeros((1, *space.shape), dtype=np.uint8)).shape[1:]
+            entry = ObsPart(name or "image", "image", shape, "uint8")
+        case spaces.Box() | spaces.MultiBinary():
+            dtype = "float32" if np.issubdtype(space.dtype, np.floating) else str(space.dtype)
+            entry = ObsPart(name or "state", "vector", (int(np.prod(space.shape)),), dtype)
+        case _:
+            raise ValueError(
+                f"{env_id}: no policy reads the observation space {space}. Use Box, Discrete, MultiDiscrete, "
+                "MultiBinary, Text, or Dict and Tuple of these; or leave a part of a Dict out with "
+                "env.train.drop_observations."
+            )
+    yield _Leaf(keys, space, entry)
+
+
+def is_picture(space: Space) -> bool:
+    """Whether a space is of bytes in two to four dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
+
+
+def as_picture(pixels: Array) -> Array:
+    """Convert pictures to [rows, height, width, channels].
+
+    Accepted are [rows, height, width], [rows, height, width, channels] and [rows, channels, height, width] (assumed if
+    the
+    last axis is longer than 4 and the first the shortest), and either with a stack of frames in front, which become
+    channels.
+    """
+    if pixels.ndim == 3:
+        return pixels[..., None]
+    *_, first, second, third = pixels.shape
+    if third > 4 and first < min(second, third):
+        pixels = np.moveaxis(pixels, -3, -1)
+    if pixels.ndim == 4:
+        return pixels
+    rows, frames, height, width, channels = pixels.shape
+    return np.moveaxis(pixels, 1, 3).reshape(rows, height, width, frames * channels)
+
+
+@dataclass(frozen=True)
+class ActionCodec:
+    """Converts rows of a policy's actions to actions of a space."""
+
+    spec: ActionSpec
+    space: Space
+    env_id: str
+
+    @classmethod
+    def of(cls, space: Space, env_id: str) -> ActionCodec:
+        """Return the codec of an action space.
+
+        Raises:
+            ValueError: no policy supports this space.
+        """
+        match space:
+            case spaces.Discrete():
+                return cls(DiscreteActions((int(space.n),)), space, env_id)
+            case spaces.MultiDiscrete():
+                return cls(DiscreteActions(tuple(int(n) for n in space.nvec.reshape(-1))), space, env_id)
+            case spaces.MultiBinary():
+                return cls(DiscreteActions((2,) * int(np.prod(space.shape))), space, env_id)
+            case spaces.Box() if np.issubdtype(space.dtype, np.floating):
+                bounds = tuple(space.low.reshape(-1).tolist()), tuple(space.high.reshape(-1).tolist())
+                return cls(ContinuousActions(int(np.prod(space.shape)), *bounds), space, env_id)
+        raise ValueError(
+            f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
+            "of floats."
+        )
+
+    def decode(self, actions: Array) -> Array:
+        """Convert actions [N, width] to [N, *shape of the space], clipped to the bounds of a Box.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
+        rows = len(actions)
+        match self.space:
+            case spaces.Discrete():
+                return actions[:, 0] + self.space.start
+            case spaces.MultiDiscrete():
+                return actions.reshape(rows, *self.space.shape) + self.space.start
+            case spaces.Box():
+                check_finite(actions, self.env_id)
+                shaped = actions.reshape(rows, *self.space.shape)
+                # These two calls take a third of the time of np.clip, and this runs at each step.
+                bounded = np.minimum(np.maximum(shaped, self.space.low), self.space.high)
+                return bounded.astype(self.space.dtype, copy=False)
+        return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
+
+    def encode(self, action: Raw) -> Array:
+        """Return the row [width] that `decode` converts to this action.
+
+        Raises:
+            ValueError: the action has the wrong shape.
+        """
+        array = np.asarray(action)
+        if array.shape != (self.space.shape or ()):
+            raise ValueError(f"{self.env_id}: an action of shape {array.shape} is none of {self.space}")
+        match self.space:
+            case spaces.Discrete() | spaces.MultiDiscrete():
+                return np.asarray(array - self.space.start, dtype=np.int64).reshape(-1)
+            case spaces.Box():
+                return array.astype(np.float32).reshape(-1)
+        return array.astype(np.int64).reshape(-1)
+
+
+def check_finite(actions: Array, env_id: str) -> None:
+    """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
+
+    Raises:
+        ValueError: names environment and entry.
+    """
+    if math.isfinite(actions.sum()):  # several times as fast as checking each value
+        return
+    for n, entry in np.argwhere(~np.isfinite(actions)):
+        raise ValueError(
+            f"{env_id}: entry {entry} of the action for environment {n} is {actions[n, entry]}, and was not carried "
+            "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
+            "actor_rollout_ref.actor.target_kl."
+        )
+
+
+FIX = "Correct the environment, or the wrapper that gives it."
+_REWARDS = frozenset({float, int, np.float32, np.float64})
+_FLAGS = frozenset({bool, np.bool_})
+
+
+def is_usual(answer: object) -> bool:
+    """Whether a step's result has the usual types, so that `read_unusual` is not needed."""
+    return (
+        type(answer) is tuple
+        and len(answer) == 5
+        and type(answer[1]) in _REWARDS
+        and type(answer[2]) in _FLAGS
+        and type(answer[3]) in _FLAGS
+        and type(answer[4]) is dict
+    )
+
+
+def read_unusual(answer: object, who: str) -> Stepped:
+    """Convert a step's result: reward and flags to Python numbers, and an info of None to an empty one.
+
+    Args:
+        answer: result of `step`.
+        who: the environment, for error messages.
+
+    Raises:
+        ValueError: the result is not (observation, reward, terminated, truncated, info).
+    """
+    obs, reward, terminated, truncated, info = read_step(answer, who)
+    number = _unwrapped(reward)
+    if not isinstance(number, Real):
+        raise ValueError(f"{who}: the reward is {described(reward)}, no number. {FIX}")
+    ended = read_flag(terminated, "`terminated`", who), read_flag(truncated, "`truncated`", who)
+    return obs, float(number), *ended, info
+
+
+def read_step(answer: object, who: str) -> tuple[Raw, Raw, Raw, Raw, Info]:
+    """Return the five values of a step as they are, and an info of None as an empty one.
+
+    Raises:
+        ValueError: the result is not (observation, reward, terminated, truncated, info).
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 5:
+        wanted = "(observation, reward, terminated, truncated, info)"
+        raise ValueError(f"{who}: a step gives {_counted(answer)}, not the five of Gymnasium, {wanted}. {FIX}")
+    obs, reward, terminated, truncated, info = answer
+    return obs, reward, terminated, truncated, _read_info(info, "a step", who)
+
+
+def read_reset(answer: object, who: str) -> Begun:
+    """Return the observation and the info of a reset.
+
+    Raises:
+        ValueError: the result is not (observation, info).
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        wanted = "(observation, info)"
+        raise ValueError(f"{who}: a reset gives {_counted(answer)}, not the two of Gymnasium, {wanted}. {FIX}")
+    obs, info = answer
+    return obs, _read_info(info, "a reset", who)
+
+
+def _read_info(info: object, of: str, who: str) -> Info:
+    if info is not None and not isinstance(info, Mapping):
+        raise ValueError(f"{who}: the info of {of} is {described(info)}, no dict. {FIX}")
+    return dict(info or {})
+
+
+def _counted(answer: object) -> str:
+    return f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
+
+
+def read_flag(value: object, what: str, who: str) -> bool:
+    """Return a flag that may be a number or a tensor.
+
+    Args:
+        value: as the environment returns it.
+        what: names the flag in messages.
+        who: names the environment in messages.
+
+    Raises:
+        ValueError: the flag is neither True, False, 1 nor 0.
+    """
+    number = _unwrapped(value)
+    if not isinstance(number, Real) or number not in (0, 1):
+        raise ValueError(f"{who}: {what} is {described(value)}, neither True nor False. {FIX}")
+    return bool(number)
+
+
+def success_of(info: Info, who: str) -> bool | None:
+    """Return the flag `is_success` (Stable-Baselines3's name) or `success` of a step's info, None without either.
+
+    Raises:
+        ValueError: the flag is neither True, False, 1 nor 0.
+    """
+    for name in ("is_success", "success"):
+        if (flag := info.get(name)) is not None:
+            return flag if type(flag) is bool else read_flag(flag, f"info[{name!r}]", who)
+    return None
+
+
+def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
+    """Return the flags [count] of a vector environment, which may be numbers.
+
+    Raises:
+        ValueError: the shape is wrong, or a flag is neither True, False, 1 nor 0.
+    """
+    flags = _host_array(values, what, who)
+    if flags.shape != (count,):
+        raise ValueError(f"{who}: {what} is {described(values)}, not one flag for each of {count} environments. {FIX}")
+    if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
+        raise ValueError(f"{who}: {what} is {described(values)}, neither True nor False in each place. {FIX}")
+    return flags.astype(np.bool_, copy=False)
+
+
+def read_rewards(values: Raw, who: str, count: int) -> Floats:
+    """Return the rewards [count] of a vector environment as float32.
+
+    Raises:
+        ValueError: the shape is wrong, or the rewards are not numbers.
+    """
+    rewards = _host_array(values, "the reward", who)
+    if rewards.shape != (count,) or rewards.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{who}: the reward is {described(values)}, not a number for each of {count} environments. {FIX}"
+        )
+    return rewards.astype(np.float32, copy=False)
+
+
+def _host_array(values: Raw, what: str, who: str) -> Array:
+    try:
+        return np.asarray(values)
+    except Exception as error:  # for example a tensor on a GPU
+        raise ValueError(f"{who}: {what} is {described(values)}, which NumPy cannot read ({error}). {FIX}") from error
+
+
+def described(value: object) -> str:
+    """Return a short description of a value with its type or shape."""
+    shape = getattr(value, "shape", None)
+    return f"{reprlib.repr(value)} ({type(value).__name__}{f' of shape {tuple(shape)}' if shape else ''})"
+
+
+def _unwrapped(value: object) -> object:
+    """Return the Python number in a NumPy scalar or a zero-dimensional array or tensor; other values unchanged."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value

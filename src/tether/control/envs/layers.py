@@ -1,0 +1,221 @@
+"""Layers around vector environments, which delegate what they do not change.
+
+They encode actions, seed the environments of one rank, let episodes begin when they should, and bound the time of a
+step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Floats, HeldEnv, Saved, VectorEnv
+from tether.keyed_random import seed_of
+from tether.observations import Array, Observation
+from tether.runtime.late_calls import LateCalls
+
+
+class ActionCode(Protocol):
+    """How a policy encodes continuous actions of D columns."""
+
+    @property
+    def actions(self) -> ActionSpec:
+        """The action space of the policy."""
+        ...
+
+    @property
+    def action_dim(self) -> int:
+        """D: columns of the environment's actions."""
+        ...
+
+    def decode(self, columns: Array) -> Floats:
+        """Return the actions [..., D] of the policy's output."""
+        ...
+
+
+class CodedEnv:
+    """Makes environments with continuous actions accept those of a policy.
+
+    Args:
+        env: the environments.
+        code: encoding of the policy.
+    """
+
+    def __init__(self, env: VectorEnv, code: ActionCode) -> None:
+        self._env, self._code = env, code
+        self.id, self.num_envs, self.layout = env.id, env.num_envs, env.layout
+        self.actions = code.actions
+
+    def reset(self, seed: int) -> Observation:
+        return self._env.reset(seed)
+
+    def step(self, actions: Array) -> EnvStep:
+        return self._env.step(self._code.decode(actions))
+
+    def get_state(self) -> EnvState:
+        return self._env.get_state()
+
+    def set_state(self, data: Saved) -> None:
+        self._env.set_state(data)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class PartOfEnvs:
+    """Seeds environments by their index in the run; everything else is delegated.
+
+    Args:
+        env: the environments.
+        first: index of the first one in the run.
+    """
+
+    def __init__(self, env: VectorEnv, first: int) -> None:
+        self._env, self._first = env, first
+        self.step = env.step  # bound here, to save a lookup by `__getattr__` at each step
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+    def reset(self, seed: int) -> Observation:
+        return self._env.reset(seed + self._first)
+
+
+class PacedEnv:
+    """Implements `VectorEnv` for environments that wait after an episode.
+
+    The actions of a chunk are chosen together, so if an episode ends in the middle of a chunk, the remaining actions
+    are
+    not carried out: the environment waits, and the next episode begins with the next chunk.
+
+    Args:
+        env: the environments.
+        chunk: number of actions chosen together.
+        auto_reset: begin new episodes after a chunk; False: only in `reset`.
+        group_size: number of adjacent environments whose k-th episodes begin in the same state.
+        fixed_seed: all episodes of a group begin in the state that this seed and the group determine; None: in
+            different ones.
+        first: index of the first environment, if the environments of a run are divided among ranks.
+    """
+
+    def __init__(
+        self,
+        env: HeldEnv,
+        *,
+        chunk: int = 1,
+        auto_reset: bool = True,
+        group_size: int = 1,
+        fixed_seed: int | None = None,
+        first: int = 0,
+    ) -> None:
+        self._first = first
+        self._env = env
+        self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
+        self.layout = env.layout
+        self._chunk, self._auto_reset = chunk, auto_reset
+        self._seed = self._steps = 0
+        self._begun = [0] * self.num_envs
+        self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
+        self._group_size, self._fixed_seed = group_size, fixed_seed
+
+    def reset(self, seed: int) -> Observation:
+        self._seed, self._steps = seed, 0
+        self._begun = [0] * self.num_envs
+        self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
+        return self._begin(range(self.num_envs))
+
+    def step(self, actions: Array) -> EnvStep:
+        step = self._env.step(actions)
+        self._steps += 1
+        self._waiting |= step.terminated | step.truncated
+        if self._auto_reset and self._steps % self._chunk == 0 and self._waiting.any():
+            step = replace(step, obs=self._begin(np.flatnonzero(self._waiting).tolist()))
+            self._waiting[:] = False
+        return step
+
+    def render(self) -> NDArray[np.uint8]:
+        return self._env.render()
+
+    def get_state(self) -> EnvState:
+        inner = self._env.get_state()
+        return EnvState((self._seed, self._steps, [*self._begun], self._waiting.copy(), inner.data), inner.left_out)
+
+    def set_state(self, data: Saved) -> None:
+        self._seed, self._steps, self._begun, self._waiting, inner = data
+        self._env.set_state(inner)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _begin(self, which: Iterable[int]) -> Observation:
+        seeds = {n: self._next_seed(n) for n in which}
+        for n in seeds:
+            self._begun[n] += 1
+        return self._env.begin(seeds)
+
+    def _next_seed(self, n: int) -> int | None:
+        """Return the seed of an environment's next episode; None if its own generator continues."""
+        index = self._first + n
+        group = index // self._group_size
+        if self._fixed_seed is not None:
+            return seed_of(self._fixed_seed, 0, "episode", group)
+        if self._group_size > 1:
+            return seed_of(self._seed, self._begun[n], "episode", group)
+        return self._seed + index if self._begun[n] == 0 else None
+
+
+class TimedEnv:
+    """Raises an error if a step or a reset exceeds the timeout, and warns if closing fails.
+
+    Everything else is delegated.
+
+    Args:
+        env: environments that step in this process.
+        timeout: maximum seconds for a step or a reset.
+        role: section of the configuration, for error messages.
+    """
+
+    def __init__(self, env: VectorEnv, timeout: float, role: str) -> None:
+        self._env = env
+        self._calls = LateCalls(
+            timeout,
+            f"{env.id} took more than {role}.timeout={timeout:g} s for a step, a reset or to close. Raise it, or set "
+            f"{role}.vectorization=subprocess, where a process that hangs is replaced.",
+        )
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+    def reset(self, seed: int) -> Observation:
+        self._calls.begin()
+        try:
+            return self._env.reset(seed)
+        except SystemExit as exit:  # otherwise the run would end here as if it were complete
+            raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
+        finally:
+            self._calls.end()
+
+    def step(self, actions: Array) -> EnvStep:
+        self._calls.begin()
+        try:
+            return self._env.step(actions)
+        except SystemExit as exit:  # otherwise the run would end here as if it were complete
+            raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
+        finally:
+            self._calls.end()
+
+    def close(self) -> None:
+        self._calls.begin()
+        try:
+            self._env.close()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (user classes may raise anything)
+            what = f"{self._env.id} could not be closed. {type(error).__name__}: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
+        finally:
+            self._calls.end()
+            self._calls.close()

@@ -1,0 +1,514 @@
+"""The modules of a policy: perceptrons, running statistics of observations, heads, and actors that sample them.
+
+For networks this small, autograd's overhead takes several times as long as the arithmetic. `Mlp.backward` and the
+heads' run the same chain rule in a fixed order, directly into the gradient buffers; a test compares it with autograd in
+float64.
+
+Heads are distributions of actions: choices, or Gaussian with one of two kinds of noise. Both are sampled with noise
+that is drawn beforehand, so samples depend on (seed, step) alone. Log-probabilities and entropies are per column of an
+action; `tether.control.learning.losses` sums them to the requested level.
+
+Actors are for fast inference. `Actor` computes in NumPy what the networks compute, up to rounding. `NetworkActor` calls
+the networks, where their arithmetic takes longer than the overhead of tensors. Log-probabilities and values are not
+needed for acting; the networks compute them later for a full rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from tether.observations import ACTION_MASK, Array, Observation
+
+if TYPE_CHECKING:
+    from tether.control.policies.mlp_policy import ControlPolicy
+    from tether.control.policies.network_policy import NetworkPolicy
+
+FloatArray: TypeAlias = NDArray[np.float32]
+FORBIDDEN = -1e9
+"""Logit of a choice that is not allowed; finite, so that nothing computed from it is NaN."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A nonlinearity whose derivative is a function of its output."""
+
+    apply: Callable[[Tensor], Tensor]
+    apply_array: Callable[[FloatArray], FloatArray]
+    """The function in NumPy."""
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """(gradient of the output, output) -> gradient of the input."""
+    gain: float
+    """Scale of an orthogonal weight that preserves the variance."""
+
+
+def _tanh(x: Tensor) -> Tensor:
+    """Compute tanh, with NumPy on a CPU without gradients, where it takes a seventh of PyTorch's time."""
+    if x.requires_grad or x.device.type != "cpu":
+        return torch.tanh(x)
+    return torch.from_numpy(np.tanh(x.numpy()))
+
+
+def _relu(x: FloatArray) -> FloatArray:
+    return np.maximum(x, 0.0)
+
+
+def _elu(x: FloatArray) -> FloatArray:
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
+
+
+def _tanh_backward(grad: Tensor, out: Tensor) -> Tensor:
+    return torch.addcmul(grad, grad * out, out, value=-1)
+
+
+def _relu_backward(grad: Tensor, out: Tensor) -> Tensor:
+    return grad * (out > 0)
+
+
+def _elu_backward(grad: Tensor, out: Tensor) -> Tensor:
+    return torch.where(out > 0, grad, grad * (out + 1))
+
+
+ACTIVATIONS = {  # named functions, so that a policy can be pickled
+    "tanh": Activation(_tanh, np.tanh, _tanh_backward, math.sqrt(2)),
+    "relu": Activation(torch.relu, _relu, _relu_backward, math.sqrt(2)),
+    "elu": Activation(nn.functional.elu, _elu, _elu_backward, math.sqrt(2)),
+}
+
+
+def as_array(tensor: Tensor) -> FloatArray:
+    """Return the numbers of a tensor, sharing its memory on the CPU."""
+    return tensor.detach().cpu().numpy()
+
+
+def orthogonal_linear(in_features: int, out_features: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    """Return a linear layer with orthogonal initialisation (Saxe et al. 2014) scaled by `gain`, and a bias of 0."""
+    layer = nn.Linear(in_features, out_features)
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def layers_in_numpy(
+    layers: Iterable[tuple[Tensor, Tensor]], activation: Activation
+) -> Callable[[FloatArray], FloatArray]:
+    """Return linear layers with a nonlinearity after each, in NumPy with the current weights and biases."""
+    arrays = [(as_array(weight).T, as_array(bias)) for weight, bias in layers]
+
+    def forward(x: FloatArray) -> FloatArray:
+        for weight, bias in arrays:
+            x = x @ weight
+            x += bias
+            x = activation.apply_array(x)
+        return x
+
+    return forward
+
+
+class Mlp(nn.Module):
+    """Linear layers with a nonlinearity between them.
+
+    Args:
+        sizes: width of the input, of each hidden layer and of the output.
+        activation: one of `ACTIVATIONS`.
+        output_gain: scale of the last layer's initialisation; small for a policy, so that it starts close to uniform.
+        generator: random generator of the initialisation.
+    """
+
+    def __init__(self, sizes: list[int], activation: str, output_gain: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        gains = [self.activation.gain] * (len(sizes) - 2) + [output_gain]
+        layers = [orthogonal_linear(*pair, gain, generator) for pair, gain in zip(pairwise(sizes), gains, strict=True)]
+        self.layers = nn.ModuleList(layers)
+        # Cached, because attribute access of a module is slow and an update needs them many times.
+        self.linear: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, last size] for [B, first size]."""
+        return self.activations(x)[-1]
+
+    def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
+        """Return `forward` in NumPy with the current weights.
+
+        A simulator steps few rows at a time, for which the overhead of tensors dominates a forward pass.
+        """
+        *hidden, last = self.linear
+        before = layers_in_numpy(hidden, self.activation)
+        weight, bias = as_array(last[0]).T, as_array(last[1])
+        return lambda x: before(x) @ weight + bias
+
+    def activations(self, x: Tensor) -> list[Tensor]:
+        """Return the input, the output of each hidden layer after its nonlinearity, and the output."""
+        passed = [x]
+        last = len(self.linear) - 1
+        for index, (weight, bias) in enumerate(self.linear):
+            x = torch.addmm(bias, x, weight.t())
+            if index < last:
+                x = self.activation.apply(x)
+            passed.append(x)
+        return passed
+
+    def backward(
+        self, passed: list[Tensor], grad: Tensor, hidden_grad: Tensor | None = None, *, add: bool = False
+    ) -> None:
+        """Write the gradient of every parameter into its existing ``grad``.
+
+        Args:
+            passed: result of `activations`.
+            grad: gradient of the output, [B, last size].
+            hidden_grad: further gradient of the last hidden layer, from other modules that read it.
+            add: add to the existing gradients instead of overwriting them.
+        """
+        for index, (weight, bias) in reversed(list(enumerate(self.linear))):
+            if add:
+                assert weight.grad is not None
+                assert bias.grad is not None
+                weight.grad.addmm_(grad.t(), passed[index])
+                bias.grad.add_(grad.sum(0))
+            else:
+                torch.mm(grad.t(), passed[index], out=weight.grad)
+                torch.sum(grad, 0, out=bias.grad)
+            if index > 0:
+                grad = torch.mm(grad, weight)
+                if hidden_grad is not None:
+                    grad, hidden_grad = grad + hidden_grad, None
+                grad = self.activation.backward(grad, passed[index])
+
+
+EPSILON = 1e-8
+
+
+class RunningNormalizer(nn.Module):
+    """Normalises observations to mean 0 and variance 1 with the statistics of all earlier ones.
+
+    Statistics change only in `update`, between rollouts, so that a policy does not drift while it samples. Before the
+    first update, observations are only clipped.
+
+    Args:
+        size: number of entries of an observation.
+        clip: bound of the absolute value of the result.
+        unchanged: [size] entries that are neither normalised nor clipped; None: none.
+    """
+
+    count: Tensor
+    mean: Tensor
+    var: Tensor
+    shift: Tensor
+    scale: Tensor
+    clip: Tensor
+
+    def __init__(self, size: int, clip: float, unchanged: Tensor | None = None) -> None:
+        super().__init__()
+        self._unchanged = torch.zeros(size, dtype=torch.bool) if unchanged is None else unchanged
+        self.fixed = False
+        """Whether `update` is disabled, because a pretrained policy would behave differently if its statistics
+        moved."""
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(size, dtype=torch.float64))
+        # Read by `forward`, in float32.
+        self.register_buffer("shift", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+        self.register_buffer("clip", torch.full((size,), clip).masked_fill(self._unchanged, math.inf), persistent=False)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """Return normalised observations [..., size]."""
+        return ((obs - self.shift) * self.scale).clamp_(-self.clip, self.clip)
+
+    def in_numpy(self) -> Callable[[FloatArray], FloatArray]:
+        """Return `forward` in NumPy with the current statistics."""
+        shift, scale, clip = as_array(self.shift), as_array(self.scale), as_array(self.clip)
+        return lambda obs: np.minimum(np.maximum((obs - shift) * scale, -clip), clip)
+
+    def update(self, obs: Tensor) -> None:
+        """Add observations [B, size] to the statistics (Chan et al. 1979)."""
+        if self.fixed or not obs.shape[-1]:
+            return
+        new = obs.double()
+        total = self.count + len(new)
+        shift = new.mean(dim=0) - self.mean
+        squares = self.var * self.count + new.var(dim=0, unbiased=False) * len(new)
+        self.var.copy_((squares + shift.square() * self.count * len(new) / total) / total)
+        self.mean.add_(shift * len(new) / total)
+        self.count.copy_(total)
+        self.shift.copy_(self.mean.masked_fill(self._unchanged, 0.0))
+        self.scale.copy_((self.var + EPSILON).rsqrt().masked_fill(self._unchanged, 1.0))
+
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The statistics of given actions under a head."""
+
+    log_probs: Tensor
+    """[B, width]: log-probability of each column."""
+    entropy: Tensor
+    """[B, width]: entropy of each column's distribution."""
+    saved: Tensor
+    """[B, outputs]: all log-probabilities, or the actions in standard deviations from the mean, for `backward`."""
+
+
+class CategoricalHead(nn.Module):
+    """One or several choices, conditionally independent given the observation.
+
+    Args:
+        choices: number of alternatives of each column of an action.
+    """
+
+    _starts: Tensor
+    _counts: Tensor
+
+    def __init__(self, choices: tuple[int, ...]) -> None:
+        super().__init__()
+        self.choices = choices
+        self.outputs = self.linear = sum(choices)
+        self.width = len(choices)
+        starts = torch.tensor([sum(choices[:column]) for column in range(len(choices))])
+        self.register_buffer("_starts", starts, persistent=False)
+        self.register_buffer("_counts", torch.tensor(choices), persistent=False)
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return Gumbel noise [*shape, outputs]: the argmax of logits + noise is a sample of their softmax."""
+        return torch.empty(*shape, self.outputs).exponential_(generator=generator).log_().neg_()
+
+    def evaluate(self, logits: Tensor, actions: Tensor) -> Evaluated:
+        """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under logits [...,
+        outputs]."""
+        if self.width == 1:
+            everything = logits.log_softmax(dim=-1)
+            entropy = -(everything.exp() * everything).sum(dim=-1, keepdim=True)
+        else:
+            by_choice = [x.log_softmax(dim=-1) for x in logits.split(self.choices, dim=-1)]
+            everything = torch.cat(by_choice, dim=-1)
+            entropy = torch.cat([-(x.exp() * x).sum(dim=-1, keepdim=True) for x in by_choice], dim=-1)
+        return Evaluated(everything.gather(-1, self._chosen(actions)), entropy, everything)
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+        """Return the gradient of the logits, [B, outputs].
+
+        d log p_a / d logits = onehot(a) - p, and dH / d logits = -p (log p + H).
+
+        Args:
+            done: result of `evaluate`.
+            actions: [B, width]
+            log_prob_grad: [B, width] or [B, 1], the same for every column.
+            entropy_grad: [B, width] or [B, 1], or [1, 1], the same for all.
+        """
+        log_prob_grad = log_prob_grad.expand(-1, self.width)
+        spread_grad, spread_entropy = self._spread(log_prob_grad), self._spread(done.entropy)
+        entropy_grad = entropy_grad if entropy_grad.shape[1] == 1 else self._spread(entropy_grad)
+        grad = -done.saved.exp() * (spread_grad + entropy_grad * (done.saved + spread_entropy))
+        return grad.scatter_add_(1, self._chosen(actions), log_prob_grad)
+
+    def _chosen(self, actions: Tensor) -> Tensor:
+        return actions if self.width == 1 else actions + self._starts
+
+    def _spread(self, columns: Tensor) -> Tensor:
+        """Repeat [B, width] to [B, outputs] (or return [B, 1], which broadcasts)."""
+        if self.width == 1:
+            return columns
+        return columns.repeat_interleave(self._counts, dim=1, output_size=self.outputs)
+
+
+class GaussianHead(nn.Module):
+    """A Gaussian whose mean is the output and whose standard deviation is a parameter, equal in all states.
+
+    Actions are not squashed; the environment clips them to its bounds.
+
+    Args:
+        width: columns of an action.
+        init_logstd: logarithm of the initial standard deviation.
+    """
+
+    def __init__(self, width: int, init_logstd: float) -> None:
+        super().__init__()
+        self.outputs = self.linear = self.width = width
+        self.logstd = nn.Parameter(torch.full((width,), init_logstd))
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return standard normal noise [*shape, width]: mean + std * noise is a sample."""
+        return torch.randn(*shape, self.width, generator=generator)
+
+    def evaluate(self, mean: Tensor, actions: Tensor) -> Evaluated:
+        """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under means [...,
+        width]."""
+        scaled = (actions - mean) * torch.exp(-self.logstd)
+        log_probs = -0.5 * scaled.square() - (self.logstd + HALF_LOG_2PI)
+        return Evaluated(log_probs, (self.logstd + (0.5 + HALF_LOG_2PI)).expand_as(log_probs), scaled)
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+        """Return the gradient of the mean, [B, width], and store that of the standard deviation in its ``grad``.
+
+        With z = (a - mean) / std: d log p / d mean = z / std, d log p / d logstd = z^2 - 1 and dH / d logstd = 1.
+        Arguments are those of `CategoricalHead.backward`.
+        """
+        assert self.logstd.grad is not None
+        weighted = done.saved * log_prob_grad
+        logstd_grad = weighted * done.saved - log_prob_grad + entropy_grad
+        torch.sum(logstd_grad, 0, out=self.logstd.grad)
+        return weighted * torch.exp(-self.logstd)
+
+
+class StateDependentHead(nn.Module):
+    """A Gaussian whose noise is a function of the state, fixed for several decisions (gSDE, Raffin et al. 2022).
+
+    With features phi [H] and one matrix of noise E [H, D], E_ij ~ N(0, std_ij^2), an action is the mean plus phi E: the
+    same state gets the same noise while E is fixed, so that a robot does not jitter. Given the features, column j is
+    normal with the variance sum_i phi_i^2 std_ij^2. No gradient flows through the features.
+
+    Args:
+        width: D, columns of an action.
+        features: H.
+        init_logstd: logarithm of the initial entries of std.
+        hold_decisions: number of decisions with the same matrix; None: all of a rollout.
+    """
+
+    EPSILON = 1e-6
+    """Added to a variance for numerical stability."""
+
+    def __init__(self, width: int, features: int, init_logstd: float, hold_decisions: int | None) -> None:
+        super().__init__()
+        self.width = self.linear = width
+        self.outputs = width + features
+        """Means, followed by the features."""
+        self.hold_decisions = hold_decisions
+        self.logstd = nn.Parameter(torch.full((features, width), init_logstd))
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return standard normal noise [*shape, H * D], equal for `hold_decisions` decisions of (..., decisions,
+        environments)."""
+        size = self.logstd.numel()
+        if len(shape) == 1:
+            return torch.randn(*shape, size, generator=generator)
+        *outer, decisions, rows = shape
+        hold = self.hold_decisions or decisions
+        drawn = torch.randn(*outer, -(-decisions // hold), rows, size, generator=generator)
+        if drawn.shape[-3] == 1:
+            return drawn.expand(*shape, size)
+        return drawn.repeat_interleave(hold, dim=-3)[..., :decisions, :, :]
+
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+        """Return log-probabilities and entropies, [..., D] each, of actions [..., D] under outputs [..., D + H]."""
+        mean, features = outputs.split([self.width, self.outputs - self.width], dim=-1)
+        squares = features.detach().square()
+        variance = squares @ (2 * self.logstd).exp() + self.EPSILON
+        logstd = 0.5 * variance.log()
+        scaled = (actions - mean) * torch.exp(-logstd)
+        log_probs = -0.5 * scaled.square() - (logstd + HALF_LOG_2PI)
+        return Evaluated(log_probs, logstd + (0.5 + HALF_LOG_2PI), torch.cat([scaled, variance, squares], dim=-1))
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+        """Return the gradient of means and features, [B, D + H], the latter 0, and store that of the logstd in its
+        ``grad``.
+
+        With z = (a - mean) / s and s^2 the variance: d log p / d mean = z / s, d log p / d s^2 = (z^2 - 1) / (2 s^2),
+        dH / d s^2 = 1 / (2 s^2) and d s_j^2 / d logstd_ij = 2 phi_i^2 std_ij^2. Arguments are those of
+        `CategoricalHead.backward`.
+        """
+        assert self.logstd.grad is not None
+        scaled, variance, squares = done.saved.split([self.width, self.width, self.outputs - self.width], dim=-1)
+        weighted = scaled * log_prob_grad
+        by_variance = (weighted * scaled - log_prob_grad + entropy_grad) / variance
+        torch.mm(squares.t(), by_variance, out=self.logstd.grad)
+        self.logstd.grad.mul_((2 * self.logstd).exp())
+        return torch.cat([weighted * variance.rsqrt(), torch.zeros_like(squares)], dim=-1)
+
+
+Head = CategoricalHead | GaussianHead | StateDependentHead
+
+
+def device_of(policy: nn.Module) -> torch.device:
+    """Return the device of a policy."""
+    return next(policy.parameters()).device
+
+
+Act = Callable[[Observation, FloatArray | None, FloatArray], tuple[Array, FloatArray]]
+"""(observations of N environments; noise [N, ...] of the head, or None for the most likely actions; recurrent states
+[N, S]) -> actions of a chunk [N, K * D], next states."""
+
+Forward = Callable[[FloatArray, FloatArray], tuple[FloatArray, FloatArray]]
+"""(normalised rows [N, O], states [N, S]) -> outputs [N, outputs] of the head before masks, next states."""
+
+
+class Choice:
+    """Chooses actions from outputs, with the weights at the time of construction."""
+
+    def __init__(self, head: Head) -> None:
+        self._choices = head.choices if isinstance(head, CategoricalHead) else None
+        self._std: FloatArray | None = None if isinstance(head, CategoricalHead) else np.exp(as_array(head.logstd))
+        self._means = head.width if isinstance(head, StateDependentHead) else None
+
+    def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
+        """Return actions [N, K * D] for outputs [N, outputs] and the head's noise for N observations."""
+        if self._means is not None:
+            means, features = np.split(outputs, [self._means], axis=1)
+            if noise is None:
+                return means
+            assert self._std is not None
+            matrices = noise.reshape(len(noise), features.shape[1], self._means) * self._std
+            return means + (features[:, None] @ matrices)[:, 0]
+        if self._std is not None:
+            return outputs if noise is None else outputs + noise * self._std
+        scores = outputs if noise is None else outputs + noise
+        assert self._choices is not None
+        if len(self._choices) == 1:
+            return scores.argmax(axis=1, keepdims=True)
+        by_choice = np.split(scores, np.cumsum(self._choices)[:-1], axis=1)
+        return np.stack([choice.argmax(axis=1) for choice in by_choice], axis=1)
+
+
+class Actor:
+    """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update.
+
+    Args:
+        policy: a policy on any device.
+    """
+
+    def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
+        self._row, self._forward = policy.row, policy.in_numpy()
+        self._normalize = None if policy.normalizer is None else policy.normalizer.in_numpy()
+        self._choose = Choice(policy.head)
+        self._has_mask = policy.spec.has_mask
+
+    def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
+        name = self._row.single_field
+        row = self._row(as_tensors(obs)).numpy() if name is None else obs[name]
+        if self._normalize is not None:
+            row = self._normalize(row)
+        outputs, state = self._forward(row, state)
+        if self._has_mask:
+            outputs = np.where(obs[ACTION_MASK], outputs, np.float32(FORBIDDEN))
+        return self._choose(outputs, noise), state
+
+
+class NetworkActor:
+    """The `Act` of networks that read images, or of user-defined ones; create a new one after an update.
+
+    Args:
+        policy: a policy on any device.
+    """
+
+    def __init__(self, policy: NetworkPolicy) -> None:
+        self._policy, self._device = policy, device_of(policy)
+        self._choose = Choice(policy.head)
+
+    def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
+        inputs = self._policy.inputs(as_tensors(obs, self._device))
+        outputs, after = self._policy.act(inputs, torch.from_numpy(state).to(self._device))
+        return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
+
+
+def as_tensors(obs: Observation, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return the fields as tensors on a device; on the CPU, the default, they share the memory."""
+    return {name: torch.from_numpy(array).to(device or "cpu") for name, array in obs.items()}
