@@ -1,315 +1,129 @@
-"""Shell scripts that start verl: read as bash reads them, without being run, and written as configurations."""
+"""Shell scripts that start verl: bash runs them in a sandbox that records their commands, and tether writes a file."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.rewards.sandbox.machine import confined
 from tether.commands.cli import app
 from tether.config import ConfigError, load_config
 from tether.integrations.verl.command import translate
-from tether.integrations.verl.shell import read_script
-from tether.integrations.verl.words import UNKNOWN
+from tether.integrations.verl.recorder import Recorder, Recording
+from tether.text.rewards.sandbox import bubblewrap
 
-HOME = {"HOME": "/home/me"}
-
-
-def words_of(text: str) -> list[tuple[str, ...]]:
-    return [command.words[1:] for command in read_script(text, HOME).commands if command.words[0] == "cmd"]
+pytestmark = confined
+HOME = {"HOME": "/home/me", "PWD": "/home/me/work"}
 
 
-def bash(text: str) -> list[tuple[str, ...]]:
-    """The arguments of each `cmd`, as bash itself gives them."""
-    prelude = "set -f\ncmd() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
-    out = subprocess.run(["bash", "-c", prelude + text], env=HOME, capture_output=True, check=True, text=True).stdout
-    return [tuple(call.split("\0")[:-1]) if call else () for call in out.split("\1")[:-1]]
+def recorded(folder: Path, text: str, *arguments: str, **variables: str) -> Recording:
+    return Recorder(folder / "run.sh", text, HOME | variables, arguments).run_until_complete()[1]
+
+
+def words_of(folder: Path, text: str, *arguments: str, **variables: str) -> list[str]:
+    """The calls of `cmd`, each as one line."""
+    calls = recorded(folder, text, *arguments, **variables).calls
+    return [" ".join(call.words[1:]) for call in calls if call.words[0].endswith("cmd")]
 
 
 CASES = {
-    "continued lines": "cmd a.b=1 \\\n   c.d=2 \\\n\te=3\ncmd f=4",
-    "quotes": """cmd a='x y' b="x y" c=x\\ y 'd'e"f" "" '' g=""",
-    "quotes in quotes": """cmd logger='["console","wandb"]' l=['console'] x="it's" y="a \\"b\\" \\$c" """,
-    "variables": 'A=1\nB="two words"\ncmd $A "$B" $B x$A-${B} \'$A\' a=$B',
-    "lists of files": """f=$HOME/a.parquet\ng="['$f', '$HOME/b.parquet']"\ncmd data.train_files="$g" v=$f""",
-    "defaults": 'A=set\ncmd ${A:-no} ${B:-"quoted"} ${C:-} x${D:-$A}y "${E:-a b}" ${F-z}',
-    "defaults in defaults": "A=\nB=b\ncmd ${A:-${B:-8}} ${A:-8} ${A-8}x ${C:-${D:-${B}_$B-d}}e ${C:-x{}}",
-    "arrays": """A=(a=1 "b=2 3" # comment
-  c=$HOME)
-A+=(d=4)
-cmd "${A[@]}" ${A[@]} x"${A[@]}"y
-NONE=()
-cmd "${NONE[@]}" a""",
-    "positional parameters": 'cmd a=1 $@ "$@" "${@}" ${@:1}',
-    "comments": "# cmd no\ncmd a#b # c\ncmd x\\#y",
-    "several on a line": "A=1; cmd $A && cmd b | cat; cmd c &\nwait",
-    "redirections": "cmd a=1 2>&1 b=2 >/dev/stdout",
-    "a comment after a backslash": "cmd a=1 \\  # reason\nA=2\ncmd b",
-    "a comment between lines": "cmd a=1 \\\n  # reason\nA=2\ncmd b",
-    "arithmetic": 'A=$((1024 * 2))\nB=$((A + ${A}/3))\ncmd $A $((-7 / 2)) $((-7 % 3)) x$(($B - 1))y "$(( (1+2)*3 ))"',
-    "shifts and bits": "A=3\ncmd $((1<<6)) $((1 << A + 1)) $((64>>2)) $((-8 >> 1)) $((6 & 3 | 8 ^ 1)) $((1<<62))",
-    "heredocs": "cat > /dev/null <<'EOF'\ndon't cmd\nEOF\ncmd a\ncat <<-X > /dev/null; cmd b\ncmd no\n\tX\ncmd c",
-    "export": "export A=1 B='x y'\nexport A\ncmd $A $B",
-    "declarations": "declare -r A=1\ndeclare -x B=2\nexport C D=4\nreadonly E\ntypeset F=6 G H=8\ncmd $A $B $D $F $H",
-    "appended": "A=x\nA+=y\ncmd $A",
-    "an empty variable": 'A=\ncmd $A "$A" x$A',
-    "tildes": "D=~/data\nexport E=~\ncmd $D $E ~/x a=~/y '~/z' a.b=~/c x~/y ~reward_model.sandbox_fusion ~",
-    "conditions that hold": "A=1 && B=2 && cmd $A $B\ncd / && cmd a",
-    "a subshell": "A=1\n(A=2; cmd $A)\n(\nB=3\ncmd $B\n)\ncmd $A",
-    "a group": "A=1\n{ A=2; cmd $A; }\ncmd $A",
-    "an argument list": 'set -- a=1 "b c"\ncmd "$@" $1 "$2" x${3}y ${3:-none}',
-    "no arguments": "cmd ${1:-a} ${2-b} x${3:+c}",
-    "forms of an unset variable": ': ${A:=a} "${B:=b c}"\nC=\ncmd $A "$B" ${C:+n}x ${A:+y} ${C+set} ${A?gone} ${C:-d}',
-    "quotes in a default": 'A=a\ncmd ${B:-"x"_\'y\'} "${B:-\'q\'}" ${B:-x\\}y} "${B:-"}"}" ${B:-${C:-"d e"}}',
-    "brackets in quotes": "cat <(echo ')' \"(\") > /dev/null\n: $(echo ')' \"(\" \\( )\ncmd a",
-    "odd ends of heredocs": 'cat > /dev/null <<\\EOF\ncmd a\nEOF\ncat > /dev/null <<"E-1"\ncmd b\nE-1\ncmd c',
-    "a comparison": "if [[ a < b && ( x == y || 1 == 1 ) ]]; then :; fi\ncmd a",
-    "a removed variable": "A=1\nB=2\nunset A\ncmd ${A:-none} $B",
-    "dollars before quotes": "cmd $'a b' $\"c d\" \"$'e'\"",
-    "what follows an exit": "cmd a\nexit\ncmd b",
-    "a function": 'A=1\nf() { cmd $A "$@" $# $1; }\nA=2\nf x "y z"\nA=3 f\ncmd $A\nf()\n{\ncmd other\n}\nf',
-    "functions in functions": "function f {\n  g in\n  cmd after $1\n}\ng() { local A=$1; cmd $A; }\nA=0\nf x\ncmd $A",
-    "a function that sets and returns": "f() { A=2; return; A=3; }\nf\ncmd $A",
-    "one that is never called": "f() { cmd no; A=2; }\nA=1\ncmd $A",
-    "a body of one line": "A=1; f() { A=2; cmd $A; }; cmd $A; f; cmd $A",
-    "assignments in order": 'A=1 B=$A\ncmd $B\nA=2 B=${A}x C=$B\ncmd "$C"\nA=9 cmd $A',
-    "an array in an assignment": 'F=(a "b c")\nN="${F[@]}"\nM="x${F[*]}y"\ncmd "$N" "$M" "${F[*]}" z"${F[*]}"',
-    "elements": 'F=(a "b c" d)\ncmd ${F[0]} "${F[1]}" "[${F[2]}]" ${F[3]:-none} "${F[@]:1}" ${F[@]:1:1} x"${F[@]:3}"',
-    "arguments from the second": 'set -- a "b c" d\ncmd "${@:2}" ${@:3:1}',
-    "an array that may be empty": """N=()
-F=(a "b c")
-cmd "${N[@]+"${N[@]}"}" ${F[@]+"${F[@]}"} "${F[@]+"${F[@]}"}" ${N[@]+"x"}""",
-    "an array that is assigned to": "F=(a b)\nF+=x\ncmd ${F[@]}\nF=y\ncmd ${F[@]}",
-    "what a pipe and & keep apart": """A=1
-A=2 | cat
-{ A=3; } | cat
-A=4 &
-true | { A=5; cat; }
-{ A=6; } &
-wait
-cmd $A""",
-    "both streams redirected": "cmd a=1 &>/dev/stdout b=2\ncmd c &>> /dev/stdout",
-    "a redirection over lines": "cmd a >\t/dev/stdout b\ncmd c > \\\n /dev/stdout d",
-    "heredocs in substitutions": "A=$(cat <<EOF\nit's ) # (\nEOF\n)\ncmd b\n: $(cmd x # it's )\n)\ncmd c",
-    "an indented end": "cat > /dev/null <<EOF\n\tEOF\ncmd no\nEOF\ncmd a",
-    "folders": "cd /tmp\ncd /\ncmd $PWD $OLDPWD\npushd / > /dev/null\ncmd $PWD\ncd usr/../bin\ncmd a=$PWD",
-    "an argument list without --": "set a 'b c'\ncmd \"$@\" $#x",
-    "defaults with tildes and quotes": "cmd ${A:-~/x} \"${A:-~/x}\" \"${A:-'q'}\" ${A:-'b c'}x",
-    "options of declare": 'B="x y"\nf() { declare -r A=$B; local C=$B; cmd "$A" "$C"; }\nf\nexport -n D=$B\ncmd "$D"',
-    "braces that are no list": 'cmd a={} b={x} c="{a,b}" {a:1}\nA={1,2}\ncmd $A',
-    "exec": "cmd a\nexec true\ncmd d",
-    "a split by the usual blanks": 'IFS=$(printf x)\nunset IFS\nA="a b"\ncmd $A',
-    "places of tildes": 'A=${N+}~/ B=""~/ C=x:~/y D=x\\:~/y\nX=(a=~/ ~/c)\ncmd $A $B $C $D "${X[@]}" a=b:~/v \'a\'=~/',
-    "arguments that are not there": 'set --\ncmd ${2-e} "$2" "${2}" "${*}" "$*" "$@" x\nA=\ncmd "$@$A" y',
-    "an array without elements": 'X=()\ncmd "$X" "${X}" "${X[*]}" "${X[@]}" z',
-    "pipes in groups": "A=1\n{ A=2 | cat\n}\n{ A=3 & wait\n}\ncmd $A",
-    "arrays in subshells": "X=(a)\nX=(1) | cat\n{ X=(2); } | cat\n(X=(3))\ncmd $X",
-    "parentheses behind other words": "A=1\nif (true); then :; fi\n! (A=2)\n{ (A=3; cmd $A); }\n({ A=4; })\ncmd $A",
-    "parentheses within braces": "A=1\n{(A=2)}\nf() { (A=3; cmd $A)}\nf\ncmd $A",
-    "a name over two lines": 'A=1\nAb=2\ncmd $A\\\n-b "$A\\\n b" ${A}\\\nb $A\\\n b',
-    "a star in a setting": "A='k=a*b l=c?'\nX=($A m=d* 'n*')\ncmd \"${X[@]}\"",
-    "the streams of a shell": "exec > >(cat) 2>&1\nA=1\ncmd $A 2> >(cat)",
-    "shifted arguments": 'f() { local A=$1; shift; cmd $A "$@" $#; }\nf a "b c" d\nset 1 2\nshift\nshift 2\ncmd $1',
-    "locals": "A=1\nX=(x)\nf() { local A; local X=(1 2); cmd ${A:-none} ${X[@]}; }\nf\ncmd $A ${X[@]}",
-    "a function in a subshell": "(g() {\n:\n})\ncmd b",
-    "functions in groups": "{ h() {\n:\n}\n}\n{ function k { cmd k; }; }\nk\ncmd a",
-    "what looks like an assignment": "A=1\n'A'=2 2> /dev/null\nB='A=3'\n$B 2> /dev/null\ncmd $A 'B'=4",
-    "lists in quotes in a default": 'A="${L:-[\\"a\\",\\"b\\"]}"\ncmd "$A" ${L:-[\\"a\\"]}',
-    "comments within a command": "cmd a \\\n  `# why` b \\\n `#c`\ncmd x`# y`z",
-    "what is cut off": """A=Qwen/Qwen2.5-0.5B-Instruct E=/tmp/a.parquet D=.parquet
-cmd ${A##*/} ${A#*/} ${A%%-*} "${A%-*}" x${A%/*}y ${E%$D} ${A#z} ${A%}
-F=(a/b c/d)
-set -- p/q
-cmd ${F##*/} ${1##*/}""",
-    "what is replaced": """A=Qwen/Qwen2.5-0.5B B='x y'
-cmd ${A//\\//_} ${A/-/_} ${A//./} ${A//Q*\\//$B} ${A/z} "${B/ /_}\"""",
-    "parts of paths": """A=Qwen/Qwen2.5-0.5B B='a b/c.parquet'
-cmd $(basename $A) "`dirname "$A"`" $(basename /a/b/ ) $(dirname /a/b/)x $(dirname a) $(dirname /)
-cmd $(basename "$B" .parquet) $(basename ${B%/*})
-cd /tmp
-cmd $(pwd)/x "$(basename "$(pwd)")" """,
-    "letters and lengths": "A=QwEn/x\ncmd ${A,,} ${A^^} ${#A} ${A:1} ${A:1:2} ${A:9}x",
-    "quotes before a value that is split": "A='1 '\nB=' 1'\ncmd ''$A ''$B ''$A'' x$A$B",
+    "quotes and arrays": ("""A=(a "b c")\ncmd "${A[@]}" 'd e'$HOME""", ["a b c d e/home/me"]),
+    "a default in the environment": ("cmd ${B:-no} ${SET:-no}", ["no yes"]),
+    "functions and conditions": ("f() { if [ $1 = 8 ]; then cmd $2; fi; }\nf 8 a\nf 9 b", ["a"]),
+    "arguments": ('cmd $1 "$#"\nshift\ncmd "$@"', ["x 2", "y"]),
+    "a pipe": ("cmd a 2>&1 | tee log.txt\ncmd b > out/log.txt", ["a", "b"]),
+    "another process": ("cmd a &\nwait\n(cmd b)\nX=$(cmd c)", ["a", "b", "c"]),
+    "exec": ("exec > >(tee log) 2>&1\nexec cmd a\ncmd b", ["a"]),
+    "another shell": ("export A=1\nbash -c 'cmd $A'\nnohup sh -c \"cmd 2\" &\nwait\n/bin/bash -lc 'cmd 3'",
+                      ["1", "2", "3"]),
+    "programs by path": ("/opt/conda/bin/cmd a\n$HOME/bin/cmd b", ["a", "b"]),
+    "folders": ("cd /verl && cmd $PWD\ncd $HOME/x || exit 1\ncmd $(pwd)\ncmd $OLDPWD",
+                ["/verl", "/home/me/x", "/verl"]),
+    "files that are not there": ("set -e\nsource venv/bin/activate\n. ~/.bashrc\ncmd a", ["a"]),
+    "its own folder": ('cmd $(basename "$0" .sh) $(cd "$(dirname "$0")" && ls)', ["run run.sh"]),
+    "a path that is replaced": ("PATH=/usr/local/bin:/usr/bin\ncmd a\npython3 -c 'print(1)'", ["a"]),
+    "a program that asks for packages": ("python -c 'import torch_npu' && A=npu || A=gpu\ncmd $A", ["gpu"]),
+    "limits of the shell": ("set -e\nulimit -n 65535\ncmd a", ["a"]),
+}  # fmt: skip
+
+
+def test_commands_are_those_that_bash_would_start(tmp_path: Path) -> None:
+    found = {name: words_of(tmp_path, text, "x", "y", SET="yes") for name, (text, _) in CASES.items()}
+    assert found == {name: words for name, (_, words) in CASES.items()}
+
+
+def test_calls_have_their_line_and_environment(tmp_path: Path) -> None:
+    text = "export A=1\nf() {\n  B=2 cmd x \\\n    y\n}\nf\nbash -c '\ncmd z'"
+    inner, outer = [call for call in recorded(tmp_path, text).calls if call.words[0] == "cmd"]
+    assert (inner.line, inner.words, inner.environment) == (3, ("cmd", "x", "y"), {"A": "1", "B": "2"})
+    assert (outer.line, outer.environment) == (7, {"A": "1"})
+
+
+def test_calls_at_once_are_not_mixed_up(tmp_path: Path) -> None:
+    text = 'for i in {1..8}; do cmd "$(printf "$i%.0s" {1..9000})" & done\nwait'
+    assert sorted(words_of(tmp_path, text)) == [str(index) * 9000 for index in range(1, 9)]
+
+
+def test_a_script_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither files, nor the network, nor other programs of this machine are in reach."""
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    text = (
+        f"rm -rf {tmp_path} /usr/bin/cat 2> /dev/null\necho x > {tmp_path}/new\n"
+        f"cmd $(cat {kept}) $(ls /root /etc/passwd) $(ls /usr/bin | grep -c python) $HF_TOKEN\n"
+        "if (echo > /dev/tcp/127.0.0.1/22) 2> /dev/null; then cmd reached; fi\ncmd $(ls /home)"
+    )
+    assert words_of(tmp_path, text) == ["0", "me"]
+    assert kept.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("while true; do :; done", "did not end within 11 s"),
+    ("A=aa\nwhile true; do A=$A$A; done", "cannot allocate"),
+    ("while true; do echo " + "x" * 10000 + "; done", "exceeded the limit of output"),
+    ("[ -f data.parquet ] || { echo no data; exit 3; }", "ended with exit code 3, and last wrote 'no data'"),
+    ("set -u\necho $1", "$1: unbound variable"),
+])  # fmt: skip
+def test_how_a_script_ends_before_it_starts_verl_is_said(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=r"starts no trainer of verl's: it .*" + re.escape(expected)):
+        translate(written(tmp_path, f"{text}\n{M}data.seed=1"), [])
+
+
+def test_without_bubblewrap_a_sentence_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bubblewrap.obstacle.cache_clear()
+    monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"bwrap is not installed .*apt-get install bubblewrap.*or write the"):
+        translate(written(tmp_path, f"{M}data.seed=1"), [])
+    bubblewrap.obstacle.cache_clear()
+
+
+UNKNOWN = {
+    "data.seed=$X": r"is \$X in the script, and \$X is known only when it is run\. export what it needs",
+    "data.seed=$2": r"is \$2 in the script, and \$2 is known only when it is run\. give it behind the script",
+    "data.seed=$(nvidia-smi -L | wc -l)": "is 1 here, but depends on what programs print",
+    "data.seed=$(($(nproc) / 2))": "depends on what programs print",
+    "trainer.experiment_name=$(python3 -c 'print(3)')": "depends on what programs print",
 }
 
 
-def test_words_are_those_of_bash() -> None:
-    found = {name: (words_of(text), bash(text)) for name, text in CASES.items()}
-    assert {name: (ours, theirs) for name, (ours, theirs) in found.items() if ours != theirs} == {}
+def test_what_only_a_run_could_tell_is_refused_unless_it_is_given(tmp_path: Path) -> None:
+    for setting, expected in UNKNOWN.items():
+        script = written(tmp_path, f"{M}{setting} trainer.nnodes=1")
+        with pytest.raises(ConfigError, match=expected):
+            translate(script, [])
+        key = setting.split("=")[0]
+        tree = yaml.safe_load(translate(script, [f"{key}=3"])[0])
+        assert tree.pop("trainer")["nnodes"] == 1, setting
 
 
-TEXT = st.text(alphabet="ab1=./,[]{}:- ", max_size=6)
-BARE = st.text(alphabet="ab1=./,:", min_size=1, max_size=6)
-REFERENCE = st.sampled_from(["${A}", "${B}", "${C:-c}", "${C:-$A}", '"$B"', '"${A}x$B"', '"${C:-x y}"'])
-PIECE = st.one_of(BARE, TEXT.map("'{}'".format), TEXT.map('"{}"'.format), REFERENCE, st.just("\\ "), st.just('\\"'))
-WORD = st.lists(PIECE, min_size=1, max_size=4).map("".join)
-SEPARATOR = st.sampled_from([" ", "  ", " \\\n ", "\t"])
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(SEPARATOR, WORD), min_size=20, max_size=40), TEXT)
-def test_any_words_are_those_of_bash(words: list[tuple[str, str]], value: str) -> None:
-    script = f"A=one\nB='{value}'\ncmd" + "".join(separator + word for separator, word in words)
-    assert words_of(script) == bash(script)
-
-
-PATTERN = st.text(alphabet="aB./-*? ", max_size=5)
-CUT = st.one_of(
-    st.tuples(st.sampled_from(["#", "##", "%", "%%"]), PATTERN).map("".join),
-    st.builds(
-        lambda sign, pattern, text: sign + pattern.replace("/", "\\/") + f"/{text}",
-        st.sampled_from(["/", "//"]), PATTERN, PATTERN,
-    ),
-    st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda places: f":{places[0]}:{places[1]}"),
-)  # fmt: skip
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.text(alphabet="aB./- ", max_size=8), CUT), min_size=20, max_size=40))
-def test_any_value_is_cut_as_bash_does(cuts: list[tuple[str, str]]) -> None:
-    script = "".join(f"A='{value}'\ncmd \"${{A{cut}}}\"\n" for value, cut in cuts)
-    found = words_of(script)
-    assert sum(UNKNOWN in word for (word,) in found) <= len(found) / 2
-    assert all(ours == theirs for ours, theirs in zip(found, bash(script), strict=True) if UNKNOWN not in ours[0])
-
-
-def test_what_only_a_run_could_tell_is_unknown() -> None:
-    script = read_script(
-        "N=$(nvidia-smi | wc -l)\nif [ $N = 8 ]; then\nM=1\nfi\ncmd n=$N m=$M x=`id` y=${Z} $1 k=1\nS=1+1\n"
-        "cmd $((N * 2)) $((S * 2)) $((1 / 0)) $((1 < 2)) $((010))",
-        {},
-    )
-    found, numbers = [command for command in script.commands if command.words[0] == "cmd"]
-    assert all(word.startswith(f"{UNKNOWN}$((") for word in numbers.words[1:])
-    expected = ("n=?$(nvidia-smi | wc -l)?", "m=?$M?", "x=?`id`?", "y=?${Z}?", "?$1?", "k=1")
-    assert found.words[1:] == tuple(word.replace("?", UNKNOWN) for word in expected)
-    (note,) = script.notes
-    assert note.text == "line 2: if ... is not evaluated; variables that are set in it are unknown"
-
-
-LEFT_OPEN = [
-    "test -d /x || A=2",
-    '[ -z "$F" ] && A=2',
-    "[[ -f a && -f b ]] && A=2",
-    "[ -d x ] &&\n  A=2",
-    "[ -d x ] && { A=2; }",
-    "false && (exit) || A=2",
-    "for A in 1 2; do echo $A; done",
-    "case $X in a) A=2 ;; (b|c)\n A=3;; *) A=4;; esac",
-    "read -r A",
-    "while read A; do echo; done < file",
-    "printf -v A %s 2",
-    "mapfile -t A < file",
-    "[ -d x ] && unset A",
-    "A[0]=2",
-    "A=([1]=b)",
-    "A=(<(cat x))",
-    "((A++))",
-    "for ((A=0; A<3; A++)); do echo; done",
-    "let A+=1",
-    "declare -i A=1+1",
-    "[ -d x ] && A+=2",
-    "if x; then A=(b); fi",
-    "A=(*.parquet)",
-    "A=$((1#1))",
-    "A=$((1 << -1))",
-    "A=$(basename x; echo)",
-    "A=$(basename x | cat)",
-    "A=$(dirname $(cat x))",
-    "A=$(basename x 2> /dev/null)",
-    'A=$(dirname "$0")',
-    "cd /no/such\nA=$(pwd)",
-    'A=${F#"x"}',
-    "A=${F##[a-z]}",
-    "A=${F/a/&}",
-    "A=${G##*/}",
-    "B=$((A++))",
-    "B=$[A=5]",
-    "declare -u A\nA=b",
-    "f() { A=2; }\n[ -d x ] && f",
-    "f() { [ -d x ] && return; A=2; }\nf",
-    "f() { read A; }\nf",
-    "bash -c x; A=$-",
-    "A=$((9223372036854775807 + 1))",
-    "IFS=,\nA='1,2'\nset -- $A\nA=$1",
-    "export A={1,2}",
-    "A=~+",
-    "A=~other/x",
-    "A=$SECONDS",
-    "if x; then f() { A=2; }; else f() { A=3; }; fi\nf",
-    "f() { A=$A$A; f; f; }\nf",
-    'A=${F+x"y"$(z)}',
-    'A="${A:+x"y"z}"',
-    "(false) && A=2",
-    "{ [ -d x ] && B=1; } && A=2",
-    "if x; then false; fi && A=2",
-    'A=\n: "${A:=x"y"z}"',
-    "A=()b=c",
-    "A=()'b'",
-    "cd /no/such/folder\nA=$PWD",
-    "B=1\nA=$B\\\nb",
-    'B=1\nA="$B\\\nb"',
-    'X=(1 2)\nA=${N:-a"${X[@]}"}',
-    "D=/usr\nA=($D/b*)",
-    "X=/usr/b*\nA=($X)",
-]
-
-
-def test_a_variable_that_only_a_run_could_tell_is_unknown() -> None:
-    words = {setting: words_of(f"A=1\nF=\n{setting}\ncmd a=$A") for setting in LEFT_OPEN}
-    assert {setting: found for setting, found in words.items() if len(found) != 1 or UNKNOWN not in found[0][0]} == {}
-
-
-def test_a_folder_is_known_where_it_is_there_or_is_made(tmp_path: Path) -> None:
-    text = "cd in && cmd $PWD\nmkdir -p $HOME/in\ncd $HOME\ncmd $PWD\ncd in\ncmd $PWD\ncmd $OLDPWD"
-    script = read_script(text, {"HOME": str(tmp_path), "PWD": str(tmp_path)})
-    folders = [command.words[1] for command in script.commands if command.words[0] == "cmd"]
-    assert folders == [f"{UNKNOWN}$PWD{UNKNOWN}", str(tmp_path), f"{tmp_path}/in", str(tmp_path)]
-
-
-@pytest.mark.parametrize("name", ["source env.sh", ". ./env.sh", 'eval "$(cat x)"'])
-def test_what_another_file_may_set_is_noted(name: str) -> None:
-    (note,) = read_script(f"A=1\n{name}\ncmd $A", {}).notes
-    assert "is not read: what it sets" in note.text
-
-
-BROKEN = [
-    "f() {",
-    "function f",
-    "f() { f() {",
-    "f() { f; }; f",
-    "A={",
-    "$[",
-    "bash -c",
-    "A=(a;b)",
-    "A=(x.y=(m))",
-    "A=(a|b",
-    "A=(>",
-    "(((",
-    "$((",
-    "${",
-    "`",
-    "<(",
-    "))",
-    "[[ (",
-    "f()",
-]
-
-
-def test_broken_text_ends() -> None:
-    for text in BROKEN:
-        read_script(text, {})
-
-
-@settings(max_examples=200)
-@given(st.text(alphabet="aA=1 \n;&|()<>{}[]$\"'`\\#~", max_size=24))
-def test_any_text_ends(text: str) -> None:
-    read_script(f"if {text}", {})
-    read_script(text, {})
+def test_what_a_script_sets_itself_is_known(tmp_path: Path) -> None:
+    text = f'[ -z "$X" ] && X=3\nread -r Y <<< 4\nA=1\n{M}data.seed=$X trainer.nnodes=$Y trainer.seed=${{Z:-}}$A'
+    tree = yaml.safe_load(translate(written(tmp_path, text), [])[0])
+    assert tree == {"data": {"seed": 3}, "trainer": {"nnodes": 4, "seed": 1}}
 
 
 SCRIPT = """set -x
@@ -390,12 +204,12 @@ def test_settings_behind_the_end_of_a_command_are_listed(tmp_path: Path, between
     ("text", "expected"),
     [
         ("echo nothing", "starts no trainer of verl's"),
-        ("cat <<E\n$(python -m verl.trainer.main_ppo a.b=1)\nE", "line 2 names one, in text, $(...), a comment"),
+        ("cat <<E\npython -m verl.trainer.main_ppo a.b=1\nE", "line 2 names one, in text, a comment"),
         ("python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2", "2 times, in lines 1, 2"),
         ("python -m verl.trainer.main_ppo --config-name=own a.b=1", "is a file of the script's own"),
         (
-            "python -m verl.trainer.main_ppo data.seed=$(date +%s)",
-            "data.seed: is $(date +%s) in the script",
+            "python -m verl.trainer.main_ppo data.seed=$(nproc)",
+            "data.seed: is 1 here, but depends on what programs print",
         ),
         ("python -m verl.trainer.main_ppo 'a b'", "cannot be read"),
         ("python -m verl.trainer.main_ppo a.b=1 \\ # why\nc.d=2", "run.sh: line 1: a comment follows the backslash"),
@@ -417,22 +231,20 @@ def test_a_place_that_a_list_does_not_have_is_named_from_the_top(tmp_path: Path)
 
 
 def test_a_value_that_is_unknown_may_be_given(tmp_path: Path) -> None:
-    script = written(tmp_path, "python -m verl.trainer.main_ppo data.seed=$(date +%s) trainer.nnodes=1")
+    script = written(tmp_path, "python -m verl.trainer.main_ppo data.seed=$(nproc) trainer.nnodes=1")
     text, _ = translate(script, ["data.seed=3"])
     assert yaml.safe_load(text) == {"trainer": {"nnodes": 1}, "data": {"seed": 3}}
 
 
 @pytest.mark.parametrize("append", ['if [ -n "$T" ]; then\nC+=(%s)\nfi', '[ -n "$T" ] && C+=(%s)'])
-def test_a_setting_that_may_be_appended_is_named_alone(tmp_path: Path, append: str) -> None:
+def test_a_setting_is_appended_where_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, append: str
+) -> None:
     setting = "trainer.total_training_steps=$T"
     script = written(tmp_path, f'C=({M}trainer.nnodes=1)\n{append % setting}\nA=1 "${{C[@]}}" data.seed=2')
-    with pytest.raises(ConfigError) as caught:
-        translate(script, [])
-    (problem,) = caught.value.problems[-1:]
-    assert problem.path == "trainer.total_training_steps"
-    assert "add trainer.total_training_steps=VALUE" in problem.fix
-    text, _ = translate(script, ["trainer.total_training_steps=5"])
-    assert yaml.safe_load(text) == {"trainer": {"nnodes": 1, "total_training_steps": 5}, "data": {"seed": 2}}
+    assert yaml.safe_load(translate(script, [])[0]) == {"trainer": {"nnodes": 1}, "data": {"seed": 2}}
+    monkeypatch.setenv("T", "5")
+    assert yaml.safe_load(translate(script, [])[0])["trainer"] == {"nnodes": 1, "total_training_steps": 5}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -548,27 +360,10 @@ def test_a_trainer_behind_another_command_is_one(tmp_path: Path, start: str) -> 
     assert yaml.safe_load(text) == {"data": {"seed": 1}}
 
 
-def test_what_is_unknown_of_names_does_not_reach_the_heading(tmp_path: Path) -> None:
-    text, _ = translate(written(tmp_path, "export $(grep -v x .env)\npython $X/trainer/main_ppo.py data.seed=1"), [])
-    assert UNKNOWN not in text
-    assert text.startswith("# The settings of run.sh, line 2 ($X/trainer/main_ppo.py).")
-
-
-def test_what_is_nested_too_deeply_is_one_error(tmp_path: Path) -> None:
-    text = "A=" + "${B:-" * 3000 + "}" * 3000
-    with pytest.raises(ConfigError, match=r"run\.sh: it nests expansions or functions too deeply"):
-        translate(written(tmp_path, f"{text}\n{M}data.seed=$A"), [])
-
-
-@pytest.mark.parametrize(("text", "said"), [
-    ("A=aa\n" + "A=$A$A$A\n" * 20, r"run\.sh: line 14: \$A is more than 1,000,000 characters"),
-    ("A=(a a)\n" + 'A=("${A[@]}" ${A[@]})\n' * 30, r"line 20: \$\{A\[@\]\} is more than 1,000,000 characters"),
-    ("f0() { :; }\n" + "".join(f"f{n}() {{ {f'f{n - 1}; ' * 9}}}\n" for n in range(1, 7)) + "f6\n",
-     r"line 2: functions are called more than 1,000 times"),
-])  # fmt: skip
-def test_what_has_no_end_is_one_error(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        translate(written(tmp_path, f"{text}{M}data.seed=1"), [])
+def test_what_a_run_would_source_is_listed(tmp_path: Path) -> None:
+    text, listing = translate(written(tmp_path, ". ./env.sh\npython $X/trainer/main_ppo.py data.seed=1"), [])
+    assert text.startswith("# The settings of run.sh, line 2 (/trainer/main_ppo.py).")
+    assert listing.startswith("line 1: source ./env.sh is not read: what it sets is unknown")
 
 
 @pytest.mark.parametrize(("word", "advice"), [
@@ -585,23 +380,17 @@ def test_advice_on_quotes_is_what_bash_reads_as_it_is_meant(tmp_path: Path, word
 
 def test_arguments_before_an_unknown_one_are_known(tmp_path: Path) -> None:
     body = f'local seed=$1; shift\n{M} data.seed=$seed "$@"'
-    script = written(tmp_path, f"run() {{ {body}\n}}\nrun 5 trainer.seed=$(date)")
-    with pytest.raises(ConfigError, match=r"^trainer\.seed: is \$\(date\)[^\n]*$"):
+    script = written(tmp_path, f"run() {{ {body}\n}}\nrun 5 trainer.seed=$(nproc)")
+    with pytest.raises(ConfigError, match=r"^trainer\.seed: is 1 here[^\n]*$"):
         translate(script, [])
     assert yaml.safe_load(translate(script, ["trainer.seed=4"])[0]) == {"data": {"seed": 5}, "trainer": {"seed": 4}}
 
 
 def test_a_file_that_is_not_written_is_said(tmp_path: Path) -> None:
-    script, out = written(tmp_path, M + "data.seed=$(date)"), tmp_path / "run.yaml"
-    with pytest.raises(ConfigError, match=rf"(?s)data\.seed: is \$\(date\).*\n--out {out}: is not written"):
+    script, out = written(tmp_path, M + "data.seed=$(nproc)"), tmp_path / "run.yaml"
+    with pytest.raises(ConfigError, match=rf"(?s)data\.seed: is 1 here.*\n--out {out}: is not written"):
         CliRunner().invoke(app, ["config", "import-verl", str(script), "-o", str(out)], catch_exceptions=False)
     assert not out.exists()
-
-
-def test_a_long_sum_is_named_in_short(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.seed: is \$\(\(1\+") as caught:
-        translate(written(tmp_path, f"A=$(({'1+' * 5000}1))\n{M}data.seed=$A"), [])
-    assert len(str(caught.value)) < 600
 
 
 def test_all_that_is_wrong_is_in_one_error(tmp_path: Path) -> None:
@@ -609,7 +398,7 @@ def test_all_that_is_wrong_is_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         translate(script, [])
     found = str(caught.value)
-    assert "trainer.nnodes: is $(x) in the script" in found
+    assert "trainer.nnodes: is 1 here" in found
     assert "{a:1,b:2} is not in quotes, so that bash makes several words of it. write 'data.custom={a:1,b:2}'" in found
     assert "critic.no_such_key: unknown key" in found
 
@@ -649,7 +438,7 @@ def test_a_function_that_starts_the_trainer_twice_is_refused(tmp_path: Path) -> 
 
 
 def test_a_function_that_is_never_called_starts_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"starts no trainer of verl's; line 2 names one, .* that is never called"):
+    with pytest.raises(ConfigError, match=r"starts no trainer of verl's; line 2 names one, .* that is not reached"):
         translate(written(tmp_path, f"run() {{\n{M} data.seed=1\n}}\n"), [])
 
 
@@ -675,5 +464,5 @@ def test_words_that_are_no_settings_are_arguments_of_the_script(tmp_path: Path) 
         assert tree["trainer"] == {"n_gpus_per_node": 8, "experiment_name": "tiny", "nnodes": 1, "seed": 3}
     assert yaml.safe_load(translate(script, ["8"])[0])["trainer"]["experiment_name"] == "none"
     script.write_text("bash -c 'python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.nnodes=$1'\n")
-    with pytest.raises(ConfigError, match=r"trainer\.nnodes"):  # a script of its own, which has none
-        translate(script, ["8"])
+    _, listing = translate(script, ["8"])  # a script of its own, which has no arguments
+    assert "trainer.nnodes" in listing

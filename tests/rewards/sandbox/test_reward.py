@@ -369,11 +369,11 @@ def test_only_the_first_tests_count():
 
 @pytest.fixture
 def nothing_installed(monkeypatch, tmp_path):
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.obstacle.cache_clear()
     monkeypatch.setattr(bubblewrap, "PATH", str(tmp_path))
     monkeypatch.setattr(bubblewrap, "plain_user", dict)
     yield
-    bubblewrap.why_not.cache_clear()
+    bubblewrap.obstacle.cache_clear()
 
 
 @needs_prlimit

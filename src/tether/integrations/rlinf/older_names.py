@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tether.integrations.rlinf.rows import (
     Checked,
@@ -80,7 +80,7 @@ class Older:
         }
 
 
-def with_current_names(values: Values, task: Task) -> tuple[dict[str, Any], Older]:
+def with_current_names(values: Values, task: Task) -> tuple[dict[str, object], Older]:
     """Replace older names by the current ones.
 
     An older key is not renamed if the file also has its successor.

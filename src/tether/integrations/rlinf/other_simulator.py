@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tether.config.loading.overrides import Override
 from tether.integrations.rlinf.values import section_at
@@ -104,7 +103,7 @@ def names_task(override: Override) -> bool:
     return override.path in (*_names_of("train"), *_names_of("eval"))
 
 
-def _task(section: JsonObject) -> Any:
+def _task(section: JsonObject) -> object:
     named = (section.get("id"), section.get("gym_id"), section_at(section, "init_params").get("id"))
     return next((name for name in named if name is not None), None)
 

@@ -154,7 +154,7 @@ def model_format(section: str) -> Convert:
     return convert
 
 
-def above_zero(value: Any, values: Values) -> object:
+def above_zero(value: object, values: Values) -> object:
     """Return the value, or UNSET for 0, which is off."""
     return value or UNSET
 

@@ -1,4 +1,4 @@
-"""verl's shell scripts as configurations: `shell` reads what a script would run, `command` writes its settings as YAML.
+"""verl's shell scripts as configurations: `recorder` runs a script in a sandbox, `command` writes its settings as YAML.
 
 The keys need no importer: they are tether's.
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -20,9 +21,9 @@ from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
 from tether.config.secrets import has_secrets, is_secret
 from tether.config.support.verl_keys import renamed
-from tether.integrations.verl.shell import Command, Script, read_script
-from tether.integrations.verl.words import UNKNOWN, TooLong
+from tether.integrations.verl.recorder import Call, Recorder, Recording
 from tether.runtime.hubs import OFF, USE_MODELSCOPE
+from tether.text.rewards.sandbox import bubblewrap
 
 _STARTED = re.compile(
     r"(?:\w+\.)*(?:main_\w+|\w+_main|\w*sft_trainer)|(?:\S*/)?(?:main_\w+|\w+_main|\w*sft_trainer)\.py"
@@ -30,13 +31,33 @@ _STARTED = re.compile(
 _PPO = re.compile(r"verl\.trainer\.main_ppo|(?:\S*/)?trainer/main_ppo\.py|main_ppo\.py|(?:\S*[./])?main_dapo(?:\.py)?")
 """The trainers whose algorithm is the one here: main_ppo, and DAPO's, which adds `algorithm.filter_groups`."""
 _PREDEFINED = ("ppo_trainer", "ppo_megatron_trainer")
-_MENTIONING = ("echo", "printf", "grep", "pgrep", "pkill", "kill", "ls", "cat", "cp", "sed", "awk", "test", "[", "[[")
-"""Commands that name a trainer and do not start it."""
+_MENTIONING = ("pgrep", "pkill", "killall", "git", "vim")
+"""Recorded commands that name a trainer and do not start it."""
 _SETTING = re.compile(r"[+~]{0,2}\w+(?:\.\w+)+=.*", re.DOTALL)
 _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--experimental-rerun")
-_RESULTS = "write the values that result into it"
-_MAX_SHOWN = 80  # characters of an expression, in a message
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|[1-9])")
+_WITH_DEFAULT = re.compile(r"\$\{(\w+):?[-+=?]")
+_SET_BY_BASH = re.compile(
+    r"BASH\w*|E?UID|PPID|GROUPS|HOSTTYPE|IFS|LINENO|MACHTYPE|OPT\w+|OSTYPE|PATH|(OLD)?PWD|S?RANDOM|SECONDS|SHELLOPTS|"
+    r"SHLVL|FUNCNAME|PIPESTATUS|REPLY|EPOCH\w+"
+)
+_UNSET, _SECRET = "\x1e", "\x1f"
+"""Stand before and after the name of an unset variable, and around what stands for a secret."""
+_REPLIES = ("", "2\n")
+"""What recorded programs print in further runs: a setting that changes with it depends on their output."""
+_MAX_SHOWN = 80  # characters of a value, in a message
 _CONFIG_NAME, _CONFIG_PATH = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of the trainer."""
+
+    settings: tuple[str, ...]
+    config_name: str | None
+    config_path: str | None
+    options: tuple[str, ...]
+    """Options of Hydra that have no key in a configuration."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +66,9 @@ class _Launch:
 
     line: int
     trainer: str
-    settings: tuple[str, ...]
-    config_name: str | None
-    config_path: str | None
-    options: tuple[str, ...]
-    """Options of Hydra that have no key in a configuration."""
+    arguments: _Arguments
     environment: Mapping[str, str]
-    """Environment variables of the command itself."""
+    """Environment variables that the script sets for it."""
 
 
 def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
@@ -71,49 +88,65 @@ def translate(script: Path, more: Sequence[str]) -> tuple[str, str]:
         text = script.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(script), f"cannot be read ({error})", "give a shell script")]) from None
+    if problem := bubblewrap.obstacle():
+        what = f"is run in a sandbox, which this machine cannot make: {problem}"
+        raise ConfigError([Problem(str(script), what, "install bubblewrap, or write the settings into a YAML file")])
     arguments = [word for word in more if "=" not in word and not word.startswith("~")]
     more = [word for word in more if word not in arguments]
-    try:
-        read = read_script(text, _environment_of_the_caller(), arguments)
-    except RecursionError:
-        what = "it nests expansions or functions too deeply to be read"
-        raise ConfigError([Problem(str(script), what, _RESULTS)]) from None
-    except TooLong as error:
-        raise ConfigError([Problem(str(script), str(error), _RESULTS)]) from None
-    launch = _launch(script, text, read)
-    unknown = [word for word in launch.settings if UNKNOWN in word]
-    replaced = {word.split("=")[0].lstrip("+") for word in more}
-    problems = [_unknown(word) for word in unknown if word.split("=")[0].lstrip("+") not in replaced]
-    overrides, unreadable = parse_overrides([*(w for w in launch.settings if UNKNOWN not in w), *more])
+    recorder, recording = Recorder(script, text, _environment_of_the_caller(), arguments).run_until_complete()
+    launch = _launch(recorder, recording)
+    notes = _notes(text, recording)
+    replaced = set(map(_key, more))
+    unknown = _unknown_settings(recorder, launch)
+    problems = list(dict.fromkeys(problem for word, problem in unknown.items() if _key(word) not in replaced))
+    overrides, unreadable = parse_overrides([*(w for w in launch.arguments.settings if w not in unknown), *more])
     body = _settings(overrides)
     if problems or unreadable:
-        broken = [Problem(script.name, note.text, note.fix) for note in read.notes]
+        broken = [Problem(script.name, note, fix) for note, fix in notes.items()]
         unknown_keys = [one for one in _refusals(_dumped(body), script) if one.what.startswith("unknown key")]
         raise ConfigError([*broken, *problems, *unreadable, *unknown_keys])
-    variables = {**read.exported, **launch.environment}
-    environment = {name: value for name, value in variables.items() if UNKNOWN not in name}
-    heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer.replace(UNKNOWN, '')})."]
+    environment = launch.environment
+    heading = [f"# The settings of {script.name}, line {launch.line} ({launch.trainer})."]
     if environment:  # their names alone: values may be secrets
-        heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(environment)}.")
-    tree = {"defaults": [launch.config_name, "_self_"], **body} if launch.config_name else body
+        names = sorted(environment, key=lambda name: (text.find(name), name))
+        heading.append(f"# Environment variables that it sets, which are no settings: {', '.join(names)}.")
+    tree = {"defaults": [launch.arguments.config_name, "_self_"], **body} if launch.arguments.config_name else body
     written = "\n".join(heading) + "\n" + _dumped(tree)
     listing = [
-        *(note.text for note in read.notes),
-        *_detached_settings(read),
-        *(f"{option} is no setting and was left out" for option in launch.options),
+        *notes,
+        *(f"{option} is no setting and was left out" for option in launch.arguments.options),
         *_remarks(launch, environment, body),
         *_obstacles(written, script),
     ]
     return written, "\n".join(listing)
 
 
+def _key(word: str) -> str:
+    return word.split("=")[0].lstrip("+")
+
+
 def _dumped(tree: Mapping[str, object]) -> str:
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10**6)
 
 
-def _environment_of_the_caller() -> dict[str, str]:
-    """Return the environment of a script, with references to secrets instead of their values."""
-    return {name: f"${{oc.env:{name}}}" if _may_be_secret(name) else value for name, value in os.environ.items()}
+def _environment_of_the_caller(run: int = 0) -> dict[str, str]:
+    """Return the environment of a script, with texts instead of secrets.
+
+    Args:
+        run: 0 or 1; the texts of one differ from those of the other in length and in every part.
+    """
+    names = sorted(name for name in os.environ if _may_be_secret(name))
+    one, many = "ab"[run], "ab"[run] * (1 + run)
+    texts = {name: f"{_SECRET}{many}/{many}_{one}.{one}-{one * index}{_SECRET}" for index, name in enumerate(names)}
+    return {**os.environ, **texts}
+
+
+def _with_references(word: str, environment: Mapping[str, str]) -> str:
+    """Return a word with references to secrets in place of the texts of `_environment_of_the_caller`."""
+    for name, value in environment.items():
+        if value.startswith(_SECRET):
+            word = word.replace(value, f"${{oc.env:{name}}}")
+    return word
 
 
 def _may_be_secret(variable: str) -> bool:
@@ -122,13 +155,19 @@ def _may_be_secret(variable: str) -> bool:
     return not is_folder and (is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS")))
 
 
-def _launch(script: Path, text: str, read: Script) -> _Launch:
+def _starts(recording: Recording) -> list[tuple[Call, int]]:
+    """Return the calls that start a trainer, each with the index of the trainer's name."""
+    return [(call, index) for call in recording.calls if (index := _trainer_index(call)) is not None]
+
+
+def _launch(recorder: Recorder, recording: Recording) -> _Launch:
     """Return the command that starts verl's trainer.
 
     Raises:
         ConfigError: no or several such commands, or another trainer than PPO's.
     """
-    started = [(command, index) for command in read.commands if (index := _trainer_index(command)) is not None]
+    script, text = recorder.script, recorder.text
+    started = _starts(recording)
     ppo_commands = [(command, index) for command, index in started if _PPO.fullmatch(command.words[index])]
     if started and not ppo_commands:
         command, index = started[0]
@@ -136,6 +175,10 @@ def _launch(script: Path, text: str, read: Script) -> _Launch:
         fix = (
             "give a script of PPO; where its algorithm is PPO's all the same, with verl.trainer.main_ppo in that place"
         )
+        raise ConfigError([Problem(str(script), what, fix)])
+    if not ppo_commands and not recording.result.succeeded:
+        what = f"starts no trainer of verl's: it {recording.ending}"
+        fix = "give its arguments behind the script, export what it needs, or take out what it checks"
         raise ConfigError([Problem(str(script), what, fix)])
     if len(ppo_commands) != 1:
         lines = ", ".join(str(command.line) for command, _ in ppo_commands)
@@ -146,48 +189,75 @@ def _launch(script: Path, text: str, read: Script) -> _Launch:
         )
         named = [line_number for line_number, line in enumerate(text.splitlines(), 1) if "main_ppo" in line]
         if named and not ppo_commands:
-            what += f"; line {named[0]} names one, in text, $(...), a comment or a function that is never called"
+            what += f"; line {named[0]} names one, in text, a comment or a part that is not reached"
         raise ConfigError(
             [Problem(str(script), what, "give a script with one python -m verl.trainer.main_ppo KEY=VALUE ...")]
         )
-    (command, index), name, folder = ppo_commands[0], None, None
+    command, index = ppo_commands[0]
+    arguments = _arguments(command.words[index + 1 :], recorder.environment)
+    name = arguments.config_name
+    if name and name not in _PREDEFINED:
+        fix = f"give {name}.yaml itself to tether train, with the settings of the script"
+        raise ConfigError([Problem(f"--config-name={name}", "is a file of the script's own", fix)])
+    environment = {**command.environment, **_environment(command.words[:index])}
+    return _Launch(command.line, command.words[index], arguments, environment)
+
+
+def _arguments(given: Sequence[str], environment: Mapping[str, str]) -> _Arguments:
+    name, folder = None, None
     settings, options = [], []
-    words = list(command.words[index + 1 :])
+    words = [_with_references(word, environment) for word in given]
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
         if option in (*_CONFIG_NAME, *_CONFIG_PATH):
-            value = (value if equals else words.pop(0) if words else "").replace(UNKNOWN, "")
+            value = value if equals else words.pop(0) if words else ""
             if option in _CONFIG_NAME:
                 name = value.removesuffix(".yaml")
             else:
                 folder = value
         elif word.startswith("-"):
             value = f" {words.pop(0)}" if word in _WITH_VALUE and words else ""
-            options.append((word + value).replace(UNKNOWN, ""))
+            options.append(word + value)
         elif word.strip():
             settings.append(word)
-    if name and name not in _PREDEFINED:
-        fix = f"give {name}.yaml itself to tether train, with the settings of the script"
-        raise ConfigError([Problem(f"--config-name={name}", "is a file of the script's own", fix)])
-    environment = {**command.environment, **_environment(command.words[:index])}
-    trainer = command.words[index]
-    return _Launch(command.line, trainer, tuple(settings), name, folder, tuple(options), environment)
+    return _Arguments(tuple(settings), name, folder, tuple(options))
 
 
-def _detached_settings(read: Script) -> list[str]:
-    """Return remarks on settings that bash takes for commands, since an empty line ended their command."""
-    if any("not passed" in note.text for note in read.notes):
-        return []  # it is said already where that command ended
-    return [
-        f"line {command.line}: {command.words[0].replace(UNKNOWN, '')} and what follows stands apart from the command, "
-        "so it is not passed: take the empty line away, or end the line above with a backslash"
-        for command in read.commands
-        if _SETTING.fullmatch(command.words[0])
-    ]
+def _notes(text: str, recording: Recording) -> dict[str, str]:
+    """Return remarks on files that are not read and on settings that bash takes for commands, with the fix of each."""
+    lines = text.splitlines()
+    notes: dict[str, str] = {}
+    for call in recording.calls:
+        if call.words[0] == "source":
+            note = f"line {call.line}: {' '.join(call.words[:2])} is not read: what it sets is unknown"
+            notes[note] = "write what it sets into the script"
+        elif _SETTING.fullmatch(call.words[0]):
+            notes[_why_detached(call, lines)] = "move comments and empty lines out of the command"
+    return notes
 
 
-def _trainer_index(command: Command) -> int | None:
+def _why_detached(call: Call, lines: Sequence[str]) -> str:
+    """Return why a setting does not belong to the command above it, by the lines between them."""
+    above = call.line - 1
+    if match := re.search(r"\\[ \t]+(#.*)?$", lines[above - 1]):
+        what = "a comment follows" if match[1] else "spaces follow"
+        return f"line {above}: {what} the backslash, so the command ends here; what is below is not passed"
+    comment = above
+    while comment and lines[comment - 1].lstrip().startswith("#"):
+        comment -= 1
+    if comment < above and comment and lines[comment - 1].endswith("\\"):
+        return f"line {comment + 1}: a comment between the lines of a command ends it; what is below is not passed"
+    if re.search(r"\s#.*\\$", lines[above - 1]):
+        what = "the backslash is part of a comment, so the command ends here; what is below is not passed"
+        return f"line {above}: {what}"
+    return (
+        f"line {call.line}: {call.words[0]} and what follows stands apart from the command, so it is not passed: take "
+        "the empty line away, or end the line above with a backslash"
+    )
+
+
+def _trainer_index(command: Call) -> int | None:
     """Return the index of the trainer's name, which may follow python, nsys, env, ...; None without one."""
     if command.words[0].rpartition("/")[2] in _MENTIONING:
         return None
@@ -214,20 +284,79 @@ def _environment(before: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _unknown(word: str) -> Problem:
-    key, equals, value = word.replace(UNKNOWN, "").partition("=")
-    unknown = [_shortened(expression, _MAX_SHOWN) for expression in word.split(UNKNOWN)[1::2]]
+def _unknown_settings(recorder: Recorder, launch: _Launch) -> dict[str, Problem]:
+    """Return settings that bash splits, or that only a run on the real machine could tell, with the problem of each."""
+    settings = _numbered(launch.arguments.settings)
+    unknown = _split_by_braces(recorder.text, launch.arguments.settings)
+    for place, word in _settings_of(_with_unset_variables(recorder)).items():
+        if _UNSET in word and settings.get(place) == re.sub(f"{_UNSET}.*?{_UNSET}", "", word):
+            unknown.setdefault(settings[place], _unset(word))
+    other = replace(recorder, environment=_environment_of_the_caller(1))
+    for reply in _REPLIES:
+        changed = _settings_of(other, reply)
+        for place in (settings | changed) if changed else ():
+            word = settings.get(place) or changed[place]
+            if settings.get(place) != changed.get(place) or _SECRET in word:
+                unknown.setdefault(word, _undetermined(word))
+    return unknown
+
+
+def _numbered(words: Sequence[str]) -> dict[tuple[str, int], str]:
+    """Return the words by their key and how many came before with the same one."""
+    numbered: dict[tuple[str, int], str] = {}
+    for word in words:
+        numbered[_key(word), sum(key == _key(word) for key, _ in numbered)] = word
+    return numbered
+
+
+def _settings_of(recorder: Recorder, reply: str = "1\n") -> dict[tuple[str, int], str]:
+    """Return the settings of another run; none where it does not start the trainer as the first one does."""
+    started = _starts(recorder.run(reply))
+    if len(started) != 1:
+        return {}
+    call, index = started[0]
+    return _numbered(_arguments(call.words[index + 1 :], recorder.environment).settings)
+
+
+def _with_unset_variables(recorder: Recorder) -> Recorder:
+    """Return a recorder in which variables and arguments that nothing sets and that have no default hold their name."""
+    names = set(_REFERENCE.findall(recorder.text)) - set(_WITH_DEFAULT.findall(recorder.text))
+    names = {name for name in names if name not in recorder.environment and not _SET_BY_BASH.fullmatch(name)}
+    last = max((int(name) for name in names if name.isdecimal()), default=0)
+    arguments = [f"{_UNSET}{index}{_UNSET}" for index in range(len(recorder.arguments) + 1, last + 1)]
+    variables = {name: f"{_UNSET}{name}{_UNSET}" for name in names if not name.isdecimal()}
+    return replace(
+        recorder, environment={**recorder.environment, **variables}, arguments=[*recorder.arguments, *arguments]
+    )
+
+
+def _unset(word: str) -> Problem:
+    names = re.findall(f"{_UNSET}(.*?){_UNSET}", word)
+    key, _, value = re.sub(f"{_UNSET}(.*?){_UNSET}", r"$\1", word).partition("=")
+    needed = "give it behind the script" if any(name.isdecimal() for name in names) else "export what it needs"
+    shown = ", ".join(f"${name}" for name in names)
+    what = f"is {_shortened(value, 2 * _MAX_SHOWN)} in the script, and {shown} is known only when it is run"
+    return Problem(key, what, f"{needed}, or add {key.lstrip('+')}=VALUE to this command")
+
+
+def _undetermined(word: str) -> Problem:
+    key, _, value = word.replace(_SECRET, "").partition("=")
     value = _shortened(value, 2 * _MAX_SHOWN)
-    shown = ", ".join(unknown)
-    if any(expression.startswith("{") for expression in unknown):
-        what = f"{shown} is not in quotes, so that bash makes several words of it"
-        return Problem(key, what, f"write {_in_quotes(f'{key}={value}')}")
-    if not equals:
-        return Problem(key, "stands in the script, and is known only when it is run", "write what it stands for there")
-    is_argument = any(re.match(r"\$\{?[1-9@*#]", expression) for expression in unknown)
-    needed = "give it behind the script" if is_argument else "export what it needs"
-    fix = f"{needed}, or add {key}=VALUE to this command"
-    return Problem(key, f"is {value} in the script, and {shown} is known only when it is run", fix)
+    what = f"is {value} here, but depends on what programs print or on a secret, which is known only when it is run"
+    return Problem(key, what, f"add {key.lstrip('+')}=VALUE to this command")
+
+
+def _split_by_braces(text: str, words: Sequence[str]) -> dict[str, Problem]:
+    """Return settings such as ``KEY={a,b}``, of which bash makes several words."""
+    problems: dict[str, Problem] = {}
+    keys = [_key(word) for word in words]
+    for key in {key for key, following in itertools.pairwise(keys) if key == following}:
+        written = re.search(rf"""(?<!['"\w.]){re.escape(key)}=(\{{(?:'[^']*'|"[^"]*"|[^\s'"])*)""", text)
+        if written:
+            what = f"{written[1]} is not in quotes, so that bash makes several words of it"
+            problem = Problem(key, what, f"write {_in_quotes(written[0])}")
+            problems |= {word: problem for word in words if _key(word) == key}
+    return problems
 
 
 def _in_quotes(word: str) -> str:
@@ -283,10 +412,10 @@ def _remove(tree: dict[str, object], path: Sequence[str]) -> None:
 def _remarks(launch: _Launch, environment: Mapping[str, str], body: Mapping[str, object]) -> list[str]:
     """Return warnings about what the file lacks and about its secrets."""
     remarks = []
-    folder = launch.config_path
+    folder = launch.arguments.config_path
     path = Path(folder or "config")
     if not (path.match("trainer/config") if path.is_absolute() else path.name == "config"):
-        name = launch.config_name or _PREDEFINED[0]
+        name = launch.arguments.config_name or _PREDEFINED[0]
         remarks.append(
             f"--config-path={folder} was taken for verl's own; if it has a {name}.yaml, give that to tether train"
         )

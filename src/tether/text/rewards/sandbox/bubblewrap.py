@@ -38,23 +38,34 @@ _PROBE = (
 )
 
 
-def command(argv: tuple[str, ...], files: dict[str, int], limits: Limits, *, status: int, seccomp: int) -> list[str]:
+def command(
+    argv: tuple[str, ...],
+    files: dict[str, int],
+    limits: Limits,
+    commands: tuple[str, ...] = (),
+    *,
+    status: int,
+    seccomp: int,
+) -> list[str]:
     """Return the command that runs `argv` in new namespaces: no network, only /usr, and an empty environment.
 
     Args:
         argv: command of the program, whose working directory is `FOLDER`.
         files: name -> descriptor of a file that is copied to `FOLDER`.
         limits: limits of the program.
+        commands: the only commands in PATH, with a writable root folder; none: all of /usr, read-only.
         status: descriptor for the JSON reports of bwrap.
         seccomp: descriptor of a file with `seccomp_filter`.
     """
     size = ["--size", str(limits.files)]
     copies = [word for name, source in files.items() for word in _copy(source, f"{FOLDER}/{name}")]
+    root = [*size, "--tmpfs", "/"] if commands else []
+    chosen = [*_only(commands), "--remount-ro", "/usr/bin"] if commands else ["--remount-ro", "/"]
     return [
         _executable("bwrap"), "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL",
-        "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", *_environment(), *_system(),
+        "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox", *_environment(), *root, *_system(),
         "--proc", "/proc", *_HIDDEN_INIT, "--dev", "/dev", *size, "--tmpfs", FOLDER, *size, "--tmpfs", "/dev/shm",
-        *copies, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER,
+        *copies, "--remount-ro", "/dev", *chosen, "--chdir", FOLDER,
         "--seccomp", str(seccomp), "--json-status-fd", str(status),
         _executable("prlimit"), *limits.arguments(confined=True), *argv,
     ]  # fmt: skip
@@ -65,17 +76,23 @@ def plain_user() -> dict[str, Any]:
     return {"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {}
 
 
-@cache
 def why_not() -> str | None:
-    """Return why programs cannot be confined on this machine, and what to do; None if they can be."""
+    """Return why rewards cannot confine programs on this machine, and what to do; None if they can."""
+    missing = obstacle()
+    return missing and f"{missing}. {_SUGGESTION}"
+
+
+@cache
+def obstacle() -> str | None:
+    """Return why programs cannot be confined on this machine; None if they can be."""
     if missing := missing_package(("bwrap", "bubblewrap"), ("prlimit", "util-linux"), ("python3", "python3")):
-        return f"{missing}. {_SUGGESTION}"
+        return missing
     if not is_known_processor():
-        return f"there is no filter of system calls for {os.uname().machine}. {_SUGGESTION}"
+        return f"there is no filter of system calls for {os.uname().machine}"
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        return f"this kernel does not list the children of a process (CONFIG_PROC_CHILDREN). {_SUGGESTION}"
+        return "this kernel does not list the children of a process (CONFIG_PROC_CHILDREN)"
     problem = _probe()
-    return problem and f"bwrap cannot confine a program here: {problem}. {_SUGGESTION}"
+    return problem and f"bwrap cannot confine a program here: {problem}"
 
 
 def missing_package(*needed: tuple[str, str]) -> str | None:
@@ -134,6 +151,15 @@ def _system() -> tuple[str, ...]:
     for pattern in _ETC:
         words += [word for path in sorted(Path("/etc").glob(pattern)) for word in ("--ro-bind", *[str(path)] * 2)]
     return tuple(words)
+
+
+def _only(commands: tuple[str, ...]) -> list[str]:
+    """Return the arguments that leave only these commands in PATH."""
+    words = ["--tmpfs", "/usr/bin", "--tmpfs", "/usr/local"]
+    for name in (*commands, "prlimit"):
+        if source := shutil.which(name, path=PATH):
+            words += ["--ro-bind", os.path.realpath(source), f"/usr/bin/{name}"]
+    return words
 
 
 def _executable(name: str) -> str:

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tether.text.rewards.sandbox import harness
 from tether.text.rewards.sandbox.blocks import find_blocks
@@ -164,7 +163,7 @@ def _is_larger(stdout: bytes, expected: str) -> bool:
     return stdout.count(b",") > 1 + 2 * expected.count(",") or len(stdout) > 1000 + 50 * len(expected)
 
 
-def _as_json(value: Any) -> object:
+def _as_json(value: object) -> object:
     """Convert the result of a call to the types of JSON. Keys are strings, because hashes of numbers can collide."""
     if isinstance(value, list):
         return list(map(_as_json, value))

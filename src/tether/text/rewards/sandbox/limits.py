@@ -64,6 +64,8 @@ class Program:
     argv: tuple[str, ...]
     files: dict[str, bytes] = field(default_factory=dict)
     """Name -> content of each file in the working directory; all are executable."""
+    commands: tuple[str, ...] = ()
+    """The only commands of the sandbox, whose root folder is writable, in memory; none: those of this machine."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def _confined(program: Program, limits: Limits) -> Iterator[_Started]:
         read_end, write_end = os.pipe()
         stack.callback(os.close, read_end)
         os.set_blocking(read_end, False)
-        words = bubblewrap.command(program.argv, files, limits, status=write_end, seccomp=seccomp)
+        commands = program.commands
+        words = bubblewrap.command(program.argv, files, limits, commands, status=write_end, seccomp=seccomp)
         try:
             inherited = (*files.values(), seccomp, write_end)
             # An empty environment, because the program can read that of bwrap in /proc/1/environ.
@@ -364,7 +365,7 @@ def _proportional_size(processes: Sequence[Path], shared: int) -> int:
 def _inodes(init: int) -> int:
     """Return the number of files in the fuller of the sandbox's in-memory file systems; 0 before they are mounted."""
     num_files = 0
-    for name in ("tmp", "dev/shm"):
+    for name in ("", "tmp", "dev/shm"):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{init}/root").st_dev == os.stat("/").st_dev:
                 break
