@@ -2,7 +2,7 @@
 
 Steps of PPO with a small policy and critic in float32 on one rank under Ray, and on two, take turns with those of one
 process; so do weights that go from one rank to another through Ray's object store, and to a vLLM server where its
-environment exists (scripts/vllm.sh), with a plain copy of as many bytes. Every rank has one thread.
+environment exists (tether setup vllm), with a plain copy of as many bytes. Every rank has one thread.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def row_of(where: str, measured: tuple[float, float, int]) -> tuple[str, ...]:
 def measure_served() -> list[str]:
     """Lines of the rows of vLLM alone."""
     python = vllm_python()
-    assert python is not None, "scripts/vllm.sh makes vLLM's environment"
+    assert python is not None, "tether setup vllm makes vLLM's environment"
     with TemporaryDirectory() as scratch:
         return grid(("", "copy", "update", "ratio", "goal"), [row_of(*one) for one in served(Path(scratch), python)])
 

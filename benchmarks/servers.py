@@ -1,6 +1,6 @@
 """Does a policy learn the same from a server's samples? GRPO and PPO by `native` and by vLLM, three seeds each.
 
-    python -m benchmarks.servers                                    # minutes; vLLM: scripts/vllm.sh
+    python -m benchmarks.servers                                    # minutes; vLLM: tether setup vllm
     python -m benchmarks.servers --write docs/evidence/servers.md --plot docs/assets/servers.png
     python -m benchmarks.servers --task quickstart                  # 90 minutes of one core
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -127,9 +128,10 @@ def server_of(options: Sequence[str]) -> Iterator[str]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = ["bash", "scripts/vllm.sh", "serve", f"--port={port}", "--load-format=dummy", "--enforce-eager"]
+    options = [f"--port={port}", "--load-format=dummy", "--enforce-eager", *options]
+    command = [sys.executable, "-m", "tether", "serve", "vllm", *options]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([*command, *options], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -182,7 +184,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--steps", type=int, help="instead of the task's own number")
-    parser.add_argument("--server", help="address of one that runs already and has the task's model (scripts/vllm.sh)")
+    parser.add_argument("--server", help="address of one that already runs the task's model (tether serve vllm)")
     given = parser.parse_args()
     set_threads(1)
     steps = STEPS[given.task]

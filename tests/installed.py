@@ -14,5 +14,5 @@ def is_installed(distribution: str) -> bool:
 
 
 HAS_MEGATRON = is_installed("megatron-core")
-WITHOUT_MEGATRON = "needs megatron-core: pip install 'tether[megatron]'"
+WITHOUT_MEGATRON = "needs megatron-core: pip install -e '.[megatron]'"
 needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason=WITHOUT_MEGATRON)

@@ -323,9 +323,16 @@ def test_doctor(cli: Cli):
 def test_doctor_says_how_to_install_what_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     from tether.commands import doctor
 
-    monkeypatch.setattr(doctor, "EXTRAS", {"a-package-that-is-not-here": ("some", "nothing")})
+    missing = [f"a-package-that-is-not-here-{number}" for number in range(5)]
+    monkeypatch.setattr(doctor, "EXTRAS", dict.fromkeys(missing, ("some", "nothing")))
     monkeypatch.chdir(ROOT)
-    assert "pip install -e '.[some]'" in cli("doctor").out
+    said = cli("doctor").out
+    assert f"pip install -e '.[some]'  # {', '.join(missing)}\n" in said  # in a line, however long
+    assert "pycosat" not in said
+    monkeypatch.setattr(doctor, "EXTRAS", {"reasoning-gym": ("quickstart", "tasks")})
+    monkeypatch.setattr(doctor, "_version", {}.get)
+    monkeypatch.setenv("CC", "no-compiler")
+    assert "reasoning-gym: one of its requirements, pycosat, comes as C source" in cli("doctor").out
 
 
 def test_doctor_names_a_version_that_is_not_supported(cli: Cli, monkeypatch: pytest.MonkeyPatch):
@@ -335,10 +342,10 @@ def test_doctor_names_a_version_that_is_not_supported(cli: Cli, monkeypatch: pyt
     monkeypatch.setattr("importlib.metadata.requires", lambda package: needed)
     found = {"transformers": "99.0", "torch": "2.13.0+cpu", "mujoco": "4.0"}
     monkeypatch.setattr(doctor, "_version", found.get)
-    printed = "".join(cli("doctor").out.split())
-    assert "pipinstall'transformers<5.25,>=5.16'" in printed
-    assert "pipinstall'torch" not in printed
-    assert "pipinstall'mujoco" not in printed
+    printed = cli("doctor").out
+    assert "pip install 'transformers<5.25,>=5.16'  # transformers\n" in printed
+    assert "pip install 'torch" not in printed
+    assert "pip install 'mujoco" not in printed
 
 
 # --- a run from its first to its last command ---------------------------------------------------------------------

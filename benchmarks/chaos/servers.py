@@ -1,6 +1,6 @@
 """A run that samples by vLLM, whose server and trainer fail at random moments, beside one that is undisturbed.
 
-The server is vLLM where its environment exists (scripts/vllm.sh), else a stand-in that speaks its language.
+The server is vLLM where its environment exists (tether setup vllm), else a stand-in that speaks its language.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/bin/sh
 # bash recipes/flow-reach/run.sh pi0|pi05 SEED [KEY=VALUE]...: demonstrations, imitation, PPO; needs lerobot, so:
-#   bash scripts/lerobot.sh && PATH="$PWD/.venv-lerobot/bin:$PATH" bash recipes/flow-reach/run.sh pi0 1
+#   tether setup lerobot && PATH="$PWD/.venv-lerobot/bin:$PATH" bash recipes/flow-reach/run.sh pi0 1
 # The same command again goes on where it was.
 set -e
 kind=$1 seed=$2

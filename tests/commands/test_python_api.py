@@ -4,15 +4,18 @@ import io
 import json
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers.utils.logging import is_progress_bar_enabled
 
 import tether
 from tests.trainer.loops import Control, Text
@@ -39,18 +42,36 @@ def inputs(tmp_path_factory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@contextmanager
+def process_unchanged() -> Iterator[None]:
+    """What a run changes in its process is restored: handlers of signals, watching threads, progress bars."""
+
+    def state() -> tuple[object, ...]:
+        threads = [thread.name for thread in threading.enumerate()]
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        return handlers, threads.count("late-calls"), is_progress_bar_enabled()
+
+    before = state()
+    yield
+    assert state() == before
+
+
 @pytest.fixture(scope="module")
 def text_run(inputs: Path, tmp_path_factory) -> tether.TrainingResult:
     folder = tmp_path_factory.mktemp("text") / "run"
     config = load_config(None, Text(inputs).overrides(folder)).tree()
-    return tether.train(config, SHORT)
+    with process_unchanged():
+        return tether.train(config, SHORT)
 
 
 @pytest.fixture(scope="module")
 def control_run(tmp_path_factory) -> tether.TrainingResult:
     pytest.importorskip("gymnasium")
     folder = tmp_path_factory.mktemp("control") / "run"
-    return tether.train(overrides=[*Control().overrides(folder), *(f"{key}={value}" for key, value in SHORT.items())])
+    with process_unchanged():
+        return tether.train(
+            overrides=[*Control().overrides(folder), *(f"{key}={value}" for key, value in SHORT.items())]
+        )
 
 
 def test_importing_tether_loads_nothing_heavy():

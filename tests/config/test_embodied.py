@@ -137,6 +137,7 @@ def test_a_slip_in_the_id_is_the_only_problem(wrong):
         (["env.train.id=LunarLander-v3", "env.train.init_params.continuous=true"], 1, False),
         (["env.train.id=LunarLander-v3", "env.train.init_params.continuous=false"], 8, True),
         (["env.train.id=Pendulum-v1"], 1, False),
+        (["env.train.id=WalkerWalk-v1", "env.train.env_type=envpool"], 8, True),
         (["env.train.id=reach-v3", "env.train.env_type=metaworld"], 8, False),
     ],
 )

@@ -166,3 +166,17 @@ class ForgetsAtReset(CannotBeSaved):
     def reset(self, *, seed=None, options=None):
         self._steps = (n for n in itertools.count())
         return self.env.reset(seed=seed, options=options)
+
+
+class Holds(gymnasium.Env):
+    """A task that holds its simulator as an attribute, as most tasks are written."""
+
+    def __init__(self, id="InvertedDoublePendulum-v5"):
+        self.sim = gymnasium.make(id)
+        self.observation_space, self.action_space = self.sim.observation_space, self.sim.action_space
+
+    def reset(self, *, seed=None, options=None):
+        return self.sim.reset(seed=seed, options=options)
+
+    def step(self, action):
+        return self.sim.step(action)

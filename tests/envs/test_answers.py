@@ -101,3 +101,26 @@ def test_integers_are_not_cut_to_fit(space, first, bad):
     step((np.asarray(first, np.float64), 1.0, False, False, {}), space, first)  # whole numbers of another type
     with pytest.raises(ValueError, match=r"mine, environment 0: the observation .* is not in"):
         step((bad, 1.0, False, False, {}), space, first)
+
+
+def test_numbers_are_not_mixed_up_to_fit():
+    pairs, obs = gymnasium.spaces.Box(-1, 1, (2, 3), np.float32), np.zeros((2, 3), np.float32)
+    for bad in (obs.T, obs.reshape(6), obs + 1j):
+        with pytest.raises(ValueError, match=r"mine, environment 0: the observation .* is not in Box.*\(2, 3\)"):
+            step((bad, 1.0, False, False, {}), pairs, obs)
+
+
+class ResetsInTheOldWay(Answers):
+    """Gives the observation alone, except the first time."""
+
+    def reset(self, *, seed=None, options=None):
+        self.first, obs = None, self.first
+        return OBS if obs is None else (obs, {})
+
+
+def test_a_reset_in_the_old_way_is_refused_by_environment():
+    env = SyncVectorEnv("mine", lambda: ResetsInTheOldWay(BOX, OBS, (OBS, 1.0, True, False, {})), 1)
+    env.reset(0)
+    for again in (lambda: env.reset(0), lambda: env.step(np.zeros((1, 1), dtype=np.int64))):
+        with pytest.raises(ValueError, match=r"mine, environment 0: a reset gives array.* not the two of Gymnasium"):
+            again()

@@ -1,14 +1,20 @@
 """State outside the attributes of an environment: in closures, default arguments and attributes of functions."""
 
+import dataclasses
 import functools
+import importlib.util
 import itertools
+import types
 from collections.abc import Callable
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.utils import EzPickle
 
-from tether.control.envs.state import EnvKeeper
+from tests.envs import stateful, toys
+from tether.control.envs.state import MOVED, EnvKeeper
+from tether.control.envs.vectorization.action_repeat import Repeated
 
 HISTORY: list[float] = []
 
@@ -150,9 +156,78 @@ def local() -> Env:
     return Local()
 
 
+class Counter(EzPickle):
+    """A simulator that is no environment, and pickles the arguments of its constructor."""
+
+    def __init__(self, step: int = 1) -> None:
+        EzPickle.__init__(self, step)
+        self.count, self._step = 0, step
+
+    def __call__(self) -> float:
+        self.count += self._step
+        return self.count
+
+
+class Simulator(EzPickle, gymnasium.Env):
+    """As MuJoCo's and Box2D's environments are: pickle keeps the arguments of its constructor."""
+
+    def __init__(self, step: int = 1) -> None:
+        EzPickle.__init__(self, step)
+        self.count = Counter(step)
+
+    def step(self, action: int) -> tuple[None, float, bool, bool, dict]:
+        return None, self.count(), False, False, {}
+
+
+class Holds(Env):
+    def __init__(self) -> None:
+        self.sim = Simulator()
+
+    def number(self) -> float:
+        return self.sim.step(0)[1]
+
+
+class HoldsWrapped(Holds):
+    def __init__(self) -> None:
+        self.sim = gymnasium.Wrapper(gymnasium.Wrapper(Simulator(2)))
+
+
+class HoldsDeeply(Env):
+    """Two robots in a container of an object, one of which holds another environment."""
+
+    def __init__(self) -> None:
+        self.robots = types.SimpleNamespace(arms=[{"left": Simulator(3)}, Holds()])
+
+    def number(self) -> float:
+        left, right = self.robots.arms
+        return left["left"].step(0)[1] + 100 * right.step(0)[1]
+
+
+class HoldsInAClosure(Env):
+    def __init__(self) -> None:
+        sim = Simulator()
+        self._step = lambda: sim.step(0)[1]
+
+    def number(self) -> float:
+        return self._step()
+
+
+class HoldsOneOfTheClass(Holds):
+    sim = Simulator()
+
+    def __init__(self) -> None: ...
+
+
+class HoldsWhatIsNoEnvironment(Env):
+    def __init__(self) -> None:
+        self.number = Counter()
+
+
+HOLDERS = (Holds, HoldsWrapped, HoldsDeeply, HoldsInAClosure, HoldsOneOfTheClass, HoldsWhatIsNoEnvironment)
+
 MAKERS = (
     Closure, ClosureInAContainer, ClosureOfAClosure, SharesWithItsClosure, SwapsClosures, Default, Decorated,
-    StaticDefault, CountsInItsModule, local,
+    StaticDefault, CountsInItsModule, local, *HOLDERS,
 )  # fmt: skip
 
 
@@ -210,6 +285,14 @@ class NewClosures(Env):
         return self._draw()
 
 
+class MakesItsSimulatorAnew(Holds):
+    """Has another simulator in each episode."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[None, dict]:
+        self.sim = Simulator()
+        return None, {}
+
+
 class GivesItsState(GeneratorInACell):
     """Says what is to be saved, so that nothing else of it has to be."""
 
@@ -236,6 +319,7 @@ def test_an_environment_that_gives_its_state_is_not_looked_into() -> None:
         (GeneratorInACell, "GeneratorInACell.__init__.<locals>.<lambda>.steps (cannot pickle 'generator' object)"),
         (GeneratorByDefault, "GeneratorByDefault.number.steps (cannot pickle 'generator' object)"),
         (GeneratorOfTheClass, "GeneratorOfTheClass.steps (cannot pickle 'generator' object)"),
+        (MakesItsSimulatorAnew, "MakesItsSimulatorAnew.sim (Simulator was made after the environment and pickles its"),
         (NewClosures, "NewClosures._draw (drawing.<locals>.draw was made after the environment and has variables"),
     ],
 )
@@ -273,3 +357,79 @@ def test_environments_of_others_have_nothing_new_to_name() -> None:
         env.reset(seed=1)
         env.step(env.action_space.sample())
         assert keeper.get()[1] == ()
+
+
+def pettingzoo_tictactoe() -> gymnasium.Env:
+    tictactoe = pytest.importorskip("pettingzoo.classic.tictactoe_v3")
+
+    class Solo(Env):
+        """Plays both sides in the first free field."""
+
+        def __init__(self) -> None:
+            self.sim = tictactoe.env()
+            self.sim.reset()
+
+        def number(self) -> float:
+            _, _, terminated, _, _ = self.sim.last()
+            if terminated:
+                self.sim.reset()
+            obs = self.sim.observe(self.sim.agent_selection)
+            self.sim.step(int(np.flatnonzero(obs["action_mask"])[0]))
+            return float(obs["observation"].sum())
+
+    return Solo()
+
+
+@pytest.mark.parametrize(
+    ("module", "id", "named"),
+    [("mujoco", "Hopper-v5", ""), ("Box2D", "LunarLander-v3", "LunarLander."), ("pettingzoo", "", "")],
+)
+def test_simulators_that_a_class_holds(module: str, id: str, named: str) -> None:
+    """Exact where their parts can be pickled, else named."""
+    pytest.importorskip(module)
+
+    def take(env: gymnasium.Env, steps: int) -> list[float]:
+        return [env.step(env.action_space.low if env.action_space.shape else 0)[1] for _ in range(steps)]
+
+    env, other = (stateful.Holds(id) if id else pettingzoo_tictactoe() for _ in range(2))
+    keepers = EnvKeeper([env]), EnvKeeper([other])
+    if id:
+        env.reset(seed=1)
+    play = take if id else rewards
+    play(env, 3)
+    data, left_out = keepers[0].get()
+    if named:
+        assert named in "".join(left_out)
+        return
+    assert left_out == ()
+    keepers[1].set(data)
+    assert play(other, 3) == play(env, 3)
+
+
+class Counting(toys.Countdown):
+    def step(self, action: int) -> tuple[object, float, bool, bool, dict]:
+        return *super().step(action)[:4], {"success": 0.0}
+
+
+@pytest.mark.parametrize(("old", "is_read"), [("tether.envs", True), ("tether.elsewhere", False)])
+def test_a_state_under_the_name_that_a_module_had_is_read(old: str, is_read: bool) -> None:
+    """Modules of tether moved; a checkpoint of the release before names them as they were."""
+    env, again = (Repeated(Counting(), 2) for _ in range(2))
+    keeper = EnvKeeper([env])
+    env.reset(seed=1)
+    env.step(0)
+    renamed = [dataclasses.replace(one, name=one.name.replace("tether.control.envs", old)) for one in keeper._owners]
+    assert renamed != keeper._owners
+    keeper._owners = renamed
+    data, left_out = keeper.get()
+    assert not left_out
+    if is_read:
+        EnvKeeper([again]).set(data)
+        assert again.step(0)[1] == env.step(0)[1] == 3 + 4
+    else:
+        with pytest.raises(ValueError, match="saved of"):
+            EnvKeeper([again]).set(data)
+
+
+def test_modules_that_moved_are_where_the_table_says() -> None:
+    assert all(importlib.util.find_spec(new) for new in MOVED.values())

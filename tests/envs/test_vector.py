@@ -10,7 +10,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
 from tests.envs import toys
-from tether.control.envs.make import EnvOptions, make_vector_env
+from tether.control.envs.make import EnvOptions, make_vector_env, spaces_of
 from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.runtime.global_rng import seed_rng
 
@@ -126,6 +126,8 @@ def test_a_missing_extra_is_named(module, family, env, extra, vectorization, mon
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ValueError, match=rf"{env} needs .*pip install .*\[{extra}\]'"):
         make_vector_env(EnvOptions(env, 1, vectorization=vectorization))
+    with pytest.raises(ValueError, match=rf"{env} needs .*pip install .*\[{extra}\]'"):
+        spaces_of(EnvOptions(env, 1))
 
 
 class Draws(gymnasium.Env):

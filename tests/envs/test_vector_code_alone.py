@@ -62,6 +62,21 @@ def test_a_run_makes_them_together_from_beginning_to_end(tmp_path: Path) -> None
     assert load_config(run.checkpoint / "run.yaml", []).config.policy.normalize_observations  # of continuous actions
 
 
+def test_a_policy_of_envpool_can_be_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("envpool")
+    overrides = {
+        "env.train.id": "CartPole-v1", "env.train.env_type": "envpool", "env.train.total_num_envs": 4,
+        "env.train.max_steps_per_rollout_epoch": 16, "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "trainer.total_training_steps": 1, "trainer.test_freq": -1, "trainer.logger": "file",
+        "trainer.default_local_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    policy = tether.load(tether.train(overrides=overrides).folder)
+    assert policy.predict(np.zeros(4, np.float32)) in (0, 1)
+    assert policy.predict(np.zeros((3, 4), np.float32)).shape == (3,)
+    with pytest.raises(ValueError, match=r"env\.eval\.env_type: envpool makes no single environment\."):
+        policy.make_env()
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("gymnasium")
 
+from tests.envs import stateful
 from tests.trainer.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
 from tests.trainer.tiny_run import write_inputs
 from tether.loop import checkpoint as checkpoint_module
@@ -227,13 +228,14 @@ def test_environments_with_state_are_stopped_and_resume(name: str, how: str, tmp
 OWN_CODE = [
     pytest.param(["env.train.total_num_envs=8"], id="vector code"),
     pytest.param(["env.train.id=Pendulum-v1"], id="a Box", marks=slow),
-    pytest.param(["env.train.id=InvertedDoublePendulum-v5"], id="MuJoCo"),
+    pytest.param(["env.train.id=InvertedDoublePendulum-v5"], id="MuJoCo", marks=slow),
+    pytest.param([f"env.train.id={stateful.__file__}:Holds"], id="MuJoCo, held by a class"),
 ]
 
 
 @pytest.mark.parametrize("more", OWN_CODE)
 def test_simulators_are_stopped_and_go_on(more: list[str], tmp_path: Path) -> None:
-    if "MuJoCo" in str(more) or "Inverted" in str(more):
+    if "Inverted" in str(more) or "Holds" in str(more):
         pytest.importorskip("mujoco")
     control, said = Control(), list[str]()
     control.train(control.overrides(tmp_path / "whole", *more), before=warnings_of(said))

@@ -197,7 +197,9 @@ def test_only_for_bfloat16_on_a_cpu() -> None:
     assert kernels_for(number.to("meta")) is REFERENCE
 
 
-def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_written_they_are_compiled_again_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     compile = numba.cfunc
 
     def without_a_folder(*signature: object, cache: bool = False, **options: object) -> object:
@@ -208,8 +210,10 @@ def test_where_nothing_can_be_written_they_are_compiled_again(monkeypatch: pytes
     monkeypatch.setattr(numba, "cfunc", without_a_folder)
     gate, up = drawn(9), drawn(9, seed=1)
     out = torch.empty_like(gate)
+    openmp_loop._warn_of_compilation.cache_clear()
     openmp_loop.Kernel(elementwise.silu_mul._body)(gate=gate, up=up, out=out)
     close(out, torch.nn.functional.silu(gate.double()) * up.double())
+    assert "Set NUMBA_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.slow

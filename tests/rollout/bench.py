@@ -53,7 +53,7 @@ def vllm_python() -> Path | None:
 
 
 REAL = vllm_python()
-needs_vllm = pytest.mark.skipif(REAL is None, reason="vLLM's environment is not there: scripts/vllm.sh makes it")
+needs_vllm = pytest.mark.skipif(REAL is None, reason="vLLM's environment is not there: tether setup vllm makes it")
 VLLM = ["vllm-stand-in", pytest.param("vllm", marks=[needs_vllm, pytest.mark.slow])]
 """By a server that speaks its language, and by the real one."""
 ADAPTED = [

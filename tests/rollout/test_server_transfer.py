@@ -92,10 +92,11 @@ def test_a_server_of_this_machine_is_known_by_its_address() -> None:
 
 def test_a_trainer_that_cannot_be_reached_is_named_at_once() -> None:
     """By the server's worker; the store itself would try for as long as an update may take."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(ValueError, match=f"cannot be reached from here at 127.0.0.1, port {port} .*refused"):
-        Buffer().join("127.0.0.1", port, 1, 2, "group", "gloo", 600.0)
+    with socket.socket() as not_listening:  # and held: with a program that takes the port, the store would wait in C
+        not_listening.bind(("127.0.0.1", 0))
+        port = not_listening.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot be reached from here at 127.0.0.1, port {port} .*refused"):
+            Buffer().join("127.0.0.1", port, 1, 2, "group", "gloo", 600.0)
 
 
 def test_an_address_at_which_this_machine_cannot_listen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

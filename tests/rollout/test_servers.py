@@ -311,7 +311,7 @@ def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..
     [
         (
             "old",
-            r"runs vLLM 0.9.1; tether supports 0.32.x. scripts/vllm.sh|runs SGLang 0.4.9; .* 0.5.23. scripts/sglang.sh",
+            r"runs vLLM 0.9.1; tether supports 0.32.x. tether setup vllm|SGLang 0.4.9; .* 0.5.23. tether setup sglang",
         ),
         (
             "no_routes",
@@ -383,7 +383,9 @@ def test_a_long_start_is_said(
 
 def test_the_other_kind_of_server_is_named(made: Callable[..., Bench], kind: str) -> None:
     other = next(name for name in SERVER_APIS if name != kind)
-    with pytest.raises(ValueError, match=r"This is not a (vLLM|SGLang) server that tether can use; docs/.*/servers.md"):
+    with pytest.raises(
+        ValueError, match=r"This is not a (vLLM|SGLang) server that tether can use. Start one by: tether serve"
+    ):
         made(api=SERVER_APIS[other]).engine.generate(PROMPTS, SAMPLING, KEY)
 
 

@@ -375,7 +375,7 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ("another_name", r"serves my-model, not policy \(--served-model-name\); docs/guides/servers.md"),
+        ("another_name", r"serves my-model, not policy \(--served-model-name\). Start one by: tether serve vllm"),
         (
             "another_model",
             r"runs .*config, of model_type llama; actor_rollout_ref.model.path has model_type qwen2. Start",
@@ -384,7 +384,7 @@ def test_prompts_that_are_computed_in_parts_change_nothing(made: Callable[..., B
         ("another_vocabulary", r"of vocabulary 261; actor_rollout_ref.model.path has vocabulary 260. .*--model PATH"),
         (
             "no_extension",
-            r"no attribute 'about'. This is not a vLLM server that tether can use; docs/guides/servers.md",
+            r"no attribute 'about'. This is not a vLLM server that tether can use. Start one by: tether serve vllm",
         ),
     ],
 )

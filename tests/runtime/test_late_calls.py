@@ -18,6 +18,18 @@ def test_a_call_that_is_late_ends() -> None:
     calls.close()
 
 
+def test_the_signal_has_its_handler_again_after_the_last_one() -> None:
+    def handler(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGURG, handler)
+    first, second = LateCalls(1, "late"), LateCalls(1, "late")
+    first.close()
+    assert signal.getsignal(signal.SIGURG) is not handler
+    second.close()
+    second.close()
+    assert signal.signal(signal.SIGURG, before) is handler
+
+
 def test_nothing_is_raised_behind_a_call_that_ends_when_it_is_found_late(monkeypatch: pytest.MonkeyPatch) -> None:
     kill, was_sent = signal.pthread_kill, threading.Event()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tether
+from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions
 from tether.control.learning.preflight import action_findings, observation_findings
@@ -55,6 +56,17 @@ def test_each_cause_is_named(name: str, tmp_path: Path) -> None:
 )
 def test_a_good_run_has_no_finding(more: list[str], tmp_path: Path) -> None:
     assert not look(Control().overrides(tmp_path, *more)).findings
+
+
+def test_pictures_are_read_by_a_cnn_unless_a_perceptron_is_named_which_is_warned_about(tmp_path: Path) -> None:
+    toys.register()
+    spot = ["env.train.id=tether/Spot-v0", "policy.normalize_observations=False"]
+    named = []
+    for i, more in enumerate(([], ["policy.model_type=mlp_policy"])):
+        findings = look(Control().overrides(tmp_path / str(i), *spot, *more)).findings
+        named.append([finding.message for finding in findings if finding.cause == "pixels_as_numbers"])
+    assert not named[0]
+    assert "policy.model_type=cnn_policy" in named[1][0]
 
 
 def test_limits_are_as_documented() -> None:

@@ -320,7 +320,7 @@ def test_shards_are_put_together_for_the_server(inputs: Path, mode: str, monkeyp
 def test_without_a_server_its_command_is_named(inputs: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(f"TETHER_{kind.upper()}", str(inputs / "nowhere"))
     overrides = [*base_overrides(inputs, inputs / "run"), *SETTINGS, f"{ROLLOUT}.name={kind}"]
-    words = rf"none is at TETHER_{kind.upper()}=.*nowhere. Run scripts/{kind}.sh.*server_urls.*rollout.name=native"
+    words = rf"none is at TETHER_{kind.upper()}=.*nowhere. Run tether setup {kind}.*server_urls.*rollout.name=native"
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides, missing_inputs)
     with pytest.raises(ValueError, match=words):
@@ -333,7 +333,7 @@ def test_an_environment_without_the_server_is_named(inputs: Path, monkeypatch: p
     """Before anything is loaded."""
     monkeypatch.setenv(f"TETHER_{kind.upper()}", sys.prefix)
     overrides = [*base_overrides(inputs, inputs / "run"), *SETTINGS, f"{ROLLOUT}.name={kind}"]
-    with pytest.raises(ConfigError, match=rf"{sys.prefix}/bin/python does not have it. Run scripts/{kind}.sh"):
+    with pytest.raises(ConfigError, match=rf"{sys.prefix}/bin/python does not have it. Run tether setup {kind}"):
         load_config(None, overrides, missing_inputs)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-from tether.runtime.disk import read_json
+from tether.runtime.disk import check_readable, follow_umask, read_json
 from tether.runtime.threads import num_threads
 
 MANIFEST = "manifest.json"
@@ -37,9 +36,6 @@ class Entry(TypedDict):
 def write_manifest(folder: Path, step: int) -> None:
     """Sync every file of a folder to disk, record its hash, then write the manifest.
 
-    Weights get the permissions that the umask gives to new files, because safetensors makes them readable by the owner
-    only.
-
     Args:
         folder: the folder to describe.
         step: the training step that the folder belongs to.
@@ -49,17 +45,19 @@ def write_manifest(folder: Path, step: int) -> None:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name, durable=True), names), strict=True))
     body = {"format": FORMAT, "step": step, "saved_at_ns": time.time_ns(), "files": entries}
     write_durably(folder / MANIFEST, json.dumps(body | {"checksum": _checksum(body)}, indent=1))
-    permissions = stat.S_IMODE((folder / MANIFEST).stat().st_mode)
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            sync_folder(path)
-        elif path.suffix == ".safetensors" and not path.is_symlink():
-            path.chmod(permissions)
+    follow_umask(folder, like=folder / MANIFEST)
+    for path in filter(Path.is_dir, folder.rglob("*")):
+        sync_folder(path)
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """Return a message about the first file of a folder that differs from the manifest; None if all agree."""
+    """Return a message about the first file of a folder that differs from the manifest; None if all agree.
+
+    Raises:
+        ValueError: this user has no permission to read a file.
+    """
     path = folder / MANIFEST
+    check_readable([folder, *sorted(folder.rglob("*"))])
     if not path.is_file():
         gone = f" (a link to {folder.readlink()})" if folder.is_symlink() and not folder.exists() else ""
         return f"{folder}: not whole{gone}, its {MANIFEST} is missing"

@@ -19,6 +19,7 @@ import typer
 
 from tether import __version__
 from tether.commands.data import data_app
+from tether.commands.environments import serve, setup
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
 from tether.commands.recipes import recipe, recipe_file
@@ -52,6 +53,8 @@ for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
 app.command()(recipe)
+app.command()(setup)
+app.command(context_settings={"ignore_unknown_options": True})(serve)
 
 
 def _print_version(requested: bool) -> None:
@@ -152,7 +155,7 @@ def _load_embodied(arguments: Sequence[str] | None) -> LoadedConfig:
 def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
     """Train, or resume from the last checkpoint of the run.
 
-    For example: tether train recipes/quickstart/run.yaml trainer.total_epochs=2
+    For example: tether train run.yaml trainer.total_epochs=2, or tether train quickstart (a recipe)
     """
     restart_with_huge_pages()
     outlive_lost_output()

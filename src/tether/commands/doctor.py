@@ -22,7 +22,17 @@ from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
 from tether.runtime.threads import num_threads, usable_cores
 
-CORE = ("torch", "transformers", "tokenizers", "tensordict", "pydantic", "hydra-core", "datasets", "math-verify")
+CORE = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "tensordict",
+    "numba",
+    "pydantic",
+    "hydra-core",
+    "datasets",
+    "math-verify",
+)
 EXTRAS = {
     "gymnasium": ("gymnasium", "environments: tether train env.train.id=CartPole-v1"),
     "mujoco": ("mujoco", "MuJoCo environments such as HalfCheetah-v5"),
@@ -46,6 +56,12 @@ EXTRAS = {
 }
 
 
+NEEDS_COMPILER = (
+    "one of its requirements, pycosat, comes as C source, and there is no C compiler (cc) here: install one first "
+    "(apt-get install gcc python3-dev, or conda install gcc), or pip fails"
+)
+
+
 def show_doctor() -> None:
     """Print the report."""
     console = Screen()
@@ -60,18 +76,26 @@ def show_doctor() -> None:
         for line in _cluster(address):
             console.print(line, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("package", "version", "what it adds", "install"):
+    for column in ("package", "version", "what it adds"):
         table.add_column(column, overflow="fold")
+    commands: dict[str, list[str]] = {}  # not in the table, which would break them
     for name, (extra, adds) in (dict.fromkeys(CORE, ("", "core")) | EXTRAS).items():
         version, supported = _version(name), supported_versions(name, extra)
-        if version is None:
-            table.add_row(
-                name, "-" if extra else "MISSING", adds, pip_install(extra) if extra else "pip install tether"
-            )
-        else:
-            fits = supported.contains(version, prereleases=True)
-            table.add_row(name, version, adds, "" if fits else f"pip install '{name}{supported}'")
+        table.add_row(name, version or ("-" if extra else "MISSING"), adds)
+        if version is None and extra:
+            commands.setdefault(pip_install(extra), []).append(name)
+        elif version is None or not supported.contains(version, prereleases=True):
+            commands.setdefault(f"pip install '{name}{supported}'", []).append(name)
     console.print(table)
+    for command, names in commands.items():
+        console.print(f"{command}  # {', '.join(names)}", soft_wrap=True)
+    if any("reasoning-gym" in names for names in commands.values()) and not has_compiler():
+        console.print(f"reasoning-gym: {NEEDS_COMPILER}", soft_wrap=True)
+
+
+def has_compiler() -> bool:
+    """Whether packages that come as C source can be installed, which setuptools compiles with $CC or cc."""
+    return shutil.which(os.environ.get("CC") or "cc") is not None
 
 
 def supported_versions(package: str, extra: str = "") -> SpecifierSet:

@@ -14,7 +14,7 @@ from tether.checkpoints import run_of, step_of
 from tether.commands.policy import checkpoint_at, load_saved
 from tether.commands.report import EPISODES
 from tether.config import LoadedConfig, load_config
-from tether.control.build import build_evaluation, video_folder
+from tether.control.build import build_evaluation, preprocessing_line, video_folder
 from tether.control.learning.rollouts import POLICY
 from tether.control.policies import load_policy
 from tether.loop.protocol import EvaluationResult
@@ -124,6 +124,7 @@ def _evaluate_control(loaded: LoadedConfig, checkpoint: Path, screen: Screen) ->
     set_threads(loaded.config.trainer.num_threads)
     seed_rng(loaded.config.trainer.seed)  # environments may draw from the global generators
     policy = load_policy(checkpoint / POLICY)
+    screen.print(preprocessing_line(loaded.config), soft_wrap=True)
     with ExitStack() as envs, Waiting("played", None, screen) as waiting:
         return build_evaluation(loaded.config, policy, envs).run(
             policy, checkpoint.name, lambda done, total: waiting.show(done, total=total)

@@ -38,7 +38,7 @@ class TrainingResult:
     best_step: int | None
     last_score: float
     metrics: list[dict[str, float]] = field(repr=False)
-    """One dict per logged step: "step" and the keys of docs/reference/metrics.md that were logged."""
+    """One dict per logged step: "step" and those of `tether.metrics.keys` that were logged."""
     stopped_by: str | None = None
     """The signal or the setting (trainer.on_collapse, trainer.stop_at_score) that stopped the run before its last step.
     """

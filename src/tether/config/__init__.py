@@ -12,7 +12,7 @@ from tether.config.devices import device_count, models_of, placed, pools, uses_m
 from tether.config.explanations import explain, format_inheritance, format_tree
 from tether.config.keys import values_of, with_values
 from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
-from tether.config.loading.load import LoadedConfig, for_continuous_actions, load_config
+from tether.config.loading.load import LoadedConfig, for_environment, load_config
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
@@ -51,7 +51,7 @@ __all__ = [
     "device_count",
     "explain",
     "explanations",
-    "for_continuous_actions",
+    "for_environment",
     "format_inheritance",
     "format_tree",
     "full_kl_in_loss",

@@ -2,7 +2,8 @@
 
 Text and embodied runs share the keys of the algorithm, the update and the trainer. This module has the defaults of
 embodied runs that differ from verl's for language models, by task. Whether a task has continuous actions follows from
-its id, from ``init_params.continuous``, or from the environment (`tether.control.build.fit_defaults`).
+its id, from ``init_params.continuous``, or from the environment (`tether.control.build.fit_defaults`), which also
+shows whether all of an observation is pictures.
 """
 
 from __future__ import annotations
@@ -117,16 +118,19 @@ def is_embodied(settings: Settings) -> bool:
     return SWITCH in settings and settings[SWITCH].value is not None
 
 
-def with_defaults(settings: Settings, *, continuous: bool = False) -> Settings:
+def with_defaults(settings: Settings, *, continuous: bool = False, pictures: bool = False) -> Settings:
     """Return the settings with the defaults of embodied runs, or unchanged for a text run.
 
     Args:
         settings: the user's settings.
         continuous: the environment has continuous actions, whatever its id is.
+        pictures: all of an observation is pictures.
     """
     if not is_embodied(settings):
         return settings
     preset = CONTINUOUS if continuous or _requests_continuous(settings) else _preset(settings)
+    if pictures and "policy.features_extractor" not in settings:
+        preset = {**preset, "policy.model_type": "cnn_policy"}
     model = settings["policy.model_type"].value if "policy.model_type" in settings else preset.get("policy.model_type")
     defaults = {**COMMON, **POLICIES.get(str(model), {}), **preset}
     own_settings = {
@@ -145,7 +149,7 @@ def is_undecided(settings: Settings) -> bool:
     if not is_embodied(settings) or _requests_continuous(settings) or _preset(settings) is not DISCRETE:
         return False
     kinds = {key: settings[key].value for key in ("env.train.env_type", "policy.model_type") if key in settings}
-    return kinds.get("env.train.env_type", "gymnasium") == "gymnasium" and (
+    return kinds.get("env.train.env_type", "gymnasium") in ("gymnasium", "envpool") and (
         kinds.get("policy.model_type") not in (*VLA_TYPES, *FLOW_TYPES)
     )
 

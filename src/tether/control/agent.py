@@ -30,15 +30,11 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
         seed: seed of the noise for sampling actions.
 
     Raises:
-        ValueError: the environment cannot be made singly, or a package is missing.
+        ValueError: the spaces of the environment cannot be looked up, or a package is missing.
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval
     options = env_options(section, "env.eval", {}, view_of(config))
-    if section.env_type == "envpool":
-        raise ValueError(
-            f"{checkpoint}: envpool makes no single environment. Say env.eval.env_type=gymnasium in its run."
-        )
     make = importlib.import_module("tether.control.envs.make")
     policy = load_policy(checkpoint / POLICY)
     code = code_of(policy)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tether.algorithms import REQUIRED_AGGREGATION
-from tether.config import LoadedConfig, RunConfig, for_continuous_actions
+from tether.config import LoadedConfig, RunConfig, for_environment
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.build_policies import env_for_policy, start_policy
 from tether.control.collecting import EnvCollector
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 
 
 def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the configuration with defaults for the environment's kind of actions.
+    """Return the configuration with defaults for the environment's kind of actions and observations.
 
-    If the id does not determine it, one environment is made to look at its action space.
+    If the id does not determine them, one environment is made to look at its spaces.
 
     Raises:
         ValueError: the environment cannot be made.
@@ -81,7 +81,10 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
         )
     with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
         continuous = isinstance(env.actions, ContinuousActions)
-    return for_continuous_actions(loaded) if continuous else replace(loaded, undecided=None)
+        pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
+    if not continuous and not pictures:
+        return replace(loaded, undecided=None)
+    return for_environment(loaded, continuous=continuous, pictures=pictures)
 
 
 def _has_vector_code_alone(config: RunConfig) -> bool:
@@ -100,8 +103,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
     directory = Path(loaded.config.trainer.default_local_dir)
     with ExitStack() as resources:
         resources.enter_context(RunLock(directory))
+        loaded = fit_defaults(loaded)  # first, because a checkpoint was saved with these defaults
         store, checkpoint = find_start(loaded)
-        loaded = fit_defaults(loaded)  # after the checks of the folder, because it can take long
         loaded = after_rollbacks(loaded, store, checkpoint)
         config = loaded.config
         trainer_config, train = config.trainer, config.env.train
@@ -156,6 +159,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         env = roles.env
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
+        about += [preprocessing_line(config)] if evaluation else []
         # Collected steps are copied once, into the rows of the training batch.
         rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
         check = partial(
@@ -247,6 +251,13 @@ def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> Cont
     _check_fit(acted, policy.spec)
     opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
+
+
+def preprocessing_line(config: RunConfig) -> str:
+    """Return a line about the observations and rewards that the policy is evaluated on."""
+    options = env_options(config.env.eval, "env.eval", {}, view_of(config))
+    described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
+    return f"evaluated in {options.id} with the preprocessing: {described}"
 
 
 def _check_fit(env: VectorEnv, spec: Any) -> None:

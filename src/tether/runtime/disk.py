@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import re
+import shlex
+import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +49,39 @@ def writing(to: Path, fix: str) -> Iterator[None]:
         if error.errno not in OF_THE_DISK + OF_PATHS:
             raise
         raise ValueError(f"{to}: cannot be written ({error.strerror or error}). {fix}") from error
+
+
+def follow_umask(folder: Path, like: Path) -> None:
+    """Give the weights below a folder the permissions of a file that was made as the umask says.
+
+    safetensors makes them readable by the owner only.
+    """
+    permissions = stat.S_IMODE(like.stat().st_mode)
+    for path in folder.rglob("*.safetensors"):
+        if not path.is_symlink():
+            path.chmod(permissions)
+
+
+def check_readable(paths: Iterable[Path]) -> None:
+    """Refuse paths that this user has no permission to read, which readers would call missing or damaged.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for path in paths:
+        try:
+            path.stat()
+        except PermissionError:
+            refused = True
+        except OSError:  # it is not there
+            refused = False
+        else:
+            refused = not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
+        if refused:
+            raise ValueError(
+                f"{path}: you have no permission to read it. Whoever it belongs to can give it, by "
+                f"{shlex.join(['chmod', '-R', 'a+rX', str(path)])} and a+x for the folders above"
+            )
 
 
 ANOTHER_CHECKPOINT, COPY_AGAIN = "Take another checkpoint", "Copy the model's files again"

@@ -1,15 +1,43 @@
-"""How to install what is missing: tether is on no package index, so that a clone is named by its folder."""
+"""How to install what is missing.
+
+tether is on no package index, where anybody could register its name: commands name what this installation came from.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
+from importlib.metadata import distributions
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 SOURCE = Path(__file__).resolve().parents[3]
 """The clone, where tether is installed from one in editable form; else a folder of the environment."""
+IS_CLONE = (SOURCE / "pyproject.toml").is_file()
+
+
+def pip_arguments(extra: str) -> list[str]:
+    """Return the arguments of ``pip install`` that add an extra to this installation."""
+    if IS_CLONE:
+        return ["-e", f"{'.' if Path.cwd() == SOURCE else SOURCE}[{extra}]"]
+    origin = json.loads(_metadata("direct_url.json") or "{}")
+    url = str(origin.get("url", ""))
+    if not url:
+        return [f"tether[{extra}]"]
+    if url.startswith("file:"):
+        return [f"{unquote(urlsplit(url).path)}[{extra}]"]
+    vcs = origin.get("vcs_info")
+    return [f"tether[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}" if vcs else f"tether[{extra}] @ {url}"]
 
 
 def pip_install(extra: str) -> str:
     """Return the command that adds an extra to this installation."""
-    if not (SOURCE / "pyproject.toml").is_file():
-        return f"pip install 'tether[{extra}]'"
-    return f"pip install -e '{'.' if Path.cwd() == SOURCE else SOURCE}[{extra}]'"
+    pip = "uv pip" if (_metadata("INSTALLER") or "").strip() == "uv" else "pip"
+    return f"{pip} install {shlex.join(pip_arguments(extra))}"
+
+
+def _metadata(file: str) -> str | None:
+    """Return the text of a file that the installer wrote; of an editable install it is not beside the package."""
+    installed = distributions(name="tether", path=[str(Path(__file__).parents[2]), *sys.path])
+    return next((text for each in installed if (text := each.read_text(file))), None)

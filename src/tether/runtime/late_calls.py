@@ -7,11 +7,14 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from tether.runtime.interrupt import Interrupted, give_up_if_interrupted
 
 _SIGNAL = signal.SIGURG  # ignored by default, and not used otherwise
 _late: tuple[LateCalls, float, Exception] | None = None  # the error for the main thread to raise, and in which call
+_watching: set[LateCalls] = set()
+_before: Any = signal.SIG_DFL  # the handler to restore after the last of them
 
 
 class LateCalls:
@@ -31,9 +34,13 @@ class LateCalls:
         self._pause, self._message = seconds / self._looks, message
         self._since = 0.0
         self._closed = threading.Event()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(_SIGNAL, _raise_late)
-            threading.Thread(target=self._watch, name="late-calls", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="late-calls", daemon=True)
+        if _is_main_thread():
+            global _before
+            if not _watching:
+                _before = signal.signal(_SIGNAL, _raise_late)
+            _watching.add(self)
+            self._thread.start()
 
     def begin(self) -> None:
         """Mark the start of a call."""
@@ -44,8 +51,13 @@ class LateCalls:
         self._since = 0.0
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; after the last one, the signal has the handler that it had before the first."""
         self._closed.set()
+        if self in _watching and _is_main_thread():
+            self._thread.join()
+            _watching.remove(self)
+            if not _watching:
+                signal.signal(_SIGNAL, _before)
 
     def _watch(self) -> None:
         global _late
@@ -70,6 +82,10 @@ class LateCalls:
     def is_in(self, since: float) -> bool:
         """Whether the call that began at this time is still running."""
         return self._since == since
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _raise_late(_: int, __: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tether.runtime.channel import Channel
+from tether.runtime.install import IS_CLONE, SOURCE
 from tether.runtime.supervised import SupervisedProcess
 
 
@@ -45,7 +46,7 @@ def environment_of(name: str, variable: str) -> Path:
         ValueError: there is no such environment.
     """
     named = os.environ.get(variable)
-    folders = [Path(named)] if named else [Path(f".venv-{name}"), Path(__file__).parents[3] / f".venv-{name}"]
+    folders = [Path(named)] if named else [Path(f".venv-{name}"), *([SOURCE / f".venv-{name}"] if IS_CLONE else [])]
     for place in folders:
         if (python := place.expanduser().absolute() / "bin/python").exists():
             return python

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 
@@ -273,7 +274,9 @@ def _fork() -> int:
     collects = gc.isenabled()
     gc.disable()  # before the fork, because hooks run in the copy before `os.fork` returns
     try:
-        process = os.fork()
+        # Python 3.12 and later warn where there are threads; the copy waits for none of them.
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            process = os.fork()
         if not process:
             gc.freeze()
         return process

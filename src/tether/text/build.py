@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
@@ -106,7 +106,6 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
     Raises:
         ValueError: the inputs are not usable.
     """
-    disable_progress_bar()  # transformers' progress bars would appear at every checkpoint
     config = loaded.config
     check_own_functions(config)
     set_threads(config.trainer.num_threads)
@@ -114,6 +113,9 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
     device = resolve_device(config.trainer.device)
     directory = Path(config.trainer.default_local_dir)
     with ExitStack() as resources:
+        if is_progress_bar_enabled():  # transformers' progress bars would appear at every checkpoint
+            disable_progress_bar()
+            resources.callback(enable_progress_bar)
         resources.enter_context(RunLock(directory))
         store, checkpoint = find_start(loaded)
         loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)

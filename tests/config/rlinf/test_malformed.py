@@ -105,9 +105,9 @@ def test_a_search_path_is_a_list(imported):
     ("value", "says"),
     [
         ("${multiply:4,'8'}", "'8' is not a number; write it as one, without quotes"),
-        ("${multiply:${env.train.group_size},4}", "'8' is no number"),
-        ("${multiply:true,3}", "True is no number"),
-        ("${subtract:null,3}", "None is no number"),
+        ("${multiply:${env.train.group_size},4}", "'8' is not a number"),
+        ("${multiply:true,3}", "True is not a number"),
+        ("${subtract:null,3}", "None is not a number"),
         ("${int_div:3,0}", "zero"),
         ("${not:'False'}", "'False' is a string, neither true nor false"),
     ],

@@ -1,6 +1,10 @@
 """Keys of RLinf's older files, and of runs that tether does not have: each has its fate, none is unknown."""
 
+from pathlib import Path
+
 import pytest
+
+from tether.config.loading.settings import import_notes
 
 OLDER = """
 runner: {task_type: embodied}
@@ -69,6 +73,28 @@ def test_two_models_to_start_from_are_a_contradiction(imported):
     result = imported(OLDER, "env.train.total_num_envs=8", "actor.checkpoint_load_path=/models/other")
     (problem,) = result.problems
     assert problem.fix == "keep one of the two"
+
+
+def test_older_names_are_noted_with_those_of_today(imported):
+    """They are read for one more release."""
+    assert imported(OLDER).older_names == {
+        "rollout.model_dir": "rollout.model.model_path",
+        "rollout.precision": "rollout.model.precision",
+        "actor.model.model_name": "actor.model.model_type",
+        "algorithm.auto_reset": "env.train.auto_reset",
+        "algorithm.ignore_terminations": "env.train.ignore_terminations",
+        "algorithm.use_fixed_reset_state_ids": "env.train.use_fixed_reset_state_ids",
+        "algorithm.max_episode_steps": "env.train.max_episode_steps",
+        "env.train.simulator_type": "env.train.env_type",
+        "actor.checkpoint_load_path": "actor.model.model_path",
+    }
+    older = imported(TEXT, "runner.task_type=math", "algorithm.loss_type=ppo")
+    assert older.older_names["runner.task_type=math"] == "runner.task_type=reasoning"
+    assert older.older_names["algorithm.loss_type=ppo"] == "algorithm.loss_type=actor"
+    assert {line.key: line.value for line in older.lines}["algorithm.loss_type"] == "ppo"  # as written
+    (note,) = (note for note in import_notes(older, Path("run.yaml")) if "older names" in note)
+    assert note.startswith("run.yaml has older names of RLinf's, which are read for one more release: ")
+    assert "rollout.model_dir (now rollout.model.model_path)" in note
 
 
 def test_older_text_runs(imported):

@@ -219,9 +219,9 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         FlowPrompts(4, str(tmp_path))
 
 
-def test_without_lerobot_the_error_names_the_script(monkeypatch):
+def test_without_lerobot_the_error_names_the_command(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(__import__("sys").modules, "lerobot.policies.common.vla_utils", None)
     monkeypatch.setitem(__import__("sys").modules, "lerobot", None)
-    with pytest.raises(ValueError, match=r"scripts/lerobot\.sh"):
+    with pytest.raises(ValueError, match="tether setup lerobot"):
         FlowPolicy(spec(), 0)

@@ -287,6 +287,7 @@ def test_adapters_start_as_the_published_policy_and_are_written_back_merged(tmp_
     written = {}
     for file in sorted((tmp_path / "written").glob("*.safetensors")):
         written |= load_file(file)
+    assert len({file.stat().st_mode for file in (tmp_path / "written").iterdir()}) == 1  # others can read them all
     assert written.keys() == weights.keys()
     assert {value.dtype for value in written.values()} == {torch.bfloat16}
     changed = {name for name, value in written.items() if not torch.equal(value, weights[name])}

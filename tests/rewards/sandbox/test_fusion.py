@@ -147,11 +147,11 @@ def test_in_the_pool_each_row_has_its_outcome(server):
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(server):
     check_sources(["apps"], options(server.url))
-    with socket.create_server(("127.0.0.1", 0)) as unused_server:
-        port = unused_server.getsockname()[1]
-    dead = f"http://127.0.0.1:{port}/run_code"
-    with pytest.raises(ValueError, match=rf"sandbox_fusion.url: nothing answers at {dead}"):
-        check_sources(["apps"], options(dead))
+    with socket.socket() as not_listening:
+        not_listening.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{not_listening.getsockname()[1]}/run_code"
+        with pytest.raises(ValueError, match=rf"sandbox_fusion.url: nothing answers at {dead}"):
+            check_sources(["apps"], options(dead))
     with pytest.raises(ValueError, match="is no address"):
         check_sources(["apps"], options("localhost:8080"))
     check_sources(["openai/gsm8k"], options(dead))

@@ -47,6 +47,8 @@ class Imported:
     """Native key that is unset because a value is not supported -> the key of RLinf with that value."""
     left_out: tuple[str, ...] = ()
     """Keys of the file for another simulator, task or policy than that of the overrides."""
+    older_names: Mapping[str, str] = field(default_factory=dict)
+    """Older key of the file, or older KEY=VALUE -> the current one."""
 
     def remarks(self) -> list[str]:
         """Return a note on each accepted value that RLinf treats differently."""

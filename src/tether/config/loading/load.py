@@ -82,14 +82,21 @@ def load_config(
     return _load(*read_settings(path, overrides), look)
 
 
-def for_continuous_actions(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the same config with the defaults of tasks with continuous actions, which were undecided.
+def for_environment(loaded: LoadedConfig, *, continuous: bool, pictures: bool) -> LoadedConfig:
+    """Return the config with the defaults that were undecided until an environment was made.
+
+    Args:
+        loaded: a config with undecided defaults.
+        continuous: the environment has continuous actions.
+        pictures: all of an observation is pictures.
 
     Raises:
         ConfigError: the user's settings contradict them.
     """
     assert loaded.undecided is not None
-    return _load(loaded.undecided, [], list(loaded.notes), lambda config: [], continuous=True)
+    earlier = list(loaded.notes)
+    decided = _load(loaded.undecided, [], earlier, lambda config: [], continuous=continuous, pictures=pictures)
+    return replace(decided, undecided=None)
 
 
 def _load(
@@ -99,8 +106,9 @@ def _load(
     look: AdditionalCheck,
     *,
     continuous: bool = False,
+    pictures: bool = False,
 ) -> LoadedConfig:
-    resolved = resolve(with_defaults(settings, continuous=continuous))
+    resolved = resolve(with_defaults(settings, continuous=continuous, pictures=pictures))
     problems += [*resolved.problems, *unread_problems(_values(resolved.unread), resolved.values)]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -117,9 +125,7 @@ def _load(
         *unread_notes(_values(resolved.unread), _on_command_line(resolved.unread), resolved.values),
     )
     all_notes = tuple(dict.fromkeys((*notes_on_file, *resolved.notes, *config_notes)))
-    return LoadedConfig(
-        config, resolved.sources, all_notes, settings if not continuous and is_undecided(settings) else None
-    )
+    return LoadedConfig(config, resolved.sources, all_notes, settings if is_undecided(settings) else None)
 
 
 def _values(settings: Settings) -> dict[str, object]:

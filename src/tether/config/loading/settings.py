@@ -75,13 +75,12 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
         imported: Imported = integration("rlinf", "importer").import_file(path, parsed)
         settings, parsed = _translated(imported, path.name), list(imported.other_overrides)
         problems += [*imported.refusals(), *imported.problems]
-        notes += _import_notes(imported, path)
+        notes += import_notes(imported, path)
     elif path is not None and shipped is not None:
         chosen = [item for name in shipped for item in _flatten(str(name), shipped[name])]
         sets = [f"{item[0]}={show(item[1])}" for item in chosen if not isinstance(item, Problem) and item[1] != {}]
         also = f", with {' and '.join(sets)}" if sets else ""
-        where = "docs/guides/coming-from-verl.md lists those that differ here"
-        notes.append(f"{path.stem} stands for verl's defaults{also}; {where}")
+        notes.append(f"{path.stem} stands for verl's defaults{also}; tether config show prints each value")
         problems += _store(settings, chosen, path.stem, 0)
     elif path is not None:
         composed, list_problems = compose(path, tree, composed_files().get)
@@ -145,11 +144,15 @@ def _translated(imported: Imported, source: str) -> Settings:
     return settings
 
 
-def _import_notes(imported: Imported, path: Path) -> list[str]:
+def import_notes(imported: Imported, path: Path) -> list[str]:
+    """Return the notes on an imported file."""
     idle = sum(line.status == "no effect" for line in imported.lines)
     command = f"`tether config import-rlinf {path}`"
     notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
     notes += imported.remarks()
+    if imported.older_names:
+        names = ", ".join(f"{old} (now {new})" for old, new in imported.older_names.items())
+        notes.append(f"{path.name} has older names of RLinf's, which are read for one more release: {names}")
     if imported.left_out:
         left_out = ", ".join(imported.left_out)
         notes.append(f"another simulator, task or policy than that of {path.name}: its {left_out} are left out")

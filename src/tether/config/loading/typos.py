@@ -16,7 +16,6 @@ MISSPELLINGS = {
     "algorithm.gemma": "algorithm.gamma",
     "actor_rollout.ref": "actor_rollout_ref",
     "actor_rollout_ref.critic": "critic",
-    "actor_rollout_ref.algorithm": "algorithm",
 }
 """Misspelt prefixes in public documents of verl -> the real ones."""
 

@@ -143,7 +143,7 @@ class PolicyConfig(Section):
     """`policy`: the control policy of an embodied run, and its critic."""
 
     model_type: Literal["mlp_policy", "cnn_policy"] | VlaType | FlowType | OwnNetwork = "mlp_policy"
-    """Perceptrons, a CNN, a transformer (guides/vla.md), a flow (guides/flow-policies.md), or your own FILE.py:NAME."""
+    """Perceptrons, a CNN, a transformer (VLA), a flow (lerobot's pi0, pi0.5), or your own FILE.py:NAME."""
     cnn_type: Annotated[Literal["auto", "nature", "small"], CNN] = "auto"
     """Nature-CNN, or a small one for pictures of a few cells; auto: by the size of the picture. (tether's own key.)"""
     features_extractor: Annotated[OwnNetwork | None, NETWORK] = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -40,7 +41,7 @@ from tether.spelling import did_you_mean
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
     "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
-    "libero": "libero",
+    "libero": "libero", "ale_py": "atari", "opencv": "atari", "cv2": "atari",
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 
@@ -51,6 +52,15 @@ simulator's own ids.
 
 SCRIPTED = ("metaworld",)
 """The env_types whose adapter has a scripted policy, `scripted`."""
+
+EVALUATION = "env.eval"
+"""Role of environments that a policy is tested in."""
+
+CLIPPING_WRAPPERS = ("ClipReward", "ClipRewardEnv")
+"""Names of wrappers that clip rewards: Gymnasium's and Stable-Baselines3's."""
+
+CLIPPING_ARGUMENTS = ("reward_clipping", "reward_clip")
+"""Names of constructors' parameters that clip rewards: ale_py's and envpool's."""
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 """Prefix of ids -> module that registers them."""
@@ -156,6 +166,8 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     if spec.entry_point is None:
         _refuse_single_environments(options)
     pays = own_code and (options.num_envs >= 8 or spec.entry_point is None)
+    if options.vectorization == "auto" and pays and spec.entry_point is not None:
+        pays = not spec.additional_wrappers and _has_same_options(options, spec) and _has_same_spaces(options, spec)
     if options.vectorization == "vector" or (options.vectorization == "auto" and pays):
         if not own_code:
             has_none = spec.vector_entry_point is None
@@ -165,9 +177,40 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     return _make_loop(options)
 
 
+def _has_same_options(options: EnvOptions, spec: EnvSpec) -> bool:
+    """Whether the constructors of the vector code and of a single environment have the same values for the options that
+    both have, and the vector code has no option of rewards beside them.
+
+    Options that only one of them has under another name are not compared.
+    """
+    assert spec.entry_point is not None
+    assert spec.vector_entry_point is not None
+    single, vector = (_defaults(entry) | {**spec.kwargs} for entry in (spec.entry_point, spec.vector_entry_point))
+    shared = {name for name in vector if name in single} - {"num_envs", "max_episode_steps", "render_mode"}
+    adds_rewards = any("reward" in name and name not in single for name in vector)
+    same = all(vector[name] == single[name] for name in shared if name not in options.init_params)
+    return same and not adds_rewards
+
+
+def _defaults(entry: str | Callable[..., object]) -> Info:
+    """Return the default values of a constructor's parameters."""
+    make = load_env_creator(entry) if isinstance(entry, str) else entry
+    empty = inspect.Parameter.empty
+    parameters = inspect.signature(make).parameters
+    return {name: each.default for name, each in parameters.items() if each.default is not empty}
+
+
+def _has_same_spaces(options: EnvOptions, spec: EnvSpec) -> bool:
+    with closing(make_one(options)) as env, closing(_own_vector(options, spec)) as vector:
+        same = vector.single_observation_space == env.observation_space
+        return bool(same and vector.single_action_space == env.action_space)
+
+
 def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEnv[Any, Any, Any]:
     """Make environments that provide their own vectorization."""
     arguments = _arguments(options)
+    assert spec.vector_entry_point is not None
+    arguments |= without_clipping(options, _defaults(spec.vector_entry_point) | arguments)
     with _in_time(options):
         vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
     if vector.num_envs != options.num_envs:
@@ -217,11 +260,18 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
     Raises:
         ValueError: as in `make_vector_env`.
     """
-    if has_vector_code_alone(options):
-        with closing(_own_vector(options, _find(options))) as vector:
-            return vector.single_observation_space, vector.single_action_space
-    with closing(make_one(options)) as env:
-        return env.observation_space, env.action_space
+    with _needs_named(options):
+        if options.env_type == "envpool":
+            one = replace(options, num_envs=1, num_workers=1)
+            with closing(importlib.import_module("tether.control.envs.adapters.envpool").make_envpool(one)) as pool:
+                spaces: tuple[gymnasium.Space[Any], gymnasium.Space[Any]] = pool.spaces
+                return spaces
+        demanded = options.env_type == "gymnasium" and options.vectorization == "vector"
+        if demanded or has_vector_code_alone(options):
+            with closing(_own_vector(options, _find(options))) as vector:
+                return vector.single_observation_space, vector.single_action_space
+        with closing(make_one(options)) as env:
+            return env.observation_space, env.action_space
 
 
 def _make_loop(options: EnvOptions) -> VectorEnv:
@@ -403,6 +453,11 @@ def make_one(options: EnvOptions) -> Env:
                     alone = "has vector code alone, so it makes no single environment"
                     raise ValueError(f"{options.role}.id: {options.id} {alone}.")
                 env = gymnasium.make(spec, disable_env_checker=True, **_arguments(options))
+            elif options.env_type == "envpool":
+                raise ValueError(
+                    f"{options.role}.env_type: envpool makes no single environment. Set it to gymnasium to make "
+                    f"{options.id} with Gymnasium."
+                )
             else:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:
@@ -418,7 +473,8 @@ def make_one(options: EnvOptions) -> Env:
     if options.id.rpartition(":")[2].startswith(tuple(MODULES)):
         env = SuccessByReward(env)
     for name in options.wrappers:
-        env = _wrapped(env, name, options.role)
+        if not _clips_an_evaluation(options, name):
+            env = _wrapped(env, name, options.role)
     _refuse_statistics(env, options)
     env = _seen(env, options)
     return SeedsByMethod(env) if callable(getattr(env.unwrapped, "seed", None)) else env
@@ -499,6 +555,33 @@ def _wrapped(env: Env, name: str, role: str) -> Env:
     return wrapped
 
 
+def _clips_an_evaluation(options: EnvOptions, wrapper: str) -> bool:
+    """Whether a wrapper clips the rewards of an evaluation, which is on rewards as they are."""
+    return options.role == EVALUATION and wrapper.partition("?")[0].rpartition(":")[2] in CLIPPING_WRAPPERS
+
+
+def without_clipping(options: EnvOptions, arguments: Arguments) -> Info:
+    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off.
+
+    Args:
+        options: of the environments.
+        arguments: values of the constructor's parameters.
+    """
+    return {name: False for name in CLIPPING_ARGUMENTS if options.role == EVALUATION and arguments.get(name) is True}
+
+
+def describe_preprocessing(options: EnvOptions) -> str:
+    """Return what stands between the simulator and the policy in an evaluation, for people."""
+    clipping = [name for name in options.wrappers if _clips_an_evaluation(options, name)]
+    clipping += without_clipping(options, options.init_params)
+    used = [f"{name}={value}" for name, value in options.init_params.items() if name not in clipping]
+    used += [name for name in options.wrappers if name not in clipping]
+    used += [f"frame_stack={options.view.frame_stack}"] if options.view.frame_stack > 1 else []
+    used += ["the environment's own vector code"] if options.vectorization == "vector" else []
+    without = f" (without {', '.join(clipping)})" if clipping else ""
+    return f"{', '.join(used) or 'none'}, rewards as they are{without}"
+
+
 def _refuse_statistics(env: Env, options: EnvOptions) -> None:
     """Refuse normalizing wrappers, whose running statistics neither an evaluation nor a loaded policy would share."""
     layer = env
@@ -527,6 +610,7 @@ def _arguments(options: EnvOptions) -> Info:
             key = f"{options.role}.init_params.{name}"
             fix = f"Set {options.role}.{name}" if name in vars(options) else "Take it out"
             raise ValueError(f"{key}: Gymnasium takes this name for itself, so {options.id} never gets it. {fix}.")
+    arguments |= without_clipping(options, arguments)
     if options.max_episode_steps is not None:
         arguments["max_episode_steps"] = options.max_episode_steps
     return arguments

@@ -1,10 +1,12 @@
 """Saving and restoring environments, so that a run resumes in the middle of their episodes.
 
-An environment is a chain of layers: wrappers around the environment itself. A layer with `get_state()` and
-`set_state(state)` saves its own state. For any other layer, the attributes that have changed since it was made are
-pickled, and so are changed data of its class and module; unchanged data follow from the configuration and the code.
-Functions in a layer's attributes, or defined by its class or module, can have state too: closure variables, default
-arguments and attributes. A layer is saved completely or not at all; the attribute that cannot be pickled is reported.
+An environment consists of layers: wrappers, the environment itself, and the environments that these hold in attributes,
+at any depth. Objects that pickle the arguments of their constructor instead of their state (`EzPickle`) are layers too.
+A layer with `get_state()` and `set_state(state)` saves its own state. For any other layer, the attributes that have
+changed since it was made are pickled, and so are changed data of its class and module; unchanged data follow from the
+configuration and the code. Functions in a layer's attributes, or defined by its class or module, can have state too:
+closure variables, default arguments and attributes. A layer is saved completely or not at all; the attribute that
+cannot be pickled is reported.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import getmodule
+from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -35,6 +38,14 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 """Types of immutable default arguments."""
 MEMORY_TYPES = (bytes, bytearray, memoryview)
 """Types of the objects that own the memory of an unpickled array."""
+
+MOVED = {
+    "tether.envs.adapters.libero": "tether.integrations.robots.libero",
+    "tether.envs.adapters.maniskill": "tether.integrations.robots.maniskill",
+    "tether.envs.adapters.metaworld": "tether.integrations.robots.metaworld",
+    "tether.envs": "tether.control.envs",
+}
+"""Modules under the names that checkpoints of the release before hold -> their names now."""
 
 Key = tuple[int, str | None]
 """(index of the owner, attribute), or (index, None) for the owner itself."""
@@ -59,7 +70,7 @@ class _Owner:
 
     @property
     def gives_state(self) -> bool:
-        return self.is_layer and all(callable(getattr(self.obj, name, None)) for name in ("get_state", "set_state"))
+        return self.is_layer and _gives_state(self.obj)
 
     def values(self) -> dict[str, object]:
         """Return the attributes that may be state."""
@@ -79,6 +90,10 @@ class _Owner:
             setattr(self.obj, name, value)
 
 
+def _gives_state(layer: object) -> bool:
+    return all(callable(getattr(layer, name, None)) for name in ("get_state", "set_state"))
+
+
 class EnvKeeper:
     """Saves and restores environments of this process.
 
@@ -88,8 +103,7 @@ class EnvKeeper:
 
     def __init__(self, envs: Sequence[object]) -> None:
         self._count = len(envs)
-        self._owners = list(_owners(envs))
-        self._owners += _functions(self._owners)
+        self._owners = _owners(envs)
         values, refs = self._values()
         self._made = {key: _try_fingerprint(key, value, refs) for key, value in values.items()}
 
@@ -137,8 +151,11 @@ class EnvKeeper:
         if not data:
             return
         loader = _Unpickler(zlib.decompress(data), self._owners)
-        names, own_states, saved = loader.load()
-        expected = [owner.name for owner in self._owners]
+        try:
+            names, own_states, saved = loader.load()
+        except Exception as error:  # user classes may raise anything
+            raise ValueError(f"their state cannot be read: {type(error).__name__}: {error}") from error
+        names, expected = list(map(_current_name, names)), [owner.name for owner in self._owners]
         if names != expected:
             raise ValueError(f"saved of {', '.join(dict.fromkeys(names))}, now {', '.join(dict.fromkeys(expected))}")
         for (i, name), value in saved.items():
@@ -175,6 +192,11 @@ class _Pickler(pickle.Pickler):
         if key is not None and id(obj) != self._top:
             self.mentioned.add(key)
             return key
+        if _pickles_its_arguments(obj):
+            raise pickle.PicklingError(
+                f"{type(obj).__name__} was made after the environment and pickles its constructor's arguments, not its "
+                "state"
+            )
         if self._top is None or not isinstance(obj, FunctionType):
             return None
         if _has_other_state(self._refs, obj):
@@ -203,68 +225,131 @@ class _Unpickler(pickle.Unpickler):
         i, name = pid
         return self._owners[i].obj if name is None else self._owners[i].values()[name]
 
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(_current_name(module), name)
 
-def _owners(envs: Sequence[object]) -> Iterator[_Owner]:
-    """Yield the layers of all environments, then their classes and modules, each once."""
-    classes: dict[type, None] = {}
+
+def _current_name(name: str) -> str:
+    """Return the name now of a module that a checkpoint may know by an older one."""
+    for old, new in MOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _owners(envs: Sequence[object]) -> list[_Owner]:
+    """Return the layers of all environments, their classes and modules, and the functions with data of their own.
+
+    Of the functions, those in layers come first. Each is followed by the functions in its own data.
+    """
+    finder, shared = _Finder(), dict[type | ModuleType, None]()
     for env in envs:
-        layer = env
-        while True:
-            yield _Owner(type(layer).__name__, layer)
-            classes |= dict.fromkeys(type(layer).__mro__[:-1])
-            if not isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
-                break
-            layer = layer.env
-    modules = dict.fromkeys(filter(None, map(getmodule, classes)))
-    yield from (_Owner(kind.__name__, kind) for kind in classes)
-    yield from (_Owner(module.__name__, module) for module in modules)
+        begin = len(finder.layers)
+        finder.add_layers([env])
+        for layer in islice(finder.layers, begin, None):  # grows
+            finder.look_into(layer)
+            kinds = type(layer).__mro__[:-1]
+            owners: list[type | ModuleType] = [*kinds, *filter(None, map(getmodule, kinds))]
+            for each in owners:
+                if each not in shared:
+                    shared[each] = None
+                    finder.add_layers(_Owner(each.__name__, each).values().values())
+    layers = [_Owner(type(layer).__name__, layer) for layer in finder.layers]
+    classes_first = sorted(shared, key=lambda each: isinstance(each, ModuleType))
+    others = [_Owner(each.__name__, each) for each in classes_first]
+    known = {id(layer) for layer in finder.layers}
+    functions = _functions([*layers, *others])
+    return [*layers, *others, *(each for each in functions if {*map(id, each.values().values())} - known)]
 
 
 def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
-    """Return the functions with data of their own: those in layers, then those of their classes and modules.
+    """Return the functions in layers, then those of classes and modules, each with those in its own data behind it.
 
-    Each is followed by the functions in its own data.
+    The order is that of checkpoints, which refer to an owner by its index.
     """
-    functions: dict[int, _Owner] = {}
-    finder = _Finder(owner.obj for owner in owners if owner.is_layer)
+    functions, stack = dict[int, _Owner](), list[FunctionType]()
     for in_layer in (True, False):
         for owner in owners:
             if owner.is_layer == in_layer and not owner.gives_state:
-                finder.look_through(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
-        while finder.functions:
-            function = finder.functions.pop()
+                stack += _functions_in(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
+        while stack:
+            function = stack.pop()
             if id(function) not in functions:
                 functions[id(function)] = _Owner(function.__qualname__, function, in_layer)
-                finder.look_through(_variables(function).values())
-    return [owner for owner in functions.values() if {*map(id, owner.values().values())} - finder.layers]
+                stack += _functions_in(_variables(function).values())
+    return list(functions.values())
+
+
+def _functions_in(values: Iterable[object]) -> Iterator[FunctionType]:
+    for value in values:
+        if isinstance(value, FunctionType):
+            yield value
+        elif not isinstance(value, CONSTANTS):
+            yield from (each for each in _layers_and_functions(value) if isinstance(each, FunctionType))
+
+
+def _layers_and_functions(value: object) -> list[object]:
+    """Return the layers and functions in a value, as deep as pickle goes, but not inside of them."""
+    found = list[object]()
+    with suppress(Exception):  # user classes may raise anything
+        _FindingPickler(found).dump(value)
+    return found
+
+
+def _pickles_its_arguments(obj: object) -> bool:
+    """Whether an object is pickled as the arguments of its constructor (Gymnasium's `EzPickle`)."""
+    return not isinstance(obj, type) and any(base.__name__ == "EzPickle" for base in type(obj).__mro__)
+
+
+def _is_layer(obj: object) -> bool:
+    """Whether an object is saved by its attributes: an environment, or what pickle would not save."""
+    return isinstance(obj, gymnasium.Env | gymnasium.vector.VectorEnv) or _pickles_its_arguments(obj)
 
 
 class _Finder:
-    """Finds the functions in values, as deep as pickle goes, but not inside of other layers."""
+    """Finds layers in values, as deep as pickle goes, and in the variables of functions."""
 
-    def __init__(self, layers: Iterable[object]) -> None:
-        self.functions: list[FunctionType] = []
-        self.layers = set(map(id, layers))
+    def __init__(self) -> None:
+        self.layers: list[object] = []
+        self._known = set[int]()
+        self._functions: dict[int, FunctionType] = {}
 
-    def look_through(self, values: Iterable[object]) -> None:
-        """Collect the functions in these values in `functions`."""
+    def add_layers(self, values: Iterable[object]) -> None:
+        """Add those of the values that are layers themselves."""
+        for value in values:
+            if _is_layer(value) and id(value) not in self._known:
+                self._known.add(id(value))
+                self.layers.append(value)
+
+    def look_into(self, layer: Any) -> None:
+        """Look through a layer's attributes; if it gives its state, only at the layer that it wraps."""
+        if not _gives_state(layer):
+            self._look_through(vars(layer).values())
+        elif isinstance(layer, gymnasium.Wrapper | gymnasium.vector.VectorWrapper):
+            self.add_layers([layer.env])
+
+    def _look_through(self, values: Iterable[object]) -> None:
         for value in values:
             if isinstance(value, FunctionType):
-                self.functions.append(value)
+                if id(value) not in self._functions:
+                    self._functions[id(value)] = value
+                    self._look_through(_variables(value).values())
             elif not isinstance(value, CONSTANTS):
-                with suppress(Exception):  # user classes may raise anything
-                    _FindingPickler(self.functions, self.layers).dump(value)
+                found = _layers_and_functions(value)
+                self.add_layers(found)
+                self._look_through(each for each in found if isinstance(each, FunctionType))
 
 
 class _FindingPickler(pickle.Pickler):
-    def __init__(self, functions: list[FunctionType], layers: set[int]) -> None:
+    def __init__(self, found: list[object]) -> None:
         super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
-        self._functions, self._layers = functions, layers
+        self._found = found
 
     def persistent_id(self, obj: object) -> int | None:
-        if isinstance(obj, FunctionType):
-            self._functions.append(obj)
-        return id(obj) if isinstance(obj, CODE) or id(obj) in self._layers else None
+        is_found = isinstance(obj, FunctionType) or _is_layer(obj)
+        if is_found:
+            self._found.append(obj)
+        return id(obj) if is_found or isinstance(obj, CODE) else None
 
 
 class _Nowhere(io.RawIOBase):

@@ -15,9 +15,10 @@ from tether.batch import EnvBatch
 from tether.control.collecting import EnvCollector
 from tether.control.envs import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.rollouts import EnvRollouts, StartStates
+from tether.control.policies import ControlPolicy, Policy
 from tether.keyed_random import generator, seed_of
 from tether.loop.preflight import Finding
-from tether.observations import Array, Observation
+from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.global_rng import rng_state, set_rng_state
 
 ENVIRONMENTS, DECISIONS = 8, 32
@@ -79,6 +80,7 @@ def sample_steps(make: Callable[[], VectorEnv], source: StartStates, rollouts: E
         len(batch.episodes),
         [
             *([] if policy.normalizer is not None else observation_findings(obs)),
+            *(pixel_findings(env.layout, obs) if _reads_pixels_as_numbers(policy) else []),
             *step_findings(batch),
             *action_findings(batch.actions.numpy(), env.actions),
         ],
@@ -94,6 +96,24 @@ def observation_findings(obs: Observation) -> Iterator[Finding]:
                 "observation_range",
                 f"observation {name}: entries reach {largest:.3g}, and networks learn badly from such numbers. Set "
                 "policy.normalize_observations=True.",
+            )
+
+
+def _reads_pixels_as_numbers(policy: Policy) -> bool:
+    if not isinstance(policy, ControlPolicy) or policy.normalizer is not None:
+        return False
+    spec = policy.spec
+    return not spec.pictures and spec.network is None and spec.features_extractor is None
+
+
+def pixel_findings(layout: ObsLayout, obs: Observation) -> Iterator[Finding]:
+    """Pictures whose bytes a perceptron reads as large numbers."""
+    for field in layout:
+        if field.kind == "image" and (largest := int(obs[field.name].max(initial=0))) > LARGE:
+            yield Finding(
+                "pixels_as_numbers",
+                f"observation {field.name}: a perceptron reads the pixels of this picture, up to {largest}, as so many "
+                "numbers, and learns badly from them. Set policy.model_type=cnn_policy.",
             )
 
 

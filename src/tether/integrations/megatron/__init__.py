@@ -1,7 +1,7 @@
 """Models that Megatron-core shards by tensor, pipeline, expert and context parallelism, loaded from and saved for
 transformers.
 
-Only `layout` and `version` can be imported without Megatron (``pip install "tether[megatron]"``). A process calls
+Only `layout` and `version` can be imported without Megatron (the extra megatron). A process calls
 `groups.start` once, then `model.build` for each model; `MegatronModel` documents how a training engine uses it.
 """
 

@@ -37,10 +37,6 @@ OPTIM = "actor.optim"
 NATIVE_OPTIM = f"{ACTOR}.optim"
 FP32 = (*(name for name, dtype in PRECISIONS.items() if dtype == "float32"), *NO_PRECISION)
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "raw": "raw"}
-OLDER_ESTIMATORS = {"embodied_gae": "gae", "embodied_grpo": "grpo", "ppo": "gae"}
-"""An estimator by its name in older files -> its name of today."""
-OLDER_LOSSES = {"embodied_ppo": "actor_critic", "ppo": "actor_critic", "embodied_grpo": "actor", "grpo": "actor"}
-"""A loss by its name in older files -> its name of today."""
 FROM_SPACES = NoEffect("the environment's spaces say so")
 SIMULATOR = NoEffect("read by the simulator of that name only")
 TEXT_ONLY = NoEffect("a key of policies that write text, which this one does not")
@@ -160,9 +156,7 @@ def critic_warmup(value: object, values: Values) -> object:
 
 def loss(value: object, values: Values) -> object:
     """The policy's loss; whether there is a critic, too, follows from the estimator."""
-    named = values.get("algorithm.adv_type", "gae")
-    with_critic = OLDER_ESTIMATORS.get(named, named) == "gae"
-    value = OLDER_LOSSES.get(str(value), value)
+    with_critic = values.get("algorithm.adv_type", "gae") == "gae"
     if value not in LOSSES or with_critic == (value == "actor"):
         fitting = [name for name in LOSSES if with_critic != (name == "actor")]
         raise Unsupported(f"with this algorithm.adv_type use one of {', '.join(fitting)}")
@@ -181,9 +175,9 @@ def start(value: object, values: Values) -> object:
     return path(value, values) or UNSET
 
 
-def older_start(value: object, values: Values) -> object:
-    """The same under its older name."""
-    return UNSET if "actor.model.model_path" in values else start(value, values)
+def rollout_epoch(value: object, values: Values) -> object:
+    """A key that gives way to `env.train.rollout_epoch`; recipes of today have either."""
+    return UNSET if "env.train.rollout_epoch" in values else value
 
 
 def is_mlp(values: Values) -> bool:
@@ -203,20 +197,10 @@ def policy_type(value: object, values: Values) -> object:
     return only(("mlp_policy", *VLA_TYPES), "this policy is not supported yet")(value, values)
 
 
-def older_name(key: str) -> Convert:
-    """A key that gives way to the one that replaced it."""
-    return lambda value, values: UNSET if key in values else value
-
-
 def of_vla(value: object, values: Values) -> object:
     """Policies of other types do not read it."""
     is_read = values.get("actor.model.model_type") in VLA_TYPES and value not in (None, False)
     return value if is_read else UNSET
-
-
-def older_unnorm_key(value: object, values: Values) -> object:
-    """The same under its older name."""
-    return UNSET if "actor.model.unnorm_key" in values else of_vla(value, values)
 
 
 def without_numbers(value: object, values: Values) -> object:
@@ -305,7 +289,6 @@ _VLA: Table = {
     "actor.model.vocab_size": NoEffect("the policy's own tokens"),
     "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a published or trained one has its own"),
     "actor.tokenizer.*": NoEffect("the policy reads its instructions itself"),
-    "rollout.unnorm_key": to("policy.unnorm_key", by=older_unnorm_key),
 }
 """Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
 
@@ -347,7 +330,7 @@ EMBODIED: Table = {
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
     "algorithm.group_size": to("env.train.group_size", default=1),
     "algorithm.adv_type": to(
-        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs", OLDER_ESTIMATORS)
+        "algorithm.adv_estimator", by=choice(ESTIMATORS, "this estimator is not for embodied runs")
     ),
     "algorithm.loss_type": to(f"{ACTOR}.policy_loss.loss_mode", by=loss),
     "algorithm.loss_agg_func": to(f"{ACTOR}.loss_agg_mode", by=aggregation),
@@ -363,7 +346,7 @@ EMBODIED: Table = {
     "algorithm.logprob_type": to("algorithm.logprob_type"),
     "algorithm.entropy_type": to("algorithm.entropy_type"),
     "algorithm.bootstrap_type": to("algorithm.bootstrap_type", default="standard"),
-    "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=older_name("env.train.rollout_epoch")),
+    "algorithm.rollout_epoch": to("env.train.rollout_epoch", by=rollout_epoch),
     "algorithm.eval_rollout_epoch": to("env.eval.num_episodes", by=episodes),
     "algorithm.reward_coef": NoEffect("environments read their own, env.train.reward_coef"),
     "algorithm.kl_beta": Refused("embodied runs have no reference policy", fine=(0, None)),
@@ -380,7 +363,6 @@ EMBODIED: Table = {
     "actor.fsdp_config.*": SHARDS,
     "actor.model.model_type": to("policy.model_type", by=policy_type),
     "actor.model.model_path": to(START, by=start),
-    "actor.checkpoint_load_path": to(START, by=older_start),
     "actor.model.hidden_dim": to("policy.hidden_dim"),
     "actor.model.num_action_chunks": to("policy.num_action_chunks"),
     "actor.model.obs_dim": FROM_SPACES,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +21,7 @@ from tether.config.problems import ConfigError, Problem
 from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.support.patterns import look_up
 from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
-from tether.integrations.rlinf.older_names import with_current_names
+from tether.integrations.rlinf.older_names import LOSS_KEY, TASK_KEY, VALUES, Older, Task, with_current_names
 from tether.integrations.rlinf.other_simulator import (
     names_own_simulator,
     names_task,
@@ -40,15 +39,11 @@ from tether.integrations.rlinf.rows import (
     Unsupported,
     Values,
 )
-from tether.integrations.rlinf.text import OLDER_LOSSES, TEXT
+from tether.integrations.rlinf.text import TEXT
 from tether.integrations.rlinf.values import section_at, values_of
 from tether.types import JsonObject
 
-Task = Literal["embodied", "reasoning"]
 TABLES: Mapping[Task, Table] = {"embodied": EMBODIED, "reasoning": TEXT}
-TASK_KEY = "runner.task_type"
-OLDER_TASK = "math"
-"""Older name of reasoning, in files that also have older names of losses and whose actor scores responses."""
 OWNERS = {
     "env.train": "env.train.env_type",
     "env.eval": "env.eval.env_type",
@@ -96,13 +91,20 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
         left_out += without_old_policy(tree, written, _is_known)
         file_overrides = [override for override in file_overrides if not names_own_simulator(override)]
     values, unresolved = values_of(_override(tree, file_overrides), TABLES[task])
-    values, older = with_current_names(values)
+    values, older = with_current_names(values, task)
     imported = _with_original_names(
         apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, _other(task)), older
     )
-    all_problems = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task))
+    actor_scores = not older.values.keys().isdisjoint((TASK_KEY, LOSS_KEY))  # in text runs of that time
+    all_problems = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task, actor_scores))
     other_overrides = tuple(override for override in shared if override not in file_overrides)
-    imported = replace(imported, problems=all_problems, other_overrides=other_overrides, left_out=tuple(left_out))
+    imported = replace(
+        imported,
+        problems=all_problems,
+        other_overrides=other_overrides,
+        left_out=tuple(left_out),
+        older_names=older.named(values),
+    )
     return imported if task == "reasoning" else _with_missing_keys(imported)
 
 
@@ -152,14 +154,16 @@ def apply(table: Table, values: Values, implied: Mapping[str, object], other: Ta
     return Imported(native, origins, tuple(lines), tuple(problems), left_open=left_open)
 
 
-def _with_original_names(imported: Imported, older: Mapping[str, str]) -> Imported:
-    """Replace renamed keys by their names in the file."""
+def _with_original_names(imported: Imported, older: Older) -> Imported:
+    """Replace current names by those in the file."""
+    names = older.keys
+    lines = (replace(line, value=older.values.get(line.key, line.value)) for line in imported.lines)
     return replace(
         imported,
-        origins={native: older.get(key, key) for native, key in imported.origins.items()},
-        left_open={native: older.get(key, key) for native, key in imported.left_open.items()},
-        lines=tuple(replace(line, key=older.get(line.key, line.key)) for line in imported.lines),
-        problems=tuple(replace(problem, path=older.get(problem.path, problem.path)) for problem in imported.problems),
+        origins={native: names.get(key, key) for native, key in imported.origins.items()},
+        left_open={native: names.get(key, key) for native, key in imported.left_open.items()},
+        lines=tuple(replace(line, key=names.get(line.key, line.key)) for line in lines),
+        problems=tuple(replace(problem, path=names.get(problem.path, problem.path)) for problem in imported.problems),
     )
 
 
@@ -261,7 +265,7 @@ def _task(tree: JsonObject) -> Task | Problem:
     if named is None:
         embodied = "env" in tree or algorithm.get("loss_type") in ("actor_critic", "decoupled_actor_critic")
         return "embodied" if embodied else "reasoning"
-    if named in ("embodied", "reasoning", OLDER_TASK):
+    if named in ("embodied", "reasoning", *VALUES["reasoning"][TASK_KEY]):
         return "embodied" if named == "embodied" else "reasoning"
     fix = "test a checkpoint with `tether eval`" if str(named).endswith("_eval") else "use embodied or reasoning"
     return Problem(TASK_KEY, f"{named} is refused: there is no such kind of run", fix)
@@ -288,7 +292,7 @@ def _covers(other: Table, key: str, table: Table) -> bool:
     return not any(row.startswith(name.removesuffix("*")) for row in table)
 
 
-def _placement_problems(values: Values, task: Task) -> list[Problem]:
+def _placement_problems(values: Values, task: Task, actor_scores: bool) -> list[Problem]:
     nodes = values.get("cluster.num_nodes", 1)
     sizes, problems = parse_node_groups(values.get("cluster.node_groups"), nodes if type(nodes) is int else 1)
     if "cluster.component_placement" not in values:
@@ -300,8 +304,7 @@ def _placement_problems(values: Values, task: Task) -> list[Problem]:
     critic = bool(values.get("critic.use_critic_model"))
     if task == "embodied":
         return check_embodied(placements)
-    older = values.get(TASK_KEY) == OLDER_TASK or str(values.get("algorithm.loss_type")) in OLDER_LOSSES
-    return check_reasoning(placements, critic, reward=not older)
+    return check_reasoning(placements, critic, reward=not actor_scores)
 
 
 def _with_missing_keys(imported: Imported) -> Imported:

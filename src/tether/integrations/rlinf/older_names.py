@@ -1,9 +1,10 @@
-"""Older names of keys in RLinf's files, which are read as the keys that replaced them."""
+"""Older names of keys and values in RLinf's files, which are read as those that replaced them, with a note."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tether.integrations.rlinf.rows import (
     Checked,
@@ -17,7 +18,10 @@ from tether.integrations.rlinf.rows import (
     to,
 )
 
-RENAMED: Mapping[str, str] = {
+Task = Literal["embodied", "reasoning"]
+TASK_KEY = "runner.task_type"
+LOSS_KEY = "algorithm.loss_type"
+_RENAMED: Mapping[str, str] = {
     "rollout.model_dir": "rollout.model.model_path",
     "rollout.model_arch": "rollout.model.model_type",
     "rollout.precision": "rollout.model.precision",
@@ -30,7 +34,28 @@ RENAMED: Mapping[str, str] = {
     "env.train.simulator_type": "env.train.env_type",
     "env.eval.simulator_type": "env.eval.env_type",
 }
+RENAMED: Mapping[Task, Mapping[str, str]] = {
+    "embodied": {
+        **_RENAMED,
+        "actor.checkpoint_load_path": "actor.model.model_path",
+        "rollout.unnorm_key": "actor.model.unnorm_key",
+    },
+    "reasoning": _RENAMED,
+}
 """Older name -> current key, which takes precedence if a file has both."""
+VALUES: Mapping[Task, Mapping[str, Mapping[str, str]]] = {
+    "embodied": {
+        "algorithm.adv_type": {"embodied_gae": "gae", "embodied_grpo": "grpo", "ppo": "gae"},
+        LOSS_KEY: {"embodied_ppo": "actor_critic", "ppo": "actor_critic", "embodied_grpo": "actor", "grpo": "actor"},
+    },
+    "reasoning": {
+        TASK_KEY: {"math": "reasoning"},
+        "algorithm.adv_type": {"math_grpo": "grpo"},
+        # Text runs of that time had no critic.
+        LOSS_KEY: {"grpo": "actor", "ppo": "actor", "math_ppo_actor": "actor"},
+    },
+}
+"""Key -> older name of a value -> its current name."""
 NETWORKS_OWN = NoEffect("the network's own configuration says so")
 UNREAD = NoEffect("read by nothing in RLinf")
 SERVER = NoEffect("the native engine samples in this process, so there is no inference server to set up")
@@ -39,15 +64,32 @@ UNSHARDED = NoEffect("on one device there are no shards to place")
 STEPS = "env.train.max_steps_per_rollout_epoch"
 
 
-def with_current_names(values: Values) -> tuple[dict[str, Any], dict[str, str]]:
-    """Rename older keys to their current names.
+@dataclass(frozen=True)
+class Older:
+    """The older names in a file."""
 
-    Returns:
-        The values, and current name -> name in the file for each renamed key. An older key is not renamed if the file
-        also has its successor.
+    keys: Mapping[str, str]
+    """Current key -> its name in the file."""
+    values: Mapping[str, object]
+    """Current key -> its value in the file."""
+
+    def named(self, values: Values) -> dict[str, str]:
+        """Return each older name, or older KEY=VALUE, with the current one."""
+        return {old: new for new, old in self.keys.items()} | {
+            f"{key}={value}": f"{key}={values[key]}" for key, value in self.values.items()
+        }
+
+
+def with_current_names(values: Values, task: Task) -> tuple[dict[str, Any], Older]:
+    """Replace older names by the current ones.
+
+    An older key is not renamed if the file also has its successor.
     """
-    renamed = {old: new for old, new in RENAMED.items() if old in values and new not in values}
-    return {renamed.get(key, key): value for key, value in values.items()}, {new: old for old, new in renamed.items()}
+    renamed = {old: new for old, new in RENAMED[task].items() if old in values and new not in values}
+    current = {renamed.get(key, key): value for key, value in values.items()}
+    older = {key: current[key] for key, names in VALUES[task].items() if str(current.get(key)) in names}
+    current |= {key: VALUES[task][key][str(value)] for key, value in older.items()}
+    return current, Older({new: old for old, new in renamed.items()}, older)
 
 
 def rollout_steps(value: object, values: Values) -> object:
@@ -81,7 +123,7 @@ def _older_env(role: str) -> Table:
     }
 
 
-SUPERSEDED: Table = {old: Checked(f"older name of {new}, which is read") for old, new in RENAMED.items()}
+SUPERSEDED: Table = {old: Checked(f"older name of {new}, which is read") for old, new in RENAMED["embodied"].items()}
 """Older names in files that have both."""
 OLDER_EMBODIED: Table = {
     **SUPERSEDED,
@@ -120,7 +162,7 @@ OLDER_EMBODIED: Table = {
     "actor.optim.warmup_style": Refused("RLinf reads actor.optim.lr_scheduler in its place", fine=("constant", None)),
 }
 OLDER_TEXT: Table = {
-    **{old: row for old, row in SUPERSEDED.items() if old.startswith("rollout.")},
+    **{old: SUPERSEDED[old] for old in _RENAMED if old.startswith("rollout.")},
     "actor.checkpoint_load_path": Refused("weights out of Megatron's files are not read; name the model's directory"),
     "actor.checkpoint_save_path": NoEffect("checkpoints are in the folder of the run"),
     "algorithm.sampling_params.use_greedy": Refused("training needs samples, not greedy answers", fine=(False, None)),

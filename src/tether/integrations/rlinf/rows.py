@@ -85,11 +85,10 @@ A row `a.b.*` is for the complete section if the table has no other row below `a
 """
 
 
-def choice(names: Mapping[str, object], why: str, older: Mapping[str, str] | None = None) -> Convert:
-    """Return the conversion of names by a table, after `older` has replaced names of older files."""
+def choice(names: Mapping[str, object], why: str) -> Convert:
+    """Return the conversion of names by a table."""
 
     def convert(value: object, values: Values) -> object:
-        value = (older or {}).get(str(value), value)
         if not isinstance(value, str) or value not in names:
             raise Unsupported(f"{why} (supported: {', '.join(names)})")
         return names[value]

@@ -56,16 +56,12 @@ SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-OLDER_LOSSES = {"grpo": "actor", "ppo": "actor", "math_ppo_actor": "actor"}
-"""A loss by its name in older files, whose text runs had no critic -> its name of today."""
-OLDER_ESTIMATORS = {"math_grpo": "grpo"}
 ESTIMATORS = {"gae": "gae", "grpo": "grpo", "reinpp": "reinforce_plus_plus", "raw": "raw"}
 TOKENS = "a text run scores responses and clips tokens"
 
 
 def estimator(value: object, values: Values) -> object:
     """The advantage estimator; REINFORCE++ has a flag for its variant."""
-    value = OLDER_ESTIMATORS.get(str(value), value)
     if value not in ESTIMATORS:
         raise Unsupported(f"this estimator has no counterpart (supported: {', '.join(ESTIMATORS)})")
     baseline = value == "reinpp" and values.get("algorithm.use_reinpp_baseline")
@@ -81,7 +77,6 @@ def bootstrap(value: object, values: Values) -> object:
 
 def loss(value: object, values: Values) -> object:
     """Return the policy loss; actor and critic are two models, so that a joint loss has the same gradients."""
-    value = OLDER_LOSSES.get(str(value), value)
     if value not in LOSSES:
         raise Unsupported(f"this loss has no counterpart (supported: {', '.join(LOSSES)})")
     if value != "actor" and not values.get("critic.use_critic_model"):

@@ -63,7 +63,7 @@ class SGLang:
 
     name = "sglang"
     title = "SGLang"
-    how = "docs/guides/servers.md shows how to start one"
+    how = "Start one by: tether serve sglang --model-path MODEL"
     options = "--dtype, --enable-deterministic-inference, SGLANG_RETURN_ORIGINAL_LOGPROB=0"
     health_asleep = "/model_info"  # /health samples a token
 
@@ -72,7 +72,7 @@ class SGLang:
         if not (isinstance(server, dict) and isinstance(model, dict) and "version" in server):
             raise ValueError(f"{http.url}: reports neither its version nor its model. {self.how}")
         if server["version"] not in SUPPORTED_VERSIONS:
-            supported = f"tether supports {' and '.join(SUPPORTED_VERSIONS)}. scripts/sglang.sh installs one"
+            supported = f"tether supports {' and '.join(SUPPORTED_VERSIONS)}. tether setup sglang installs one"
             raise ValueError(f"{http.url}: runs SGLang {server['version']}; {supported}")
         if model.get("model_type") != self.policy.model_type:
             ours = f"actor_rollout_ref.model.path is a {self.policy.model_type}"

@@ -9,6 +9,7 @@ the number of threads or on which of them is faster.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache, cached_property
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from tether.kernels.cpu.kernel_signature import BFloat16s, Floats, Ints, Signature
 
+_log = logging.getLogger(__name__)
 # The OpenMP pool that PyTorch's kernels run in; a second pool would compete for the same cores.
 pool = ctypes.CDLL(None)
 for _name in ("omp_get_thread_num", "omp_get_num_threads"):
@@ -70,7 +72,8 @@ class Kernel:
         signature = types.void(types.CPointer(types.int64))
         try:
             compiled: Any = numba.cfunc(signature, cache=True, **options)(self._entry(body))
-        except RuntimeError:  # neither this folder nor the user's cache can be written to
+        except RuntimeError:  # numba finds no folder to write to
+            _warn_of_compilation()
             compiled = numba.cfunc(signature, **options)(self._entry(body))
         self._compiled = compiled  # owns the code
         return int(compiled.address)
@@ -106,6 +109,15 @@ kernel = Kernel
 def run(address: int, array: ctypes.Array[ctypes.c_int64]) -> None:
     """Run compiled code on all of PyTorch's threads."""
     pool.GOMP_parallel(ctypes.c_void_p(address), array, torch.get_num_threads(), 0)
+
+
+@cache
+def _warn_of_compilation() -> None:
+    _log.warning(
+        "the kernels are compiled again at each start, which takes some ten seconds: neither %s nor the user's cache "
+        "can be written to. Set NUMBA_CACHE_DIR to a folder that can",
+        Path(__file__).parent,
+    )
 
 
 @cache

@@ -384,7 +384,7 @@ def server_python(name: str) -> Path:
         return python
     except ValueError as error:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name={error}. Run scripts/{name}.sh, which makes one, or say in "
+            f"actor_rollout_ref.rollout.name={error}. Run tether setup {name}, which makes one, or say in "
             f"TETHER_{name.upper()} where it is; name servers that run in actor_rollout_ref.rollout.server_urls; or "
             "set actor_rollout_ref.rollout.name=native"
         ) from None

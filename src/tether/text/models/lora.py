@@ -1,7 +1,8 @@
 """LoRA with peft: low-rank adapters inside the linear layers; with adapters disabled, the model is its own reference.
 
 The adapters are inserted into the model itself, without a wrapper, so everything that accepts a transformers model
-(layouts, log-probs, the critic's head, generation) accepts one with LoRA.
+(layouts, log-probs, the critic's head, generation) accepts one with LoRA. peft is called directly: methods of
+transformers such as ``model.add_adapter`` check peft's version, and that of transformers 5.24 is not released.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, TaskType
+from peft import (
+    LoraConfig,
+    TaskType,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -68,7 +78,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
             "which is no linear layer, so that it could not be merged into the saved weights. Name linear layers that "
             f"it takes as such: {_last_names(linear) or 'all-linear'}."
         )
-    model.add_adapter(config, _ADAPTER)
+    inject_adapter_in_model(config, model, _ADAPTER)
     if model.get_output_embeddings() is None:
         value_head_of(model).requires_grad_(True)
 
@@ -81,7 +91,7 @@ def _layers_with_adapter(model: PreTrainedModel, config: LoraConfig) -> tuple[li
     empty = copy.deepcopy(model, {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()})
     try:
         with warnings.catch_warnings(action="ignore"):  # about ranks of experts that get no adapter
-            empty.add_adapter(copy.deepcopy(config), _ADAPTER)
+            inject_adapter_in_model(copy.deepcopy(config), empty, _ADAPTER)
     except ValueError as error:
         raise ValueError(f"target_modules={config.target_modules}: {error}") from error
     adapted = {name: layer for name, layer in empty.named_modules() if isinstance(layer, BaseTunerLayer)}
@@ -101,14 +111,17 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
     """
     if not (directory / "adapter_config.json").is_file():
         raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
-    model.requires_grad_(False)
-    info = model.load_adapter(str(directory), adapter_name=_ADAPTER, is_trainable=True)
-    wrong = sorted(info.missing_keys) + sorted(info.unexpected_keys)
+    config = LoraConfig.from_pretrained(str(directory))
+    config.inference_mode = False  # else peft freezes the adapters
+    inject_adapter_in_model(config, model, _ADAPTER)
+    adapters = {name for name, _ in model.named_parameters() if f".{_ADAPTER}." in name}
+    weights = load_peft_weights(str(directory), device="cpu")
+    info: Any = set_peft_model_state_dict(model, weights, _ADAPTER)  # peft annotates it as the function `namedtuple`
+    wrong = sorted(adapters.intersection(info.missing_keys)) + sorted(info.unexpected_keys)
     if wrong:
         raise ValueError(
             f"{directory}: the adapter does not fit {type(model).__name__}: {wrong[0]} has no counterpart."
         )
-    model.set_adapter(_ADAPTER)
     if model.get_output_embeddings() is None:
         value_head_of(model).requires_grad_(True)
 
@@ -117,16 +130,25 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     """Disable the adapters inside the context, where the model is exactly what it was before `add_lora`: the
     reference."""
-    model.disable_adapters()
+    adapted = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in adapted:
+        layer.enable_adapters(enabled=False)
     try:
         yield
     finally:
-        model.enable_adapters()
+        for layer in adapted:
+            layer.enable_adapters(enabled=True)
 
 
 def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write only the adapters, in peft's format. A critic's head is not included; use `save_merged` for that."""
-    model.save_pretrained(directory)
+    """Write only the adapters, in peft's format, without those on the meta device.
+
+    A critic's head is not included; use `save_merged` for that.
+    """
+    model.peft_config[_ADAPTER].save_pretrained(directory)
+    state = get_peft_model_state_dict(model, adapter_name=_ADAPTER)
+    loaded = {f"base_model.model.{name}": value for name, value in state.items() if value.device.type != "meta"}
+    save_file(loaded, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def save_merged(model: PreTrainedModel, directory: Path) -> None:

@@ -6,12 +6,14 @@ Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is t
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tether.runtime.disk import COPY_AGAIN, read_json
+from tether.integrations import integration
+from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
@@ -44,6 +46,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     ),
 }
 
+_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 """Patterns of weight files in a Hugging Face directory."""
@@ -56,11 +59,12 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
         cache_dir: directory of known models (`tether.integrations.hubs.registry_download.pull_model`) and of
             ModelScope's.
-        fetch: download a model of ModelScope that is not in the cache, instead of only checking that it exists.
+        fetch: download a known model, or one of ModelScope, that is not in the cache, instead of only checking that it
+            can be.
         weights: require weights in a directory, instead of only its config.
 
     Returns:
-        The directory or file, or, as a str, the object's name or a hub id for which no local path exists.
+        The directory or file, or, as a str, the object's name, or a known name or hub id without a local path.
 
     Raises:
         ValueError: there is no model at the path, or the hub does not have it or cannot be reached; the message names
@@ -70,8 +74,9 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     if is_object(name):
         return name
     if name in KNOWN_MODELS:
-        return _pulled(name, cache_dir)
+        return _pulled(name, cache_dir, fetch=fetch)
     local = Path(path).expanduser()
+    check_readable([local])
     if local.is_dir():
         _check_directory(local, weights=weights)
         return local
@@ -131,16 +136,22 @@ def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
             )
 
 
-def _pulled(name: str, cache_dir: Path) -> Path:
+def _pulled(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:
+    registry = integration("hubs", "registry_download")
     directory = cache_dir / name
-    if not directory.is_dir():
-        raise ValueError(
-            f"{name}: is not in the cache ({directory}). Download it once with `tether model pull {name}`."
-        )
-    return directory
+    check_readable([directory])
+    if directory.is_dir():
+        check_readable(directory.iterdir())
+        return directory
+    if fetch:
+        fetched: Path = registry.pull_model(name, cache_dir, progress=lambda line: _log.warning("%s: %s", name, line))
+        return fetched
+    registry.check_packages(name)
+    return name
 
 
 def _check_directory(directory: Path, *, weights: bool) -> None:
+    check_readable(directory.iterdir())
     if (directory / "config.json").is_file():
         check_is_text(directory, read_config(directory))
         if weights and not any(file for pattern in WEIGHT_FILES for file in directory.glob(pattern)):

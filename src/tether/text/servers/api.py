@@ -175,7 +175,7 @@ class ServerApi(Protocol):
     title: str
     """Its name in messages."""
     how: str
-    """The page that explains how to start one, phrased as the end of a sentence."""
+    """A sentence with the command that starts one."""
     options: str
     """Its options that affect log-probs."""
     health_asleep: str

@@ -92,7 +92,7 @@ class InferenceServer:
         """
         self.start()
         started, title = time.monotonic(), self.api.title
-        unusable = f"This is not a {title} server that tether can use; {self.api.how}"
+        unusable = f"This is not a {title} server that tether can use. {self.api.how}"
         ports, next_log = 1, started + FIRST_LOG_SECONDS
         while (error := self._request_error("/health")) is not None:
             if isinstance(error, ServerRefuses | NoSuchHost):

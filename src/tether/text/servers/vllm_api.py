@@ -99,7 +99,7 @@ class Vllm:
 
     name = "vllm"
     title = "vLLM"
-    how = "docs/guides/servers.md shows how to start one"
+    how = "Start one by: tether serve vllm --model MODEL"
     options = "--dtype, --logprobs-mode processed_logprobs, --generation-config vllm"
     health_asleep = "/health"
 
@@ -110,12 +110,12 @@ class Vllm:
         if not version.startswith(SUPPORTED_VERSIONS):
             supported = " and ".join(f"{v}x" for v in SUPPORTED_VERSIONS)
             raise ValueError(
-                f"{http.url}: runs vLLM {version}; tether supports {supported}. scripts/vllm.sh installs one"
+                f"{http.url}: runs vLLM {version}; tether supports {supported}. tether setup vllm installs one"
             )
         served = [model["id"] for model in models["data"]]
         if SERVED not in served:
             what = f"serves {', '.join(served)}, not {SERVED} (--served-model-name)"
-            raise ValueError(f"{http.url}: {what}; {self.how}")
+            raise ValueError(f"{http.url}: {what}. {self.how}")
         model_info = http.post("/collective_rpc", {"method": "about", "args": [[*self.policy.sizes]]}, timeout)[
             "results"
         ][0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import envpool
 
 from tether.control.envs.gymnasium_types import Simulator
-from tether.control.envs.make import EnvOptions, View
+from tether.control.envs.make import EnvOptions, View, without_clipping
 from tether.control.envs.protocol import EnvState, EnvStep, Saved
 from tether.control.envs.vectorization.gymnasium_vector import GymnasiumVectorEnv
 from tether.observations import Array, Observation
@@ -27,7 +27,7 @@ class EnvPool:
         self._make = make
         self._pool = make(0)
         self.num_envs, self.actions = self._pool.num_envs, self._pool.actions
-        self.layout = self._pool.layout
+        self.layout, self.spaces = self._pool.layout, self._pool.spaces
 
     def reset(self, seed: int) -> Observation:
         self._pool.close()
@@ -75,7 +75,7 @@ def make_envpool(options: EnvOptions) -> EnvPool:
             num_threads=options.num_workers,
             seed=seed % 2**31,
             **limit,
-            **options.init_params,
+            **{**options.init_params, **without_clipping(options, options.init_params)},
         )
         return GymnasiumVectorEnv(options.id, pool)
 

@@ -44,8 +44,8 @@ class ObservationReader:
         """Read `rows` observations of the space.
 
         Raises:
-            ValueError: a text is longer than its space allows, a discrete value is outside of the space, or pixels or
-                other integers are not integers.
+            ValueError: the shape is another one, a text is longer than its space allows, a discrete value is outside
+                of the space, or pixels or other integers are not integers.
         """
         return {leaf.entry.name: leaf.read(obs, rows) for leaf in self._leaves}
 
@@ -72,6 +72,9 @@ class _Leaf:
         """Return this leaf's array [rows, *shape] of `rows` observations."""
         for key in self.keys:
             obs = obs[key]
+        shape, actual = self.space.shape or (), np.shape(obs)
+        if actual != (rows, *shape) and not (rows == 1 and actual == shape):  # a reshape would mix up numbers
+            raise ValueError(f"{self.entry.name} has the shape {actual}, not {(rows, *shape)}")
         match self.space:
             case spaces.Text():
                 longest = self.entry.shape[0]
@@ -84,8 +87,20 @@ class _Leaf:
             case space if self.entry.kind == "image":
                 return as_picture(_exactly(obs, np.uint8).reshape(rows, *(space.shape or ())))
         dtype = np.dtype(self.entry.dtype)
-        numbers = np.asarray(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)
+        numbers = _floats(obs, dtype) if dtype.kind == "f" else _exactly(obs, dtype)
         return numbers.reshape(rows, *self.entry.shape)
+
+
+def _floats(obs: Raw, dtype: DTypeLike) -> Array:
+    """Convert numbers to a float dtype.
+
+    Raises:
+        ValueError: they are no real numbers.
+    """
+    array = np.asarray(obs)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{array.dtype} is not a number that {np.dtype(dtype)} can hold")
+    return array.astype(dtype, copy=False)
 
 
 def _exactly(obs: Raw, dtype: DTypeLike) -> Array:

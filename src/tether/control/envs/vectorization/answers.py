@@ -8,8 +8,9 @@ from numbers import Real
 
 import numpy as np
 
-from tether.control.envs.gymnasium_types import Info, Raw, Stepped
+from tether.control.envs.gymnasium_types import Begun, Info, Raw, Stepped
 from tether.control.envs.protocol import Flags, Floats
+from tether.observations import Array
 
 FIX = "Correct the environment, or the wrapper that gives it."
 _REWARDS = frozenset({float, int, np.float32, np.float64})
@@ -38,18 +39,48 @@ def read_unusual(answer: object, who: str) -> Stepped:
     Raises:
         ValueError: the result is not (observation, reward, terminated, truncated, info).
     """
-    if not isinstance(answer, tuple | list) or len(answer) != 5:
-        returned = f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
-        wanted = "(observation, reward, terminated, truncated, info)"
-        raise ValueError(f"{who}: a step gives {returned}, not the five of Gymnasium, {wanted}. {FIX}")
-    obs, reward, terminated, truncated, info = answer
-    if info is not None and not isinstance(info, Mapping):
-        raise ValueError(f"{who}: the info of a step is {described(info)}, no dict. {FIX}")
+    obs, reward, terminated, truncated, info = read_step(answer, who)
     number = _unwrapped(reward)
     if not isinstance(number, Real):
         raise ValueError(f"{who}: the reward is {described(reward)}, no number. {FIX}")
     ended = read_flag(terminated, "`terminated`", who), read_flag(truncated, "`truncated`", who)
-    return obs, float(number), *ended, dict(info or {})
+    return obs, float(number), *ended, info
+
+
+def read_step(answer: object, who: str) -> tuple[Raw, Raw, Raw, Raw, Info]:
+    """Return the five values of a step as they are, and an info of None as an empty one.
+
+    Raises:
+        ValueError: the result is not (observation, reward, terminated, truncated, info).
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 5:
+        wanted = "(observation, reward, terminated, truncated, info)"
+        raise ValueError(f"{who}: a step gives {_counted(answer)}, not the five of Gymnasium, {wanted}. {FIX}")
+    obs, reward, terminated, truncated, info = answer
+    return obs, reward, terminated, truncated, _read_info(info, "a step", who)
+
+
+def read_reset(answer: object, who: str) -> Begun:
+    """Return the observation and the info of a reset.
+
+    Raises:
+        ValueError: the result is not (observation, info).
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        wanted = "(observation, info)"
+        raise ValueError(f"{who}: a reset gives {_counted(answer)}, not the two of Gymnasium, {wanted}. {FIX}")
+    obs, info = answer
+    return obs, _read_info(info, "a reset", who)
+
+
+def _read_info(info: object, of: str, who: str) -> Info:
+    if info is not None and not isinstance(info, Mapping):
+        raise ValueError(f"{who}: the info of {of} is {described(info)}, no dict. {FIX}")
+    return dict(info or {})
+
+
+def _counted(answer: object) -> str:
+    return f"{len(answer)} values" if isinstance(answer, tuple | list) else described(answer)
 
 
 def read_flag(value: object, what: str, who: str) -> bool:
@@ -87,7 +118,7 @@ def read_flags(values: Raw, what: str, who: str, count: int) -> Flags:
     Raises:
         ValueError: the shape is wrong, or a flag is neither True, False, 1 nor 0.
     """
-    flags = np.asarray(values)
+    flags = _host_array(values, what, who)
     if flags.shape != (count,):
         raise ValueError(f"{who}: {what} is {described(values)}, not one flag for each of {count} environments. {FIX}")
     if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
@@ -101,12 +132,19 @@ def read_rewards(values: Raw, who: str, count: int) -> Floats:
     Raises:
         ValueError: the shape is wrong, or the rewards are not numbers.
     """
-    rewards = np.asarray(values)
+    rewards = _host_array(values, "the reward", who)
     if rewards.shape != (count,) or rewards.dtype.kind not in "fiub":
         raise ValueError(
             f"{who}: the reward is {described(values)}, not a number for each of {count} environments. {FIX}"
         )
     return rewards.astype(np.float32, copy=False)
+
+
+def _host_array(values: Raw, what: str, who: str) -> Array:
+    try:
+        return np.asarray(values)
+    except Exception as error:  # for example a tensor on a GPU
+        raise ValueError(f"{who}: {what} is {described(values)}, which NumPy cannot read ({error}). {FIX}") from error
 
 
 def described(value: object) -> str:

@@ -11,6 +11,7 @@ from tether.control.envs.gymnasium_types import Begun, Info, Raw, Simulator
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
 from tether.control.envs.spaces.actions import ActionCodec
 from tether.control.envs.spaces.observations import ObservationReader
+from tether.control.envs.vectorization.answers import read_flags, read_reset, read_rewards, read_step
 from tether.observations import Array, Observation, copied
 
 
@@ -55,22 +56,23 @@ class BatchedEnv:
         self.layout = self._read.layout
 
     def reset(self, seed: int) -> Observation:
-        obs, _ = self._env.reset(seed=[seed + i for i in range(self.num_envs)])
+        obs, _ = read_reset(self._env.reset(seed=[seed + i for i in range(self.num_envs)]), self.id)
         return self._seen(obs)
 
     def step(self, actions: Array) -> EnvStep:
-        raw, reward, terminated, truncated, info = self._env.step(torch.as_tensor(self._codec.decode(actions)))
-        ends, cut = self._flags(terminated), self._flags(truncated)
+        stepped = self._env.step(torch.as_tensor(self._codec.decode(actions)))
+        raw, reward, terminated, truncated, info = read_step(stepped, self.id)
+        ends, cut = self._flags(terminated, "`terminated`"), self._flags(truncated, "`truncated`")
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
         # Copied first, because a reset may overwrite these tensors.
         obs, solved = self._seen(raw), info.get("success")
-        rewards = np.array(_host(reward), dtype=np.float32).reshape(self.num_envs)
-        success = None if solved is None else self._flags(solved)
+        rewards = read_rewards(_host(reward), self.id, self.num_envs).copy()
+        success = None if solved is None else self._flags(solved, "info['success']")
         final_obs, over = None, np.flatnonzero(ends | cut)
         if over.size:
             final_obs = obs
-            fresh, _ = self._env.reset(options={"env_idx": torch.as_tensor(over)})
+            fresh, _ = read_reset(self._env.reset(options={"env_idx": torch.as_tensor(over)}), self.id)
             obs = self._seen(fresh)
         return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, success=success)
 
@@ -86,8 +88,8 @@ class BatchedEnv:
     def _seen(self, obs: Raw) -> Observation:
         return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its buffers
 
-    def _flags(self, flags: Raw) -> Flags:
-        return np.array(np.broadcast_to(np.asarray(_host(flags), dtype=np.bool_), self.num_envs))
+    def _flags(self, flags: Raw, what: str) -> Flags:
+        return read_flags(_host(flags), what, self.id, self.num_envs).copy()
 
 
 def _host(value: Raw) -> Raw:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from tether.control.envs.gymnasium_types import Info
+from tether.control.envs.gymnasium_types import Info, Raw
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
 from tether.control.envs.spaces.action_masks import refuse_unread_mask
 from tether.control.envs.spaces.actions import ActionCodec
 from tether.control.envs.spaces.observations import ObservationReader
 from tether.control.envs.state import EnvKeeper
-from tether.control.envs.vectorization.answers import read_flags, read_rewards
+from tether.control.envs.vectorization.answers import FIX, described, read_flags, read_reset, read_rewards, read_step
 from tether.observations import Array, Observation
 
 
@@ -40,38 +40,64 @@ class GymnasiumVectorEnv:
         self._keeper = EnvKeeper([env])
         self._read = ObservationReader(env.single_observation_space, id)
         self._codec = ActionCodec.of(env.single_action_space, id)
-        self._mode = AutoresetMode(env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
+        mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        if mode not in {*AutoresetMode, *(each.value for each in AutoresetMode)}:
+            names = ", ".join(map(str, AutoresetMode))
+            raise ValueError(f"{id}: its metadata['autoreset_mode'] is {mode!r}, none of {names}. {FIX}")
+        self._mode = AutoresetMode(mode)
         self.actions = self._codec.spec
         self.layout = self._read.layout
+        self.spaces = env.single_observation_space, env.single_action_space
+        """Of the observations and actions of one environment."""
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
-        obs, info = self._env.reset(seed=seed)  # None leaves the generators of the environments unchanged
+        # None leaves the generators of the environments unchanged.
+        obs, info = read_reset(self._env.reset(seed=seed), self.id)
         refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
-        return self._read(obs, self.num_envs)
+        return self._observe(obs)
 
     def step(self, actions: Array) -> EnvStep:
-        raw, rewards, terminations, truncations, infos = self._env.step(self._codec.decode(actions))
+        stepped = self._env.step(self._codec.decode(actions))
+        raw, rewards, terminations, truncations, infos = read_step(stepped, self.id)
         reward = read_rewards(rewards, self.id, self.num_envs)
         terminated = read_flags(terminations, "`terminated`", self.id, self.num_envs)
         truncated = read_flags(truncations, "`truncated`", self.id, self.num_envs)
-        obs, ended = self._read(raw, self.num_envs), terminated | truncated
+        obs, ended = self._observe(raw), terminated | truncated
         final_obs, valid = None, None
         if self._mode is AutoresetMode.NEXT_STEP:
             self._refuse_reset_within_step(infos)
             if self._resetting.any():
                 valid = ~self._resetting
+                self._refuse_end_of_reset(ended)
             self._resetting = ended
         if ended.any():
             final_obs = self._final(infos, ended) if self._mode is AutoresetMode.SAME_STEP else obs
             if self._mode is AutoresetMode.DISABLED:
-                fresh, _ = self._env.reset(options={"reset_mask": ended})
+                fresh, _ = read_reset(self._env.reset(options={"reset_mask": ended}), self.id)
                 # A partial reset defines only the masked rows.
-                begun = self._read(fresh, self.num_envs)
+                begun = self._observe(fresh)
                 obs = {name: _where(ended, begun[name], array) for name, array in obs.items()}
         success = self._success(infos)
         return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
+
+    def _observe(self, raw: Raw) -> Observation:
+        try:
+            return self._read(raw, self.num_envs)
+        except Exception as error:  # whatever is raised, the observations are not in the space
+            raise ValueError(
+                f"{self.id}: the observations {described(raw)} are not {self.num_envs} rows of "
+                f"{self._env.single_observation_space} ({error}). {FIX}"
+            ) from error
+
+    def _refuse_end_of_reset(self, ended: Flags) -> None:
+        """Refuse an environment that never resets, in which no further step would be valid."""
+        if (self._resetting & ended).any():
+            raise ValueError(
+                f"{self.id}: environment {int(np.argmax(self._resetting & ended))} ends again in the step that resets "
+                f"it, as NEXT_STEP means (metadata['autoreset_mode']). {FIX}"
+            )
 
     def _refuse_reset_within_step(self, infos: Info) -> None:
         """Refuse an environment that resets in the same step but declares ``NEXT_STEP``.
@@ -122,6 +148,11 @@ class GymnasiumVectorEnv:
 
     def _final(self, infos: Info, ended: Flags) -> Observation:
         """Return the last observations, with rows for the episodes that ended."""
+        if "final_obs" not in infos:
+            raise ValueError(
+                f"{self.id}: its metadata['autoreset_mode'] is SAME_STEP, but info['final_obs'] with the last "
+                f"observations is missing. {FIX}"
+            )
         final = self._read.zeros(self.num_envs)
         for i in np.flatnonzero(ended).tolist():
             self._read.write(infos["final_obs"][i], final, i)

@@ -15,7 +15,7 @@ from tether.control.envs.spaces.action_masks import refuse_unread_mask
 from tether.control.envs.spaces.actions import ActionCodec
 from tether.control.envs.spaces.observations import ObservationReader
 from tether.control.envs.state import EnvKeeper
-from tether.control.envs.vectorization.answers import FIX, described, is_usual, read_unusual, success_of
+from tether.control.envs.vectorization.answers import FIX, described, is_usual, read_reset, read_unusual, success_of
 from tether.observations import Array, Observation, copied, shapes
 
 
@@ -69,7 +69,7 @@ class SyncVectorEnv:
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
         for i, seed in seeds.items():
-            obs, info = self._envs[i].reset(seed=seed)
+            obs, info = read_reset(self._envs[i].reset(seed=seed), f"{self.id}, environment {i}")
             if info and not self._ignore_masks:
                 refuse_unread_mask(info, self.layout, self.id)
             self._write(self._obs, i, obs)
@@ -113,7 +113,7 @@ class SyncVectorEnv:
                 if self._holds:
                     self._waiting[i] = True
                 else:
-                    obs, _ = env.reset()
+                    obs, _ = read_reset(env.reset(), f"{self.id}, environment {i}")
             self._write(self._obs, i, obs)
         self._had_success = has_success
         return EnvStep(

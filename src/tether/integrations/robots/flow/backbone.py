@@ -232,7 +232,7 @@ def _import(name: str) -> ModuleType:
     except ImportError as error:
         raise ValueError(
             f"policy.model_type: pi0 and pi05 are lerobot's, which cannot be imported here ({error}). It needs Python "
-            "3.12; scripts/lerobot.sh makes an environment with it."
+            "3.12; tether setup lerobot makes an environment with it."
         ) from error
 
 

@@ -22,7 +22,7 @@ from tether.integrations.robots.vla.prompts import FILE as TOKENIZER
 from tether.integrations.robots.vla.published import FEATURIZERS, llama_config, make_networks
 from tether.integrations.robots.vla.spec import ACTION_BINS, Network
 from tether.integrations.robots.vla.vit import HEADS, VitSpec
-from tether.runtime.disk import COPY_AGAIN, read_json
+from tether.runtime.disk import COPY_AGAIN, follow_umask, read_json
 from tether.types import JsonObject
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -156,7 +156,8 @@ def write_published(policy: VlaPolicy, source: Path, folder: Path) -> None:
             keep their dtypes.
         folder: the folder to create.
     """
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", ".*"))
+    ignored = shutil.ignore_patterns("*.safetensors", "*.bin", ".*")
+    shutil.copytree(source, folder, ignore=ignored, copy_function=shutil.copyfile)  # permissions follow the umask
     actions = {"q01": policy.spec.low, "q99": policy.spec.high, "mask": [True] * policy.spec.action_width}
     statistics = _json(source / STATISTICS) if (source / STATISTICS).is_file() else {}
     (folder / STATISTICS).write_text(json.dumps(statistics | {OWN_STATISTICS: {"action": actions}}, indent=2))
@@ -165,6 +166,7 @@ def write_published(policy: VlaPolicy, source: Path, folder: Path) -> None:
         old = load_file(source / shard)
         new = {name: weights.get(_own(name), value).to(value.dtype).contiguous() for name, value in old.items()}
         save_file(new, folder / shard, metadata={"format": "pt"})
+    follow_umask(folder, like=folder / STATISTICS)
 
 
 def _json(file: Path) -> JsonObject:

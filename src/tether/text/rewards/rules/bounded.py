@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def bounded(function: Callable[..., bool | float], *arguments: Any) -> Any:
     """
     # A fork, because no signal interrupts a power of large numbers in this process.
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about threads
+        child = os.fork()
     if not child:
         try:
             os.write(writing, json.dumps(_limited(function, *arguments)).encode())
