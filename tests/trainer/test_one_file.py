@@ -6,14 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-import tether
 from tests.trainer.tiny_run import rows, same, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.control.build import build_control_run
 from tether.control.policies import load_policy
 from tether.runtime.objects import holding
 from tether.text.build import build_run
+from tether.text.models.load import load_causal_lm, load_tokenizer
+from tether.text.models.model_path import resolve_model_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes/one_file"
 
@@ -190,10 +192,14 @@ def test_what_the_commands_save_is_read(tmp_path, capsys):
     pytest.importorskip("gymnasium")
     inputs, model, policy = write_inputs(tmp_path), tmp_path / "saved", tmp_path / "saved_policy"
     data = write_jsonl(tmp_path / "rows.jsonl", rows("openai/gsm8k", 4))  # which has a rule
-    small = ["--steps", "1", "--batch-size", "2", "--responses", "2", "--device", "cpu"]
+    small = ["--steps", "1", "--batch-size", "2", "--responses", "2", "--device", "cpu", "--dtype", "float32"]
     files = ["--model", f"{inputs / 'model'}", "--train-data", f"{data}", "--eval-data", f"{data}"]
     load_file("ppo").main([*files, *small, "--save-to", f"{model}"])
-    assert len(tether.load(model).generate("1+1?", max_new_tokens=4)[0].token_ids) > 0
+    path = resolve_model_path(str(model), tmp_path)  # as `tether generate` does
+    assert load_tokenizer(path).chat_template
+    before, after = (load_causal_lm(each, dtype=torch.float32).state_dict() for each in (inputs / "model", path))
+    assert before.keys() == after.keys()
+    assert not same(before, after)
     small = ["--steps", "1", "--rollout-steps", "32", "--eval-episodes", "1", "--hidden-dim", "8"]
     load_file("ppo_control").main([*small, "--save-to", f"{policy}"])
     assert load_policy(policy).spec.hidden_dim == 8
