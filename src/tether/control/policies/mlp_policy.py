@@ -97,6 +97,7 @@ class ControlPolicy(nn.Module):
         """Return outputs [B, outputs] of normalised observations [B, O]."""
         return self._in_micro_batches(self.actor, obs)
 
+    @torch.no_grad()
     def run(self, obs: Tensor, memory: Memory | None, actions: Tensor | None = None) -> ForwardPass:
         """Run a forward pass over normalised observations [B, O], for `backward`."""
         if self.micro_batch is None or len(obs) <= self.micro_batch:
@@ -125,6 +126,7 @@ class ControlPolicy(nn.Module):
         batches = obs.split(self.micro_batch or max(1, len(obs)))
         return torch.cat([network(batch) for batch in batches]) if len(batches) > 1 else network(obs)
 
+    @torch.no_grad()
     def backward(self, passed: ForwardPass, outputs_grad: Tensor | None, values_grad: Tensor | None) -> None:
         """Write the gradient of every parameter except the head's into its existing ``grad``.
 

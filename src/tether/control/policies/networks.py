@@ -259,6 +259,33 @@ class Evaluated:
     """[B, outputs]: all log-probabilities, or the actions in standard deviations from the mean, for `backward`."""
 
 
+class _LogSoftmax(torch.autograd.Function):
+    """Log-softmax over the last dimension, whose gradient is rounded as in `CategoricalHead.backward`.
+
+    PyTorch's gradient fuses a product and a difference. With this one, a loss that autograd differentiates gets the
+    same bits as `tether.control.learning.flat.FlatEngine`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(dim=-1)
+        ctx.save_for_backward(log_probs)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (log_probs,) = ctx.saved_tensors
+        result: Tensor = grad - log_probs.exp() * grad.sum(dim=-1, keepdim=True)
+        return result
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    if not logits.requires_grad:
+        return logits.log_softmax(dim=-1)
+    log_probs: Tensor = _LogSoftmax.apply(logits)
+    return log_probs
+
+
 class CategoricalHead(nn.Module):
     """One or several choices, conditionally independent given the observation.
 
@@ -286,10 +313,10 @@ class CategoricalHead(nn.Module):
         """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under logits [...,
         outputs]."""
         if self.width == 1:
-            everything = logits.log_softmax(dim=-1)
+            everything = _log_softmax(logits)
             entropy = -(everything.exp() * everything).sum(dim=-1, keepdim=True)
         else:
-            by_choice = [x.log_softmax(dim=-1) for x in logits.split(self.choices, dim=-1)]
+            by_choice = [_log_softmax(x) for x in logits.split(self.choices, dim=-1)]
             everything = torch.cat(by_choice, dim=-1)
             entropy = torch.cat([-(x.exp() * x).sum(dim=-1, keepdim=True) for x in by_choice], dim=-1)
         return Evaluated(everything.gather(-1, self._chosen(actions)), entropy, everything)

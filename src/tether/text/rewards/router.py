@@ -122,7 +122,7 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
 
 
 @lru_cache
-def find_reward(data_source: str, programs: ProgramOptions) -> RewardFunction:
+def find_reward(data_source: str, programs: ProgramOptions = ProgramOptions()) -> RewardFunction:
     """Return the rule for `data_source`, which is imported at the first call.
 
     Args:
