@@ -41,14 +41,11 @@ from tether.algorithms import (
 from tether.batch import Prompt, RolloutBatch, TrainBatch
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import computes_in_bfloat16, deterministic_kernels, resolve_device
-from tether.text.data.chat import decode
-from tether.text.data.prompts import PromptDataset, PromptOptions
-from tether.text.data.sampler import PromptSampler
+from tether.text.data.prompts import PromptDataset, PromptOptions, PromptSampler, decode
 from tether.text.data.sources import load_rows
 from tether.text.learning.engines.master_weights import MasterWeights
-from tether.text.learning.forward import PolicyForward, PolicyOutputs, ValueForward, ValueOutputs
-from tether.text.learning.micro_batches import MicroBatching
-from tether.text.learning.packing import row_sizes
+from tether.text.learning.losses import PolicyForward, PolicyOutputs, ValueForward, ValueOutputs
+from tether.text.learning.packing import MicroBatching, row_sizes
 from tether.text.models.critic import load_critic
 from tether.text.models.load import load_causal_lm, load_tokenizer
 from tether.text.models.model_path import resolve_model_path

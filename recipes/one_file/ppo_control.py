@@ -22,14 +22,16 @@ from torch import Tensor
 
 from tether.algorithms import POLICY_LOSSES, episodic_gae, explained_variance, masked_whiten, value_loss
 from tether.batch import EnvBatch
-from tether.control.collecting import EnvCollector, evaluate
-from tether.control.envs import DiscreteActions, VectorEnv
+from tether.control.collecting.collector import EnvCollector
+from tether.control.collecting.evaluation import evaluate
 from tether.control.envs.make import EnvOptions, make_vector_env
-from tether.control.learning.flat_adamw import FlatAdamW, FlatParameters
-from tether.control.learning.forward import RolloutForward
-from tether.control.policies import ControlPolicy, PolicySpec, save_policy
+from tether.control.envs.protocol import DiscreteActions, VectorEnv
+from tether.control.learning.flat import FlatAdamW, FlatParameters
+from tether.control.learning.losses import RolloutForward
+from tether.control.policies.mlp_policy import ControlPolicy, save_policy
+from tether.control.policies.spec import PolicySpec
 from tether.keyed_random import generator, seed_of
-from tether.loop.engines.protocol import UpdatePlan
+from tether.loop.engine import UpdatePlan
 from tether.observations import row_width
 
 

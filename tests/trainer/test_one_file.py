@@ -11,7 +11,7 @@ import torch
 from tests.trainer.tiny_run import rows, same, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.control.build import build_control_run
-from tether.control.policies import load_policy
+from tether.control.policies.mlp_policy import load_policy
 from tether.runtime.objects import holding
 from tether.text.build import build_run
 from tether.text.models.load import load_causal_lm, load_tokenizer
