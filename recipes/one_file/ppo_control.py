@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = Args(**vars(parser.parse_args(arguments)))
     torch.set_num_threads(1)  # for networks this small, more threads only wait for each other
     save_policy(train(args), Path(args.save_to))
-    print(f"saved to {args.save_to}; tether.control.policies.load_policy reads it")
+    print(f"saved to {args.save_to}; tether.control.policies.mlp_policy.load_policy reads it")
 
 
 if __name__ == "__main__":

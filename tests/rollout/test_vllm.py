@@ -37,7 +37,7 @@ from tether.batch import WeightUpdate
 from tether.text.sampling.protocol import NoiseKey
 from tether.text.servers import Connections, InferenceServer, Launch, ServerGone, broadcast, server, shared_file
 from tether.text.servers.inside import tether_buffers
-from tether.text.servers.vllm_api import Adapters, Vllm
+from tether.text.servers.vllm_api import Adapters, Vllm, launch_of
 
 
 @pytest.fixture(scope="module", params=VLLM)
@@ -449,3 +449,11 @@ def test_names_must_be_those_of_the_model(made: Callable[..., Bench], names: Any
     sent = [(name, have.get(name, torch.zeros(1))) for name in names(list(have))]
     with pytest.raises(ValueError, match=f"{message}.*must run the model of actor_rollout_ref.model.path"):
         bench.engine.load_weights(WeightUpdate(1, sent))
+
+
+def test_a_server_finds_what_runs_inside_of_it(tmp_path: Path) -> None:
+    """Without vLLM nothing else notices that the folder is not where the launch says."""
+    launch = launch_of(Path("python"), tmp_path / "log", {}, {})
+    folder, extension = Path(launch.environment["PYTHONPATH"]), str(launch.options["worker_extension_cls"])
+    assert (folder / f"{extension.partition('.')[0]}.py").is_file()
+    assert (folder / "tether_buffers.py").is_file()

@@ -43,7 +43,8 @@ def preference_batch(
     max_length: int,
     chat_template: str | None = None,
 ) -> TrainBatch:
-    """Tokenize pairs to rows for `tether.text.learning.PairForward`, with a chat template or the tokenizer's default.
+    """Tokenize pairs to rows for `tether.text.learning.scoring.PairForward`, with a chat template or the tokenizer's
+    default.
 
     Raises:
         ValueError: pairs that are too long, without tokens, or with equal sides; names up to ten by file and row.

@@ -32,7 +32,7 @@ from tether.text.servers import (
 from tether.text.servers.vllm_weights import TRANSFERS
 from tether.types import JsonObject
 
-INSIDE = Path(__file__).parents[1] / "inside"
+INSIDE = Path(__file__).parent / "inside"
 """Folder of the module that a server's workers import."""
 SERVED = "policy"
 """Name of the model in requests."""

@@ -1,6 +1,6 @@
 """The ways of sending weights to a vLLM server (`actor_rollout_ref.rollout.weight_transfer`) in an open update.
 
-`tether.text.sampling.inside` has the receiving side, which gets the location of tensors and selects its shard of each.
+`tether.text.servers.inside` has the receiving side, which gets the location of tensors and selects its shard of each.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class _Row:
 
 
 class ConversationBatch:
-    """The conversations of one rollout, which are the `tether.text.sampling.Responder` of an engine."""
+    """The conversations of one rollout, which are the `tether.text.sampling.protocol.Responder` of an engine."""
 
     def __init__(self, shared: Conversations, prompts: Sequence[Prompt], index: int) -> None:
         self._shared, self._index = shared, index
