@@ -29,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src/tether"
 BEGIN, END = "<!-- trace:begin -->", "<!-- trace:end -->"
 STEPS = 3
-CORE = ("algorithms", "batch.py", "checkpoints", "keyed_random.py", "metrics", "runtime", "trainer", "training")
+CORE = (
+    "algorithms", "batch.py", "checkpoints", "control/learning", "keyed_random.py", "loop", "metrics", "runtime",
+    "text/learning",
+)  # fmt: skip
 """The loop, engines, losses, checkpoints and evaluation: without what samples and scores, and without models."""
 OFTEN = ["trainer.logger=file", f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}"]
 
@@ -173,8 +176,9 @@ def core(functions: Functions) -> Functions:
 
 
 def room_of(file: Path) -> str:
-    """The package of a file, or the module beside the packages."""
-    return file.relative_to(PACKAGE).parts[0]
+    """The package of a file, or the module beside the packages; of the two products the folder or module in them."""
+    parts = file.relative_to(PACKAGE).parts
+    return "/".join(parts[:2]) if parts[0] in ("text", "control") else parts[0]
 
 
 def written(page: str, lines: list[str]) -> str:
