@@ -21,7 +21,7 @@ from tether.config.problems import ConfigError, Problem
 from tether.config.render import Dumper
 from tether.config.secrets import has_secrets, is_secret
 from tether.config.support.verl_keys import renamed
-from tether.integrations.verl.recorder import Call, Recorder, Recording
+from tether.integrations.verl.recorder import RecordedCommand, Recorder, Recording
 from tether.runtime.hubs import OFF, USE_MODELSCOPE
 from tether.text.rewards.sandbox import bubblewrap
 
@@ -155,7 +155,7 @@ def _may_be_secret(variable: str) -> bool:
     return not is_folder and (is_secret(variable) or variable.endswith(("TOKEN", "_KEY", "_PASS")))
 
 
-def _starts(recording: Recording) -> list[tuple[Call, int]]:
+def _starts(recording: Recording) -> list[tuple[RecordedCommand, int]]:
     """Return the calls that start a trainer, each with the index of the trainer's name."""
     return [(call, index) for call in recording.calls if (index := _trainer_index(call)) is not None]
 
@@ -237,7 +237,7 @@ def _notes(text: str, recording: Recording) -> dict[str, str]:
     return notes
 
 
-def _why_detached(call: Call, lines: Sequence[str]) -> str:
+def _why_detached(call: RecordedCommand, lines: Sequence[str]) -> str:
     """Return why a setting does not belong to the command above it, by the lines between them."""
     above = call.line - 1
     if match := re.search(r"\\[ \t]+(#.*)?$", lines[above - 1]):
@@ -257,7 +257,7 @@ def _why_detached(call: Call, lines: Sequence[str]) -> str:
     )
 
 
-def _trainer_index(command: Call) -> int | None:
+def _trainer_index(command: RecordedCommand) -> int | None:
     """Return the index of the trainer's name, which may follow python, nsys, env, ...; None without one."""
     if command.words[0].rpartition("/")[2] in _MENTIONING:
         return None

@@ -69,7 +69,7 @@ RANDOM=1
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCommand:
     """A command that the script would have started."""
 
     line: int
@@ -82,7 +82,7 @@ class Call:
 class Recording:
     """What a script would have started, and how it ended."""
 
-    calls: Sequence[Call]
+    calls: Sequence[RecordedCommand]
     result: Finished
 
     @property
@@ -157,7 +157,7 @@ class Recorder:
         ]
         return "\n".join(lines).encode(errors="surrogateescape")
 
-    def _calls(self, recorded: bytes) -> Iterator[Call]:
+    def _calls(self, recorded: bytes) -> Iterator[RecordedCommand]:
         lines, of_sandbox = self.text.splitlines(), environment(FOLDER)
         for one in recorded.decode(errors="surrogateescape").split("\x1d\0")[:-1]:
             line, count, *fields = one.split("\0")[:-1]
@@ -169,7 +169,7 @@ class Recorder:
             }
             # bash numbers a command by its second word, which may be in the next line.
             is_next = re.match(r"[ \t]*[^\s#]\S*[ \t]*\\$", "".join(lines[int(line) - 2 : int(line) - 1]))
-            yield Call(int(line) - bool(is_next), tuple(words), own)
+            yield RecordedCommand(int(line) - bool(is_next), tuple(words), own)
 
 
 def _is_passed(name: str) -> bool:
