@@ -63,7 +63,7 @@ CASES = {
     "routers_can_be_told": (
         [BY_MEGATRON, f"{REPLAY}=R2", f"{ACTOR}.megatron.override_transformer_config={{moe_router_fusion: true}}"],
         MEGATRONS_REPLAY,
-        "override_transformer_config.moe_router_fusion=True has one that cannot be told. leave moe_router_fusion out",
+        "override_transformer_config.moe_router_fusion=True does not support. leave moe_router_fusion out",
         [f"~{ACTOR}.megatron.override_transformer_config.moe_router_fusion"],
     ),
     "training_data_is_named": (["data.train_files=[]"], "data.train_files", "names no file", ["data.train_files=a"]),

@@ -28,7 +28,8 @@ DEVICE, GLOO = tether_buffers._BACKENDS["gloo"]
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """With a server in this process."""
     kind = request.param
-    monkeypatch.setattr(f"tether.text.sampling.{kind}.weights.this_gpu", lambda: CPU)
+    weights = {"vllm": "tether.text.servers.vllm_weights", "sglang": "tether.integrations.sglang.weights"}[kind]
+    monkeypatch.setattr(f"{weights}.this_gpu", lambda: CPU)
     policy = SERVER_APIS[kind].policy
     api = Vllm(policy, transfer="nccl") if kind == "vllm" else SGLang(policy, "nccl")
     bench = Bench(tmp_path, kind, api=api)

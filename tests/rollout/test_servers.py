@@ -315,8 +315,8 @@ def test_one_that_dies_while_it_starts_shows_its_last_words(started: Callable[..
         ),
         (
             "no_routes",
-            r"HTTP 404.*(supports no weight updates: it has no such route|not a vLLM server that tether can use); "
-            r".*/servers.md",
+            r"HTTP 404.*(supports no weight updates: it has no such route|not a vLLM server that tether can use)\. "
+            r"Start one by: tether serve ",
         ),
         (
             "another_dtype",

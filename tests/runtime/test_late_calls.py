@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tether.runtime import late_calls
 from tether.runtime.late_calls import LateCalls
 
 
@@ -18,9 +19,10 @@ def test_a_call_that_is_late_ends() -> None:
     calls.close()
 
 
-def test_the_signal_has_its_handler_again_after_the_last_one() -> None:
+def test_the_signal_has_its_handler_again_after_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def handler(*_: object) -> None: ...
 
+    monkeypatch.setattr(late_calls, "_watching", set())  # another test may have left one
     before = signal.signal(signal.SIGURG, handler)
     first, second = LateCalls(1, "late"), LateCalls(1, "late")
     first.close()

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -105,6 +103,8 @@ def memory_metrics() -> dict[str, float]:
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     metrics = {"perf/cpu_memory_peak_gb": peak / GIB}
+    import torch  # only by who trains: the viewers of metrics do without
+
     if torch.cuda.is_available():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GIB
         metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GIB

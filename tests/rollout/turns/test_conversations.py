@@ -10,8 +10,7 @@ from tests.trainer.turn_run import ID, tokenizer
 from tether.batch import Prompt, TokenIds
 from tether.text.data.prompts import tokenize
 from tether.text.rewards import RewardError
-from tether.text.turns import Conversations
-from tether.text.turns.conversations import TurnLimits
+from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool
 

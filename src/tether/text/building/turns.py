@@ -11,7 +11,8 @@ from tether.text.building.named_inputs import agent_problem, interactions_of, ro
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
-from tether.text.turns import Conversations, TurnLimits, TurnTemplate
+from tether.text.turns.conversations import Conversations, TurnLimits
+from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
 
 _STARTUP = 300.0  # seconds; an environment may load a dataset

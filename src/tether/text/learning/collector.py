@@ -23,7 +23,7 @@ from tether.text.rewards import (
 )
 from tether.text.rewards.service import Rewards
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
-from tether.text.turns import ConversationBatch, Conversations
+from tether.text.turns.conversations import ConversationBatch, Conversations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -223,7 +223,7 @@ class InferenceServer:
         """
         must = (
             "It must run the model of actor_rollout_ref.model.path, and see this machine's memory unless "
-            f"actor_rollout_ref.rollout.weight_transfer=distributed; {self.api.how}"
+            f"actor_rollout_ref.rollout.weight_transfer=distributed. {self.api.how}"
         )
         payload = WeightPayload(self._counted(tensors, dtype), dtype, bucket, self._staging)
         self._send(weights, lambda: self.api.load_weights(self.http, weights, payload, self.timeout), must)
@@ -250,7 +250,7 @@ class InferenceServer:
         except ServerRefuses as error:
             has_no_route = error.status in (404, 405)
             why = (
-                f"supports no weight updates: it has no such route; {self.api.how}"
+                f"supports no weight updates: it has no such route. {self.api.how}"
                 if has_no_route
                 else f"refuses them. {must}"
             )

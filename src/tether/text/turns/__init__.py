@@ -2,8 +2,3 @@
 
 `template` tokenizes the messages between two turns; `conversations` is the responder of a rollout engine.
 """
-
-from tether.text.turns.conversations import ConversationBatch, Conversations, TurnLimits
-from tether.text.turns.template import TurnTemplate
-
-__all__ = ["ConversationBatch", "Conversations", "TurnLimits", "TurnTemplate"]
