@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from tether.text.models.load import ready
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 SAME, REFUSED, WRONG, NOT_BUILT = "same tokens", "refused", "OTHER TOKENS", "not built"

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.resumable import write_between
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 BEGIN, END = "<!-- kept:begin -->", "<!-- kept:end -->"

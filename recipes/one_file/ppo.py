@@ -52,7 +52,7 @@ from tether.text.models.model_path import resolve_model_path
 from tether.text.models.save import save_tokenizer, write_model
 from tether.text.rewards.outcome import Score, outcome_of
 from tether.text.rewards.router import find_reward
-from tether.text.sampling import NativeEngine, eos_token_ids
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 # Two to four statements about people and a question ("Who can't bear playing the oboe?"); the first word of the

@@ -26,7 +26,7 @@ from tether.text.models.layers import Packed, context_length, spec_of, use_tethe
 from tether.text.models.load import load_causal_lm
 from tether.text.models.output import hidden_states
 from tether.text.models.packing_check import disable_dropout, prepare_for_packing
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 FLOAT32_INSIDE = (

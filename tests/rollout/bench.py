@@ -17,7 +17,7 @@ from tether.integrations.sglang import launch_of as launch_sglang
 from tether.runtime.program import environment_of
 from tether.text.models.lora import LoraOptions, add_lora
 from tether.text.models.truncation_record import KeptSets
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.parity import ParityProbe
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.servers import InferenceServer, ServedEngine, ServedPolicy, ServerApi, Traffic

@@ -10,8 +10,8 @@ from tests.tiny import MOE, VOCAB_SIZE, tiny_model
 from tether.batch import RolloutBatch, TrainBatch, WeightUpdate
 from tether.text.learning.losses import PolicyForward
 from tether.text.models.layers import use_tether_attention
-from tether.text.sampling import NativeEngine
 from tether.text.sampling.concat import join_rollouts
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 PROMPTS = [[5, 6, 7, 22], [8, 30], [9, 1, 2, 3, 4, 5]]

@@ -7,8 +7,8 @@ import torch
 
 from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, log_probs_of, rows_of, tiny_policy
 from tether.batch import WeightUpdate
-from tether.text.sampling import NativeEngine
 from tether.text.sampling.concat import join_rollouts
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import SamplingParams
 
 OLD, NEW = tiny_policy(0), tiny_policy(1)

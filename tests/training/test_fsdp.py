@@ -51,7 +51,7 @@ from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.lazy_weights import has_lazy_weights
 from tether.text.models.load import load_causal_lm
 from tether.text.models.save import join_shards, write_model
-from tether.text.sampling import eos_token_ids
+from tether.text.sampling.engine import eos_token_ids
 
 TOLERANCE = 1e-10
 LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))

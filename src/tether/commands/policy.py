@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tether.control.collecting.agent import EnvAgent
     from tether.control.envs.gymnasium_types import Env
     from tether.text.building.generator import Encode
-    from tether.text.sampling import NativeEngine
+    from tether.text.sampling.engine import NativeEngine
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from tests.rollout.test_native import PROMPTS, packed_logits, responses, route_one_by_one
 from tests.tiny import tiny_model
 from tether.batch import RolloutBatch
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.kv_cache import Decode
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, SamplingParams
 

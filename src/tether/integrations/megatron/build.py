@@ -29,7 +29,7 @@ from tether.text.learning.losses import ReferenceModel
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import is_gguf, load_config
-from tether.text.sampling import NativeEngine, eos_token_ids
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
 
 Role = ActorConfig | CriticConfig | RefConfig
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

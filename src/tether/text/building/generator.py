@@ -14,7 +14,7 @@ from tether.text.data.prompts import dated_template, render, tokenize
 from tether.text.data.rows import Row
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.types import Message
 
 Encode = Callable[[Sequence[Message]], list[int]]

@@ -13,7 +13,7 @@ from tether.config import RunConfig, saved_values, values_of
 from tether.config.support.live_keys import why_idle
 from tether.runtime.machine import computes_in_bfloat16
 from tether.text.models.load import load_causal_lm
-from tether.text.sampling import NativeEngine, eos_token_ids
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DTYPE_KEYS = (

@@ -14,7 +14,7 @@ from tether.batch import RolloutBatch, WeightUpdate
 from tether.config import RunConfig
 from tether.distributed import StoredWeights
 from tether.text.building.inputs import Inputs
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 
 
 @dataclass(frozen=True)

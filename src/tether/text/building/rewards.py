@@ -49,7 +49,7 @@ from tether.text.rewards.service import (
     ServedRewardModel,
     WeightedReward,
 )
-from tether.text.sampling import NativeEngine
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.sharded import ShardedEngine
 

@@ -51,7 +51,7 @@ from tether.text.learning.packing import balanced, in_order
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights
-from tether.text.sampling import NativeEngine, eos_token_ids
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
 from tether.text.sharded import ShardedEngine, ShardedSampler
 

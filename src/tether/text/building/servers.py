@@ -29,7 +29,7 @@ from tether.text.models.layers import context_length
 from tether.text.models.load import is_gguf, load_config
 from tether.text.models.model_path import WEIGHT_FILES, weight_files
 from tether.text.models.save import add_older_names
-from tether.text.sampling import eos_token_ids
+from tether.text.sampling.engine import eos_token_ids
 from tether.text.sampling.parity import ParityProbe
 from tether.text.sampling.protocol import SamplingParams
 from tether.text.servers import InferenceServer, Launch, ServedEngine, ServedPolicy, ServerApi, Traffic

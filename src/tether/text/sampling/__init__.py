@@ -2,7 +2,3 @@
 
 Noise is keyed by prompt and position, so that a sample does not depend on its batch.
 """
-
-from tether.text.sampling.engine import NativeEngine, eos_token_ids
-
-__all__ = ["NativeEngine", "eos_token_ids"]
