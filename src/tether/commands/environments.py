@@ -169,12 +169,11 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     Raises:
         ValueError: there is no server of this name, or no environment with it.
     """
-    from tether.integrations.sglang import api as sglang
+    from tether.config.schema import SERVERS
     from tether.text.building.named_inputs import server_python
-    from tether.text.servers import vllm_api as vllm
+    from tether.text.building.servers import launcher
 
-    kinds = {"vllm": vllm.launch_of, "sglang": sglang.launch_of}
-    if name not in kinds:
-        raise ValueError(f"{name}: no such server.{did_you_mean(name, kinds)} Servers: {', '.join(kinds)}")
-    launch = kinds[name](server_python(name), Path(os.devnull), {}, {})
+    if name not in SERVERS:
+        raise ValueError(f"{name}: no such server.{did_you_mean(name, SERVERS)} Servers: {', '.join(SERVERS)}")
+    launch = launcher(name)(server_python(name), Path(os.devnull), {}, {})
     return [*launch.command(8000), *arguments], dict(launch.environment)  # the last of two ports is effective

@@ -30,8 +30,7 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
     """Return the policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
     The former keeps its observation statistics: some entries hardly vary in demonstrations, so updating the statistics
-    in
-    the first rollouts would change the policy's inputs completely.
+    in the first rollouts would change the policy's inputs completely.
 
     Raises:
         ValueError: no policy fits the environment, or the path has no policy or one of a different shape.

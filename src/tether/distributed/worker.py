@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from tether import __version__
 from tether.distributed.transfers import Transfers
 from tether.distributed.weights import StoredWeights, weight_chunks
+from tether.loop.parts import Ranks
 from tether.runtime.machine import set_threads
 from tether.runtime.rendezvous import StoreAddress
 
@@ -37,13 +38,8 @@ BEAT_SECONDS = 0.5
 GETS_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
-class Group(Protocol):
+class Group(Ranks, Protocol):
     """Ranks that have the same components and one process group."""
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
 
     @property
     def transfers(self) -> Transfers:
@@ -52,22 +48,6 @@ class Group(Protocol):
 
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: Any) -> None:
         """Build the components on every rank with a factory that ranks can import."""
-        ...
-
-    def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
-        """Call a method of a component on all ranks at once.
-
-        Args:
-            component: its key in the mapping that the factory returned.
-            method: name of the method.
-            arguments: positional arguments of each rank; None does not call this rank and returns None for it.
-
-        Returns:
-            The results, in the order of ranks.
-
-        Raises:
-            RankFailed: a rank failed or was lost.
-        """
         ...
 
     def share(self, value: object) -> object:

@@ -90,7 +90,7 @@ def reason_to_stop(reached_target: bool, has_collapsed: bool, on_collapse: OnCol
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Runs the training loop over the components of a run, which `tether.text.building` builds from a configuration.
+    """Runs the training loop over the components of a run, which a `build` module makes from a configuration.
 
     A resumed run is bitwise equal to an uninterrupted one. Optional components may be None.
     """

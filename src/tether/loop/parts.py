@@ -264,7 +264,7 @@ STOPS = (
 
 
 class Ranks(Protocol):
-    """The processes of a run on several devices, as `tether.distributed.Group` is."""
+    """The processes of a run on several devices, as the loop knows them; `tether.distributed.Group` adds more."""
 
     @property
     def size(self) -> int:
@@ -272,7 +272,19 @@ class Ranks(Protocol):
         ...
 
     def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
-        """Call a method of a component on all ranks at once."""
+        """Call a method of a component on all ranks at once.
+
+        Args:
+            component: its key in the mapping that the factory returned.
+            method: name of the method.
+            arguments: positional arguments of each rank; None does not call this rank and returns None for it.
+
+        Returns:
+            The results, in the order of ranks.
+
+        Raises:
+            RankFailed: a rank failed or was lost.
+        """
         ...
 
 

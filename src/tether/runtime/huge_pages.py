@@ -2,8 +2,7 @@
 
 Every activation is a new allocation, which the kernel maps page by page at first touch. With pages of 4 KiB this can
 take longer than the arithmetic, especially on virtual machines. With a tunable, glibc requests pages of 2 MiB, and
-keeps
-freed memory for the next step; it reads its tunables when the process starts.
+keeps freed memory for the next step; it reads its tunables when the process starts.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ class LateCalls:
     """Watches calls from a thread; the cost of `begin` and `end` is not measurable.
 
     A late call raises in the main thread, whether it runs Python code or waits. Code that never releases the
-    interpreter
-    lock cannot be interrupted.
+    interpreter lock cannot be interrupted.
 
     Args:
         seconds: timeout of a call. Time in which this process is stopped does not count.

@@ -57,8 +57,7 @@ def deterministic_kernels() -> Iterator[None]:
     """Make CUDA add in a fixed order, so that a resumed run is bitwise equal to the uninterrupted one.
 
     By default, threads of PyTorch's CUDA kernels add in the order in which they finish, so the backward pass of
-    attention,
-    embeddings and convolutions differs between calls. Other devices have no such kernels.
+    attention, embeddings and convolutions differs between calls. Other devices have no such kernels.
 
     Raises (from within):
         RuntimeError: an operation has no deterministic kernel; PyTorch names it.

@@ -50,11 +50,9 @@ class SupervisedProcess:
     """A worker process with its guard; `fork` and `spawn` make one.
 
     Each request has a deadline for its first answer; answers and beats (`Channel.beat`) extend it. When it passes, or
-    the
-    process sends invalid data, the process and all its descendants are killed, even if it is stopped, holds its
-    interpreter
-    lock, or never stops sending.
-    `stop` may be called from any thread; everything else from one thread at a time.
+    the process sends invalid data, the process and all its descendants are killed, even if it is stopped, holds its
+    interpreter lock, or never stops sending. `stop` may be called from any thread; everything else from one thread at a
+    time.
     """
 
     def __init__(

@@ -36,10 +36,8 @@ def limit_spinning() -> None:
     """Make waiting threads sleep soon, unless the environment configures how they wait.
 
     GNU OpenMP's threads, which PyTorch uses on Linux, spin for several milliseconds. That is longer than the time slice
-    of
-    another process, so on shared cores a waiting thread can prevent the thread that it waits for from running. OpenMP
-    reads
-    the variable when torch is loaded.
+    of another process, so on shared cores a waiting thread can prevent the thread that it waits for from running.
+    OpenMP reads the variable when torch is loaded.
     """
     if not {OMP_WAIT_POLICY, GOMP_SPINCOUNT} & os.environ.keys():
         os.environ[GOMP_SPINCOUNT] = str(SPINS)

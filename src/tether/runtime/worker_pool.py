@@ -39,10 +39,8 @@ class Work(Generic[Answer]):
 
     serve: str
     """``module:function`` for `SupervisedProcess.spawn`. It first receives the result of `begin` and answers in JSON:
-    any number
-    of lists [next activity], for messages, then a string with an error, or an object, which becomes `WorkerPool.about`.
-    Each
-    later request is a pickled list of payloads, with one answer each."""
+    any number of lists [next activity], for messages, then a string with an error, or an object, which becomes
+    `WorkerPool.about`. Each later request is a pickled list of payloads, with one answer each."""
     begin: Callable[[Any], object]
     """Returns the first message, pickled, given `WorkerPool.about` (None for the first workers)."""
     name: str

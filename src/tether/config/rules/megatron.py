@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from tether.config.devices import device_count, devices_of, misplaced
+from tether.config.devices import device_count, devices_of, misplaced, uses_megatron
 from tether.config.keys import show
 from tether.config.kl import full_kl_in_loss, reference_runs_with_actor
 from tether.config.placement import PATH
@@ -22,11 +22,6 @@ ONE_LAYOUT = (
 MODELS = {ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
 ONE = "models on the same devices share a layout"
 EDGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-
-
-def trains(cfg: RunConfig) -> bool:
-    """Whether Megatron trains the run."""
-    return device_count(cfg) > 1 and cfg.actor_rollout_ref.actor.strategy == "megatron"
 
 
 def same_engine(role: str, when: Condition) -> Rule:
@@ -46,7 +41,7 @@ def same_layout(role: str, when: Condition) -> Rule:
     """Megatron holds one set of process groups in a process; models on devices of their own have other processes."""
 
     def rule(cfg: RunConfig) -> Problem | None:
-        if not trains(cfg) or not when(cfg) or misplaced(cfg) or _has_separate_devices(cfg, role):
+        if not uses_megatron(cfg) or not when(cfg) or misplaced(cfg) or _has_separate_devices(cfg, role):
             return None
         for name in ONE_LAYOUT:
             mine, actors = (_at(cfg, f"{section}.megatron.{name}") for section in (role, ACTOR))
@@ -100,7 +95,7 @@ def pieces_have_a_pipeline(cfg: RunConfig) -> Problem | None:
     """Virtual pipeline stages need a pipeline of several devices."""
     sizes = cfg.actor_rollout_ref.actor.megatron
     stages = sizes.virtual_pipeline_model_parallel_size or 1
-    if not trains(cfg) or stages == 1 or sizes.pipeline_model_parallel_size > 1:
+    if not uses_megatron(cfg) or stages == 1 or sizes.pipeline_model_parallel_size > 1:
         return None
     key, what = (
         f"{SIZES}.virtual_pipeline_model_parallel_size",
@@ -122,7 +117,7 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
         key, path = f"{role}.megatron.use_dist_checkpointing", f"{role}.megatron.dist_checkpointing_path"
         if mine[1] is None:
             return Problem(key, f"True reads weights from {path}, which is null", "set it to the directory")
-        if trains(cfg):
+        if uses_megatron(cfg):
             return None
         strategy = cfg.actor_rollout_ref.actor.strategy
         alone = "one device (trainer.n_gpus_per_node x trainer.nnodes), which trains without Megatron"
@@ -136,7 +131,7 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
 def whole_models_train(cfg: RunConfig) -> Problem | None:
     """Megatron's layers do not support adapters."""
     key, rank = "actor_rollout_ref.model.lora_rank", cfg.actor_rollout_ref.model.lora_rank
-    if not trains(cfg) or not rank:
+    if not uses_megatron(cfg) or not rank:
         return None
     return Problem(
         key, f"{rank} asks for adapters, which Megatron ({ACTOR}.strategy) does not hold", f"leave {key} out"
@@ -145,7 +140,7 @@ def whole_models_train(cfg: RunConfig) -> Problem | None:
 
 def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
     """The KL over the vocabulary runs both models on one micro-batch, and a pipeline has one of them at a time."""
-    if not trains(cfg) or not reference_runs_with_actor(cfg):
+    if not uses_megatron(cfg) or not reference_runs_with_actor(cfg):
         return None
     key = f"{ACTOR}.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
     what = f"full runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"

@@ -28,8 +28,7 @@ class ObservationReader:
     """Converts observations of a space to named arrays, which `layout` describes.
 
     Discrete values start at 0, pictures are [height, width, channels], texts are bytes, and floats are float32, in
-    which
-    networks compute; other dtypes stay.
+    which networks compute; other dtypes stay.
 
     Args:
         space: observation space of an environment.
@@ -167,8 +166,7 @@ def as_picture(pixels: Array) -> Array:
     """Convert pictures to [rows, height, width, channels].
 
     Accepted are [rows, height, width], [rows, height, width, channels] and [rows, channels, height, width] (assumed if
-    the
-    last axis is longer than 4 and the first the shortest), and either with a stack of frames in front, which become
+    the last axis is longer than 4 and the first the shortest), and either with a stack of frames in front, which become
     channels.
     """
     if pixels.ndim == 3:

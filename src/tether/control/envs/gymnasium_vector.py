@@ -28,11 +28,9 @@ class GymnasiumVectorEnv:
     """Implements `VectorEnv` for each of Gymnasium's autoreset modes.
 
     - ``SAME_STEP``: the step that ends an episode returns the first observation of the next one, and the infos contain
-      the last one of
-    the old.
+      the last one of the old.
     - ``NEXT_STEP``: it returns the last observation; the following step ignores its action and only resets, so it is
-      marked
-    as not valid.
+      marked as not valid.
     - ``DISABLED``: the caller resets, which `step` does immediately.
 
     Args:

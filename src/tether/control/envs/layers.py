@@ -90,8 +90,7 @@ class PacedEnv:
     """Implements `VectorEnv` for environments that wait after an episode.
 
     The actions of a chunk are chosen together, so if an episode ends in the middle of a chunk, the remaining actions
-    are
-    not carried out: the environment waits, and the next episode begins with the next chunk.
+    are not carried out: the environment waits, and the next episode begins with the next chunk.
 
     Args:
         env: the environments.

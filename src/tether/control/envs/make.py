@@ -42,11 +42,6 @@ EXTRAS = {
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 
-ADAPTERS = ("libero", "maniskill", "metaworld")
-"""The env_types with an adapter in the integration ``robots``, whose `make_env` makes single environments from the
-simulator's own ids.
-"""
-
 SCRIPTED = ("metaworld",)
 """The env_types whose adapter has a scripted policy, `scripted`."""
 
@@ -508,6 +503,7 @@ def scripted(options: EnvOptions) -> Scripted:
 
 
 def _adapter(options: EnvOptions) -> ModuleType:
+    """Return the module of a simulator, whose `make_env` makes single environments from the simulator's own ids."""
     return integration("robots", options.env_type)
 
 

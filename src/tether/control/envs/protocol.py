@@ -58,18 +58,15 @@ class EnvStep:
     """[N]: the episode was cut, for example by a time limit, so that its value is bootstrapped."""
     final_obs: Observation | None = None
     """[N, ...]: last observation of the episodes that ended in this step, before the reset; other rows are undefined.
-    None if
-    no episode ended."""
+    None if no episode ended."""
     valid: Flags | None = None
     """[N]: False if no action was carried out: the step only reset the environment, or the environment waits for a
-    reset
-    (`HeldEnv`), or its process died (the episode is then truncated, too). None: all are valid."""
+    reset (`HeldEnv`), or its process died (the episode is then truncated, too). None: all are valid."""
     success: Flags | None = None
     """[N]: the task was solved in this step. None if the environment does not report it."""
     told: Mapping[str, Floats] | None = None
     """Name -> [N]: recorded numbers from the infos of the episodes that ended in this step, else NaN. None if no
-    episode
-    ended, or none are configured."""
+    episode ended, or none are configured."""
 
 
 @dataclass(frozen=True)

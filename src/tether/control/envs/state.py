@@ -261,11 +261,11 @@ def _owners(envs: Sequence[object]) -> list[_Owner]:
     classes_first = sorted(shared, key=lambda each: isinstance(each, ModuleType))
     others = [_Owner(each.__name__, each) for each in classes_first]
     known = {id(layer) for layer in finder.layers}
-    functions = _functions([*layers, *others])
+    functions = _functions([*layers, *others], finder)
     return [*layers, *others, *(each for each in functions if {*map(id, each.values().values())} - known)]
 
 
-def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
+def _functions(owners: Sequence[_Owner], finder: _Finder) -> list[_Owner]:
     """Return the functions in layers, then those of classes and modules, each with those in its own data behind it.
 
     The order is that of checkpoints, which refer to an owner by its index.
@@ -274,29 +274,13 @@ def _functions(owners: Sequence[_Owner]) -> list[_Owner]:
     for in_layer in (True, False):
         for owner in owners:
             if owner.is_layer == in_layer and not owner.gives_state:
-                stack += _functions_in(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
+                stack += finder.functions_in(vars(owner.obj).values() if in_layer else _defined_by(owner.obj))
         while stack:
             function = stack.pop()
             if id(function) not in functions:
                 functions[id(function)] = _Owner(function.__qualname__, function, in_layer)
-                stack += _functions_in(_variables(function).values())
+                stack += finder.functions_in(_variables(function).values())
     return list(functions.values())
-
-
-def _functions_in(values: Iterable[object]) -> Iterator[FunctionType]:
-    for value in values:
-        if isinstance(value, FunctionType):
-            yield value
-        elif not isinstance(value, CONSTANTS):
-            yield from (each for each in _layers_and_functions(value) if isinstance(each, FunctionType))
-
-
-def _layers_and_functions(value: object) -> list[object]:
-    """Return the layers and functions in a value, as deep as pickle goes, but not inside of them."""
-    found = list[object]()
-    with suppress(Exception):  # user classes may raise anything
-        _FindingPickler(found).dump(value)
-    return found
 
 
 def _pickles_its_arguments(obj: object) -> bool:
@@ -310,12 +294,13 @@ def _is_layer(obj: object) -> bool:
 
 
 class _Finder:
-    """Finds layers in values, as deep as pickle goes, and in the variables of functions."""
+    """Finds layers and functions in values, as deep as pickle goes, and layers in the variables of functions."""
 
     def __init__(self) -> None:
         self.layers: list[object] = []
         self._known = set[int]()
-        self._functions: dict[int, FunctionType] = {}
+        self._known_functions = set[int]()
+        self._contents: dict[int, tuple[object, list[object]]] = {}
 
     def add_layers(self, values: Iterable[object]) -> None:
         """Add those of the values that are layers themselves."""
@@ -334,13 +319,30 @@ class _Finder:
     def _look_through(self, values: Iterable[object]) -> None:
         for value in values:
             if isinstance(value, FunctionType):
-                if id(value) not in self._functions:
-                    self._functions[id(value)] = value
+                if id(value) not in self._known_functions:
+                    self._known_functions.add(id(value))
                     self._look_through(_variables(value).values())
             elif not isinstance(value, CONSTANTS):
-                found = _layers_and_functions(value)
-                self.add_layers(found)
-                self._look_through(each for each in found if isinstance(each, FunctionType))
+                contents = self._layers_and_functions(value)
+                self.add_layers(contents)
+                self._look_through(each for each in contents if isinstance(each, FunctionType))
+
+    def functions_in(self, values: Iterable[object]) -> Iterator[FunctionType]:
+        """Yield the functions in values, not those in their variables."""
+        for value in values:
+            if isinstance(value, FunctionType):
+                yield value
+            elif not isinstance(value, CONSTANTS):
+                yield from (each for each in self._layers_and_functions(value) if isinstance(each, FunctionType))
+
+    def _layers_and_functions(self, value: object) -> list[object]:
+        """Return the layers and functions in a value, but not what is inside of them."""
+        if id(value) not in self._contents:  # both passes look at the attributes of layers, and pickling is slow
+            contents = list[object]()
+            with suppress(Exception):  # user classes may raise anything
+                _FindingPickler(contents).dump(value)
+            self._contents[id(value)] = value, contents  # the value is kept, so that its id stays its own
+        return self._contents[id(value)][1]
 
 
 class _FindingPickler(pickle.Pickler):

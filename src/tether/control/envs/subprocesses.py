@@ -46,8 +46,7 @@ class WorkerVectorEnv:
     """Steps N environments in processes.
 
     A process that dies, exceeds the timeout, or whose environment raises, is replaced once. Its episodes are lost:
-    their
-    last step is truncated and not valid. The second failure is an error.
+    their last step is truncated and not valid. The second failure is an error.
 
     Args:
         id: name of the environment in error messages.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tether.config import RunConfig
-from tether.control.build_policies import find_pictures
+from tether.control.build_policies import START, find_pictures
 from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.flow import FlowSpec, Scale
 from tether.observations import Array, Observation, ObsLayout, row_width
@@ -18,7 +18,6 @@ from tether.observations import Array, Observation, ObsLayout, row_width
 if TYPE_CHECKING:
     from tether.integrations.robots.flow.policy import FlowPolicy
 
-START = "actor_rollout_ref.model.path"
 PROMPT_LENGTH = 200
 """Default length of prompts made by a tokenizer."""
 QUANTILES = (0.01, 0.99)

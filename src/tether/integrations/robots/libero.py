@@ -31,8 +31,7 @@ class LiberoTask(gymnasium.Env[Raw, NDArray[np.float32]]):
     """A LIBERO task whose episodes start in a random state of the benchmark and end with success.
 
     The observation is the state [S]; with cameras it is a Dict with ``state`` and one upright uint8 picture [H, W, 3]
-    per
-    camera.
+    per camera.
 
     Args:
         env: LIBERO's environment.

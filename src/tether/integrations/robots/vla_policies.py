@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.config import RunConfig
-from tether.control.build_policies import find_pictures
+from tether.control.build_policies import START, find_pictures
 from tether.control.envs.protocol import ContinuousActions, VectorEnv
 from tether.integrations.robots.vla import VlaSpec
 from tether.types import JsonObject
@@ -16,7 +16,6 @@ from tether.types import JsonObject
 if TYPE_CHECKING:
     from tether.integrations.robots.vla.policy import VlaPolicy
 
-START = "actor_rollout_ref.model.path"
 PROMPT_LENGTH = 50
 """Default length of prompts, as in RLinf."""
 

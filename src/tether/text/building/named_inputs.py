@@ -359,8 +359,7 @@ def _rows(
     """Check a source of rows; for a file, check the first rows, their agents and the rules that score them.
 
     The data sources that rules score are added to `sources`; the known agents of each source of rows are added to
-    `agents`,
-    for `check_turns_act`.
+    `agents`, for `check_turns_act`.
     """
     kind, turns = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout.multi_turn
     if kind == "environment" and not turns.enable:

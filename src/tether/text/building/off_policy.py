@@ -62,8 +62,7 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
     """Return the source of the log-probs under the old policy.
 
     The update itself provides them if it makes one optimizer step per rollout, so that its own log-probs are the old
-    ones,
-    and if nothing before it reads them or their experts.
+    ones, and if nothing before it reads them or their experts.
     """
     algorithm, trainer, actor = config.algorithm, config.trainer, config.actor_rollout_ref.actor
     if algorithm.rollout_correction.bypass_mode:

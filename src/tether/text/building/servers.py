@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +237,14 @@ def _link_files(model: Path | str, folder: Path) -> None:
         (folder / file.name).symlink_to(file.absolute())
 
 
+def launcher(name: str) -> Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch]:
+    """Return what makes a `Launch` of this kind of server."""
+    launch: Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch] = (
+        launch_vllm if name == "vllm" else integration("sglang", "api").launch_of
+    )
+    return launch
+
+
 def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Path) -> list[Launch]:
     """Return the commands of the servers: one on a CPU, or as many as fit on the run's GPUs.
 
@@ -244,7 +253,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     """
     rollout, described = config.actor_rollout_ref.rollout, logs / "model"
     name, tensor_parallel, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
-    python, launch_of = server_python(name), launch_vllm if name == "vllm" else integration("sglang", "api").launch_of
+    python, launch_of = server_python(name), launcher(name)
     policy.config.save_pretrained(described)
     add_older_names(described)
     if policy.generation_config is not None:

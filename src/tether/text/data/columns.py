@@ -82,8 +82,7 @@ class Columns:
         """Return the columns of the layout recognised by `keys` and the row `first`, or these columns if there is none.
 
         Keys set by the user stay. A configured answer column is extracted only if the layout's reward scores the row,
-        because a
-        custom reward function may need the full column.
+        because a custom reward function may need the full column.
         """
         if not isinstance(first, Mapping) or (self.answer is None and "reward_model" in keys):
             return self

@@ -226,8 +226,7 @@ class PromptSampler:
     batch size may differ after a resume.
 
     The last batch of an epoch may be smaller than `batch_size`; no row is dropped, and no batch mixes two epochs. With
-    a
-    `batch_size` above `num_prompts`, a batch is the full dataset.
+    a `batch_size` above `num_prompts`, a batch is the full dataset.
 
     Args:
         num_prompts: size of the dataset, at least 1.
@@ -423,8 +422,7 @@ class PromptDataset:
         """Return this dataset as the validation data of a run that trains on `train`.
 
         Generated prompts that repeat or are also in `train` are dropped. Prompts of files are only counted in the
-        report,
-        so that a score is that of the file.
+        report, so that a score is that of the file.
 
         Raises:
             ValueError: no prompt remains.

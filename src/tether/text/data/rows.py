@@ -68,8 +68,7 @@ class RowSource:
     columns: Columns = field(default_factory=Columns)
     from_columns: bool = False
     """Whether the rows come from typed columns (Parquet, `datasets`), whose mappings have the keys of all rows, with
-    null for
-    missing ones."""
+    null for missing ones."""
 
 
 @dataclass(frozen=True)

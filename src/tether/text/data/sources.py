@@ -34,9 +34,8 @@ def load_rows(
     Args:
         files: one source or several, of mixed kinds:
             a path that ends in .parquet, .json (a list, or one object per line) or .jsonl, or a pattern or folder of
-            these;
-            ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub;
-            both with optional ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` after the ``?``;
+            these; ``owner/name`` or ``owner/name?split=train&name=main&revision=...`` on the Hugging Face hub; both
+            with optional ``question``, ``answer``, ``data_source``, ``system`` and ``suffix`` after the ``?``;
             ``reasoning_gym:task?size=2000&seed=1&...`` (see `tether.text.data.procedural`);
             ``verifiers:environment?argument=value&...`` (see `tether.integrations.agents.environment_rows`).
         prompt_key: column of the prompt.

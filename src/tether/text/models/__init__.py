@@ -1,5 +1,4 @@
 """Causal language models and critics of transformers: loading, LoRA, gradient checkpointing, the packing check.
 
-`model_path` and `registry_download` find and download weights without importing torch, so import the module that you
-need.
+`model_path` finds weights without importing torch, so import the module that you need.
 """

@@ -1,7 +1,6 @@
 """Tools and environments that reply to the policy between its turns, and the processes that run them.
 
-This package does not import torch, so that the processes start in a fraction of a second. `verifiers_environment`
-requires the library verifiers, `mcp_servers` the package mcp.
+This package does not import torch, so that the processes start in a fraction of a second.
 """
 
 from tether.text.turns.tools.calls import FORMATS, Call, shortened
