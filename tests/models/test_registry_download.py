@@ -192,6 +192,7 @@ def test_unknown_name(tmp_path):
 def test_a_gguf_file_loads_directly(tmp_path):
     write_tiny_gguf(tmp_path / "tiny.gguf")
     model = load_causal_lm(tmp_path / "tiny.gguf", dtype=torch.float32)
+    assert model.name_or_path == str(tmp_path / "tiny.gguf")
     model.save_pretrained(tmp_path / "saved")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():

@@ -519,6 +519,8 @@ def main() -> None:
     other programs; on a full disk it is 2. Commands that write files, such as training, continue and exit as usual.
     """
     prepare_standard_streams()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # packages would draw their progress bars in files and pipes
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does, because a user's files import packages in the working directory
     try:

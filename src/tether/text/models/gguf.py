@@ -52,6 +52,7 @@ def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTraine
         del config.quantization_config
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten, so preserve the random state
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.name_or_path = str(file)  # transformers names the folder
     model.load_state_dict(loaded.state_dict())
     model.generation_config = GenerationConfig.from_model_config(config)
     return model
