@@ -41,7 +41,7 @@ EXTRAS = {
     "mani-skill": ("maniskill", "ManiSkill3 (env.train.env_type=maniskill)"),
     "hf-libero": ("libero", "LIBERO (env.train.env_type=libero)"),
     "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
-    "gguf": ("quickstart", "models from GGUF files, among them tether model pull smollm2-135m"),
+    "gguf": ("quickstart", "models from GGUF files, among them those of tether model pull"),
     "matplotlib": ("quickstart", "tether plot"),
     "liger-kernel": ("cuda-kernels", "fused norms and gated MLPs on CUDA"),
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),

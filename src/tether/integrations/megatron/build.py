@@ -28,7 +28,7 @@ from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.losses import ReferenceModel
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
-from tether.text.models.load import is_gguf, load_config
+from tether.text.models.load import load_config
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 
 Role = ActorConfig | CriticConfig | RefConfig
@@ -119,11 +119,10 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
     paths = {"actor": policy, "reference": policy, "critic": critic}
     for model, (name, role) in roles_of(config).items():
         path, layout = paths[model], layout_of(role, name)
-        if is_object(path) or is_gguf(path):
-            what = "a model that is an object" if is_object(path) else f"{path}: a GGUF file"
+        if is_object(path):
             raise ValueError(
-                f"{what} cannot be read by Megatron's ranks, which take slices of safetensors. Save the model once as "
-                "a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
+                "a model that is an object cannot be read by Megatron's ranks, which take slices of safetensors. Save "
+                "it once as a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
             )
         hf_config = _hf_config(config, role, path)
         prefix = f"{name}.megatron."
