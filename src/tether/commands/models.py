@@ -35,9 +35,14 @@ def list_models() -> None:
 @model_app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A global_step_N folder, or the folder of a run (its last one).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder of the exported policy.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New file; of openvla the new folder.")],
+    to: Annotated[str, typer.Option("--to", help="npz, onnx or openvla.")] = "openvla",
 ) -> None:
-    """Export a policy that was trained from a published OpenVLA policy to the layout of OpenVLA."""
+    """Export a control policy for other programs.
+
+    npz and onnx contain everything from the observation of the environment to its action, for robots that have neither
+    torch nor tether. openvla is the layout of OpenVLA, for policies that were trained from a published one.
+    """
     from tether.commands.model import export as run
 
-    run(checkpoint, out)
+    run(checkpoint, to, out)

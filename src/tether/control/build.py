@@ -26,7 +26,7 @@ import torch
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig, for_environment
 from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
-from tether.control.build_policies import code_of, env_for_policy, start_policy
+from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
@@ -322,6 +322,7 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
         ValueError: no policy fits the environments.
     """
     policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+    policy.spaces = spaces_of(env)
     if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
         policy.to(resolve_device(config.trainer.device))
     actor = config.actor_rollout_ref.actor
@@ -526,14 +527,18 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
         seed: seed of the noise for sampling actions.
 
     Raises:
-        ValueError: the spaces of the environment cannot be looked up, or a package is missing.
+        ValueError: the checkpoint has no spaces and the environment cannot be made, or a package is missing.
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval
     options = env_options(section, "env.eval", {}, view_of(config))
     make = importlib.import_module("tether.control.envs.make")
     policy = load_policy(checkpoint / POLICY)
+    if policy.spaces is None:  # saved by a version that did not save them
+        spaces = make.spaces_of(options)
+    else:
+        spaces = importlib.import_module("tether.control.envs.spaces").spaces_from_json(policy.spaces)
     code = code_of(policy)
     decode = None if code is None else code.decode
     agent_type = importlib.import_module("tether.control.collecting.agent").EnvAgent
-    return agent_type(policy, *make.spaces_of(options), options.id, decode, seed), partial(make.make_one, options)
+    return agent_type(policy, *spaces, options.id, decode, seed), partial(make.make_one, options)

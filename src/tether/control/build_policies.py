@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
 from tether.control.policies.spec import PolicySpec
 from tether.integrations import integration
 from tether.observations import describe, row_width
+from tether.types import JsonObject
 
 START = "actor_rollout_ref.model.path"
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
@@ -232,6 +234,12 @@ def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
     return CodedEnv(env, code)
+
+
+def spaces_of(env: VectorEnv) -> JsonObject:
+    """Return the spaces of one environment, as they are saved with a policy."""
+    saved: JsonObject = importlib.import_module("tether.control.envs.spaces").spaces_as_json(env.spaces)
+    return saved
 
 
 def code_of(policy: Policy) -> ActionCode | None:

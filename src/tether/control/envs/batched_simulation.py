@@ -55,8 +55,9 @@ class BatchedEnv:
         self.id, self.num_envs = id, num_envs
         self._env = env
         self._ignore_terminations = ignore_terminations
-        self._read = ObservationReader(env.unwrapped.single_observation_space, id)
-        self._codec = ActionCodec.of(env.unwrapped.single_action_space, id)
+        self.spaces = env.unwrapped.single_observation_space, env.unwrapped.single_action_space
+        self._read = ObservationReader(self.spaces[0], id)
+        self._codec = ActionCodec.of(self.spaces[1], id)
         self.actions = self._codec.spec
         self.layout = self._read.layout
 

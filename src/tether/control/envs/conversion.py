@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -60,6 +60,11 @@ class ObservationReader:
         """Read one observation into a row of arrays; raises as `__call__` does."""
         for leaf in self._leaves:
             into[leaf.entry.name][row] = leaf.read(obs, 1)[0]
+
+    @property
+    def fields(self) -> list[tuple[ObsPart, Space]]:
+        """The fields of `layout`, and the space of each."""
+        return [(leaf.entry, leaf.space) for leaf in self._leaves]
 
     def zeros(self, rows: int) -> Observation:
         """Return zeroed arrays for `rows` observations."""
@@ -162,6 +167,12 @@ def is_picture(space: Space) -> bool:
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
 
 
+def is_channels_first(shape: Sequence[int]) -> bool:
+    """Whether the last three axes of a picture are channels, height and width."""
+    *_, first, second, third = shape
+    return third > 4 and first < min(second, third)
+
+
 def as_picture(pixels: Array) -> Array:
     """Convert pictures to [rows, height, width, channels].
 
@@ -171,8 +182,7 @@ def as_picture(pixels: Array) -> Array:
     """
     if pixels.ndim == 3:
         return pixels[..., None]
-    *_, first, second, third = pixels.shape
-    if third > 4 and first < min(second, third):
+    if is_channels_first(pixels.shape):
         pixels = np.moveaxis(pixels, -3, -1)
     if pixels.ndim == 4:
         return pixels

@@ -53,7 +53,6 @@ class GymnasiumVectorEnv:
         self.actions = self._codec.spec
         self.layout = self._read.layout
         self.spaces = env.single_observation_space, env.single_action_space
-        """Of the observations and actions of one environment."""
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tether.observations import Array, Observation, ObsLayout
+
+if TYPE_CHECKING:
+    from tether.control.envs.spaces import Spaces
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -86,6 +89,8 @@ class VectorEnv(Protocol):
     layout: ObsLayout
     """The named arrays of an observation."""
     actions: ActionSpec
+    spaces: Spaces
+    """Of the observations and actions of one environment."""
 
     def reset(self, seed: int) -> Observation:
         """Begin new episodes and return their observations [N, ...]. Equal seeds and actions give equal steps."""
@@ -127,6 +132,7 @@ class HeldEnv(Protocol):
     num_envs: int
     layout: ObsLayout
     actions: ActionSpec
+    spaces: Spaces
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
         """Begin new episodes in some environments; return the observations of all, [N, ...].

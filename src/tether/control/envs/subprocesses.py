@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tether.control.envs.conversion import check_finite
 from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Saved
+from tether.control.envs.spaces import Spaces
 from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
@@ -84,7 +85,7 @@ class WorkerVectorEnv:
         self._workers = [self._start(one, make_first or make, announces=True)]
         try:
             self._workers += map(self._start, others)
-            self.actions, self.layout = self._announced()
+            self.actions, self.layout, self.spaces = self._announced()
         except BaseException:
             self.close()
             raise
@@ -163,15 +164,15 @@ class WorkerVectorEnv:
         for worker in self._workers:
             worker.process.close(end - time.monotonic())
 
-    def _announced(self) -> tuple[ActionSpec, ObsLayout]:
-        """Return the action and observation spaces that the first worker announces."""
+    def _announced(self) -> tuple[ActionSpec, ObsLayout, Spaces]:
+        """Return the actions, observations and spaces that the first worker announces."""
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
             first.process.send(b"", self._timeout + CLOSE_TIMEOUT)  # the worker's own deadline is earlier
         answer = self._result(0)
         if isinstance(answer, str):
             raise ValueError(f"{self.id}: the process of {self._names(first)}, making them, {answer}")
-        announced: tuple[ActionSpec, ObsLayout] = answer
+        announced: tuple[ActionSpec, ObsLayout, Spaces] = answer
         return announced
 
     def _start(self, rows: slice, make: MakeVector | None = None, *, announces: bool = False) -> _Worker:
@@ -296,7 +297,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
         return
     if announces:
         channel.receive()
-        answer((env.actions, env.layout))
+        answer((env.actions, env.layout, env.spaces))
     try:
         channel.beat(timeout)
         while (request := channel.receive()) is not None:

@@ -47,6 +47,7 @@ from tether.control.policies.spec import (
     picture_of,
 )
 from tether.observations import ACTION_MASK
+from tether.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,9 @@ class NetworkPolicy(nn.Module):
         spec: shape of the policy.
         seed: seed of the initial weights.
     """
+
+    spaces: JsonObject | None = None
+    """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
 
     def __init__(self, spec: PolicySpec, seed: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import numpy as np
 from tether.config import LoadedConfig, RunConfig
 from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.control.build import env_options, make_env, view_of
-from tether.control.build_policies import code_of, new_policy, saved_policy
+from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
 from tether.control.policies.mlp_policy import Policy
 from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
@@ -123,6 +123,7 @@ def build_cloning(
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
         policy = new_policy(config, env, bounds or scales)
+        policy.spaces = spaces_of(env)
     spec = policy.spec
     if isinstance(spec, VlaSpec):  # a published policy may have its own
         actions = [_bins(spec).encode(columns) for columns in actions]
