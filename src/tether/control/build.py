@@ -39,6 +39,7 @@ from tether.control.learning.losses import (
     loss_spec,
 )
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
+from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.loop.alarms import Alarms
@@ -55,6 +56,7 @@ from tether.loop.run import (
     build_critic_warmup,
     build_optimizer,
     build_profiler,
+    build_recorder,
     build_rollbacks,
     find_start,
     loss_by_step,
@@ -128,6 +130,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             best=build_best_evaluation(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
