@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.config.loading import load, problems_of
-from tether.config import ConfigError
+from tether.config import ConfigError, contradictions
 from tether.config.devices import placed
 from tether.config.keys import keys
-from tether.config.rules import text
-from tether.config.rules.text import RULES, SHARDED
+from tether.text.config_rules import RULES
+from tether.text.learning.config_rules import SHARDED
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
@@ -655,7 +655,7 @@ def test_each_contradiction_is_one_problem_and_its_fix_works(monkeypatch):
 
         return look
 
-    monkeypatch.setattr(text, "RULES", [watched(rule) for rule in RULES])
+    monkeypatch.setattr(contradictions, "TEXT_RULES", [watched(rule) for rule in RULES])
     assert {name: wrong for name, case in CASES.items() if (wrong := broken_by(case))} == {}
     assert [rule for rule in RULES if rule not in broken] == []
 

@@ -16,7 +16,7 @@ from tether.config import ConfigError, explain, load_config
 from tether.config.keys import keys, values_of
 from tether.config.loading.interpolation import nest
 from tether.config.loading.yaml_file import read_yaml
-from tether.config.rules.advantages import WITHOUT_PEERS
+from tether.config.schema.algorithm import WITHOUT_PEERS
 from tether.config.support.verl_keys import is_unread_section, renamed, unread_keys
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -18,8 +18,8 @@ from tether.config import load_config
 from tether.control.build import env_options, view_of
 from tether.runtime import threads
 from tether.runtime.threads import SPINS, num_threads, usable_cores
-from tether.text.rewards import RewardRequest, Score
 from tether.text.rewards.custom import CustomReward
+from tether.text.rewards.outcome import RewardRequest, Score
 from tether.text.rewards.service.pool import RewardPool
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -16,17 +16,7 @@ from tether.config.loading.load import LoadedConfig, for_environment, load_confi
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
-from tether.config.reward_parts import (
-    FunctionPart,
-    JudgePart,
-    RewardPart,
-    RulesPart,
-    check_has_part,
-    part_problems,
-    read_parts,
-)
 from tether.config.router_replay import replay_of
-from tether.config.rules.text import staleness_problem
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import masked_command
 from tether.config.stored_weights import reads_weights, stored_weights
@@ -36,17 +26,12 @@ __all__ = [
     "DRAW",
     "NO_DRAW",
     "ConfigError",
-    "FunctionPart",
-    "JudgePart",
     "LoadedConfig",
     "Override",
     "Problem",
-    "RewardPart",
-    "RulesPart",
     "RunConfig",
     "asks_reference",
     "changes_since",
-    "check_has_part",
     "check_resumable",
     "device_count",
     "explain",
@@ -62,16 +47,13 @@ __all__ = [
     "masked_command",
     "minimal_tree",
     "models_of",
-    "part_problems",
     "placed",
     "pools",
-    "read_parts",
     "reads_weights",
     "reference_runs_with_actor",
     "replay_of",
     "saved_values",
     "schema",
-    "staleness_problem",
     "stored_weights",
     "support",
     "uses_megatron",

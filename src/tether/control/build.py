@@ -25,9 +25,10 @@ import torch
 
 from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig, for_environment
-from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
+from tether.config.schema import ActorConfig
 from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy
 from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.config import EvalEnvConfig, TrainEnvConfig
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
 from tether.control.learning.flat import FlatEngine

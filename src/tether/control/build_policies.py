@@ -10,12 +10,12 @@ from types import ModuleType
 
 from tether.checkpoints import find_checkpoint
 from tether.config import RunConfig
-from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs.layers import ActionCode, CodedEnv
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
 from tether.control.policies.spec import PolicySpec

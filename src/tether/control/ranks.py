@@ -27,7 +27,6 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.config import RunConfig
-from tether.config.schema import TrainEnvConfig
 from tether.control.build import (
     ControlRoles,
     build_collector,
@@ -39,6 +38,7 @@ from tether.control.build import (
 )
 from tether.control.build_policies import env_for_policy
 from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.config import TrainEnvConfig
 from tether.control.envs.protocol import ActionSpec, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt

@@ -13,8 +13,9 @@ from torch import nn
 from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
 from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
-from tether.config.schema import ActorConfig, OptimConfig, TrainerConfig
+from tether.config.schema import ActorConfig, OptimConfig
 from tether.loop.checkpoint import Persistence
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLoss, OptimizerOptions
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts import BestEvaluation, CriticWarmup, Rollbacks, StepProfiler

@@ -29,6 +29,15 @@ AdvEstimator = Literal[
     "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_vectorized", "grpo_passk",
     "rloo_vectorized", "remax", "opo", "gpg", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo", "raw",
 ]  # fmt: skip
+COMPARES_RESPONSES = (
+    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo", "gpg",
+    "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
+"""Estimators whose baseline is the other responses to a prompt, which need `uid` in `tether.algorithms`."""
+
+WITHOUT_PEERS = ("grpo", "grpo_vectorized", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+"""Estimators with which the advantage of a single response is its score, as in verl."""
+
 KlKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+",

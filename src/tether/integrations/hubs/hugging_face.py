@@ -49,7 +49,7 @@ class HuggingFace:
             file.rfilename: RemoteFile(
                 file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
             )
-            for file in info.siblings or ()
+            for file in getattr(info, "siblings", None) or ()
         }
         return Listing(str(info.sha), files)
 

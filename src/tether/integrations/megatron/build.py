@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tether.config import RunConfig, models_of, placed
-from tether.config.schema import SERVERS, ActorConfig, CriticConfig, RefConfig
+from tether.config.schema import ActorConfig, CriticConfig, RefConfig
 from tether.distributed.groups import RankGroups
 from tether.integrations.megatron import MegatronLayout, check
 from tether.integrations.megatron.version import check_version
@@ -29,6 +29,7 @@ from tether.text.learning.losses import ReferenceModel
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import load_config
+from tether.text.sampling.config import SERVERS
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 
 Role = ActorConfig | CriticConfig | RefConfig

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.control.build import env_options, make_env, view_of
 from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.mlp_policy import Policy
 from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 from tether.integrations.robots.demonstrations import Demonstration

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
 from tether.config import RunConfig, replay_of
-from tether.config.schema import RolloutCorrectionConfig, TrainerConfig
+from tether.config.schema import RolloutCorrectionConfig
+from tether.loop.config import TrainerConfig
 from tether.loop.loop import OldLogProbs
 from tether.loop.parts import RolloutCorrection
 from tether.text.data.prompts import PromptDataset, PromptSampler

@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch
-from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, check_has_part, read_parts
-from tether.config.schema import ScoringServerConfig
+from tether.config import RunConfig
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
 from tether.loop.engine import Engine
@@ -33,9 +32,12 @@ from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.rewards import RewardError, check_sources, check_truth
+from tether.text.rewards.config import ScoringServerConfig
+from tether.text.rewards.config_parts import FunctionPart, JudgePart, RewardPart, RulesPart, check_has_part, read_parts
 from tether.text.rewards.custom import CustomReward, load_reward_function
 from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
+from tether.text.rewards.outcome import RewardError
+from tether.text.rewards.router import check_sources, check_truth
 from tether.text.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.text.rewards.service import (
     BatchedRewards,

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import RunConfig
-from tether.config.schema import SERVERS, RolloutConfig
 from tether.integrations import integration
 from tether.loop.alarms import mismatch_tolerance
 from tether.loop.engine import AnyLearner
@@ -30,6 +29,7 @@ from tether.text.models.layers import context_length
 from tether.text.models.load import load_config
 from tether.text.models.model_path import WEIGHT_FILES, weight_files
 from tether.text.models.save import add_older_names
+from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import eos_token_ids
 from tether.text.sampling.parity import ParityProbe
 from tether.text.sampling.protocol import SamplingParams

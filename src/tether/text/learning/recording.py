@@ -26,7 +26,7 @@ from tether.metrics.records import RecordFile, pack
 from tether.text.data.prompts import decode
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.losses import PolicyOutputs
-from tether.text.rewards import RewardError, Score
+from tether.text.rewards.outcome import RewardError, Score
 
 TOKEN_SHARE = 0.7
 """Share of the budget for the records of tokens; texts and columns get what remains."""

@@ -1,4 +1,4 @@
-"""`trainer`: length of the run, validation, checkpoints, logs, machine."""
+"""`trainer`: length of the run, validation, checkpoints, logs, machine; `cluster` and `ray_kwargs`: several devices."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tether.config.problems import Problem
-from tether.config.reward_parts import JudgePart, part_problems, read_parts
 from tether.config.rules.shapes import Rule, at_most
 from tether.config.schema.root import RunConfig
+from tether.text.rewards.config_parts import JudgePart, part_problems, read_parts
 
 
 def reward_model_is_named(cfg: RunConfig) -> Problem | None:
