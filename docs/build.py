@@ -73,7 +73,8 @@ def keys_tables() -> str:
         cells = [(f"`{key.path.rpartition('.')[2]}`", expected(key), default(key), key.doc) for key in own]
         rows = ["| " + " | ".join(map(_cell, row)) + " |" for row in cells]
         if rows:
-            head = [f"## `{section}`" if section else "## Others", "", what, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+            title = f"`{section}`" if section else "Others"
+            head = [f"## {title}", "", what, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
             parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts)
 

@@ -403,7 +403,7 @@ CASES = {
         ["integrations={coins: {bonus: 2}}"],
         "integrations.coins",
         "no installed package has this integration. install it",
-        ["integrations={}"],
+        ["~integrations"],
     ),
     "responses_are_decoded_by_the_policys_tokenizer": (
         [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
