@@ -399,6 +399,12 @@ CASES = {
         "'rulez' is not a kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
         ["reward_model.parts={a: {kind: rules}}"],
     ),
+    "integrations_are_installed": (
+        ["integrations={coins: {bonus: 2}}"],
+        "integrations.coins",
+        "no installed package has this integration. install it",
+        ["~integrations"],
+    ),
     "responses_are_decoded_by_the_policys_tokenizer": (
         [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
         "reward_model.model.input_tokenizer",
@@ -682,7 +688,7 @@ NOT_TAKEN_BY_VERL = {
 NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
-    *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
+    *("parts_are_whole", "integrations_are_installed", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     *("models_are_placed", "the_reference_of_a_full_kl_is_where_the_actor_is"),
     "servers_sample_where_their_addresses_are",

@@ -10,6 +10,7 @@
 from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
 from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
 from tether.config.explanations import explain, format_inheritance, format_tree
+from tether.config.integrations import integration_config
 from tether.config.keys import values_of, with_values
 from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
 from tether.config.loading.load import LoadedConfig, for_environment, load_config
@@ -18,6 +19,7 @@ from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
 from tether.config.router_replay import replay_of
 from tether.config.schema.root import RunConfig
+from tether.config.schema.section import Section
 from tether.config.secrets import masked_command
 from tether.config.stored_weights import reads_weights, stored_weights
 from tether.config.support.live_keys import live_keys
@@ -30,6 +32,7 @@ __all__ = [
     "Override",
     "Problem",
     "RunConfig",
+    "Section",
     "asks_reference",
     "changes_since",
     "check_resumable",
@@ -41,6 +44,7 @@ __all__ = [
     "format_tree",
     "full_kl_in_loss",
     "full_kl_in_reward",
+    "integration_config",
     "key_written_as",
     "live_keys",
     "load_config",

@@ -9,7 +9,7 @@ from tether.config.schema.algorithm import AlgorithmConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.engine import ON_RANKS
 from tether.config.schema.model import ModelConfig
-from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Positive, Section
+from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Options, Positive, Section
 from tether.control.envs.config import EnvConfig
 from tether.control.policies.config import PolicyConfig
 from tether.loop.config import ClusterConfig, RayKwargsConfig, TrainerConfig
@@ -48,3 +48,5 @@ class RunConfig(Section):
     cluster: ClusterConfig
     env: Annotated[EnvConfig, EMBODIED]
     policy: Annotated[PolicyConfig, EMBODIED]
+    integrations: Options
+    """Keys of integrations in other packages by name, for example {coins: {bonus: 2}}. (tether's own key.)"""

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch
-from tether.config import RunConfig
+from tether.config import RunConfig, integration_config
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
+from tether.integrations import integration
 from tether.loop.engine import Engine
 from tether.runtime.cache import cache_dir
 from tether.runtime.http import check_listening, secret_from
@@ -33,7 +34,15 @@ from tether.text.models.layers import context_length
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.rewards.config import ScoringServerConfig
-from tether.text.rewards.config_parts import FunctionPart, JudgePart, RewardPart, RulesPart, check_has_part, read_parts
+from tether.text.rewards.config_parts import (
+    FunctionPart,
+    IntegrationPart,
+    JudgePart,
+    RewardPart,
+    RulesPart,
+    check_has_part,
+    read_parts,
+)
 from tether.text.rewards.custom import CustomReward, load_reward_function
 from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
 from tether.text.rewards.outcome import RewardError
@@ -409,7 +418,7 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     if not sections:
         return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
     # Models first, so that their errors leave no process behind.
-    order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart))
+    order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart | IntegrationPart))
     with ExitStack() as stack:
         built = {name: stack.enter_context(_build_part(config, name, sections[name], groups)) for name in order}
         stack.pop_all()
@@ -426,6 +435,10 @@ def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankG
         return _pool(config, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}"))
     if isinstance(section, JudgePart):
         return build_judge(config, f"{PARTS}.{name}", section)
+    if isinstance(section, IntegrationPart):
+        module, own = integration(section.kind, "rewards"), integration_config(config.integrations, section.kind)
+        rewards: Rewards = module.build_rewards(own, _num_workers(config), config.reward_model.timeout)
+        return rewards
     return _build_rules(config) if isinstance(section, RulesPart) else build_reward_model(config, groups)
 
 
