@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.batch import EnvBatch, Episode
-from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv, choices_of
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
 from tether.types import StateDict
@@ -394,9 +394,10 @@ class EnvCollector:
 
     def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
         """Return the decisions for which the mask allowed nothing."""
-        if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
+        choices = choices_of(self.env.actions)
+        if ACTION_MASK not in rows.obs or not choices:
             return []
-        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
+        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], choices) & rows.valid
         return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
 
     def _refuse(self, bad: list[tuple[int, int, str]]) -> None:
