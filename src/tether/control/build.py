@@ -30,7 +30,7 @@ from tether.config.schema import ActorConfig
 from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.flat import FlatEngine
 from tether.control.learning.losses import (
@@ -171,7 +171,7 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
             update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
         )
     with closing(make_env(one, "env.train", pacing_of(train, config.policy), view_of(train))) as env:
-        continuous = isinstance(env.actions, ContinuousActions)
+        continuous = not isinstance(env.actions, DiscreteActions)
         pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
     if not continuous and not pictures:
         return replace(loaded, undecided=None)
@@ -381,7 +381,7 @@ def preprocessing_line(section: EnvConfig) -> str:
 
 def _check_fit(env: VectorEnv, spec: Any) -> None:
     """Refuse to evaluate a policy in environments that do not fit it."""
-    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    choices = choices_of(env.actions) or None
     if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
         return
     acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"

@@ -12,7 +12,7 @@ from tether.checkpoints import find_checkpoint
 from tether.config.schema import AlgorithmConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs.layers import ActionCode, CodedEnv
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, MixedActions, VectorEnv, choices_of
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES, PolicyConfig
@@ -86,6 +86,9 @@ def new_policy(
         raise ValueError(
             f"policy.use_sde: the actions of {env.id} are choices, which have no such noise. Leave it out."
         )
+    if isinstance(actions, MixedActions) and (policy.use_sde or policy.num_action_chunks > 1):
+        key = "use_sde=True" if policy.use_sde else f"num_action_chunks={policy.num_action_chunks}"
+        raise ValueError(f"policy.{key}: the actions of {env.id} are both choices and numbers. Leave it out.")
     _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
     rows = [entry.name for entry in env.layout if entry.name not in pictures and entry.width]
@@ -97,7 +100,7 @@ def new_policy(
     spec = PolicySpec(
         obs_dim=row_width(tuple(entry for entry in env.layout if entry.name not in pictures)),
         layout=env.layout,
-        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
+        choices=choices_of(actions) or None,
         action_width=actions.width,
         num_action_chunks=policy.num_action_chunks,
         value_width=value_width,
@@ -129,11 +132,10 @@ def _check_mask(env: VectorEnv, chunk: int) -> None:
     Raises:
         ValueError: the number of entries is wrong, or the policy chooses actions of several steps at once.
     """
-    actions = env.actions
     for entry in env.layout:
         if entry.kind != "mask":
             continue
-        entries, alternatives = entry.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
+        entries, alternatives = entry.shape[0], sum(choices_of(env.actions))
         if entries != alternatives:
             raise ValueError(
                 f"{env.id}: its observations have {entries} entries of {entry.name}, and its actions {alternatives} "

@@ -13,7 +13,7 @@ from gymnasium import spaces  # noqa: E402
 
 from tether.control.collecting.agent import EnvAgent  # noqa: E402
 from tether.control.envs.conversion import ActionCodec, ObservationReader  # noqa: E402
-from tether.control.envs.protocol import DiscreteActions  # noqa: E402
+from tether.control.envs.protocol import choices_of  # noqa: E402
 from tether.control.envs.spaces import spaces_as_json, spaces_from_json  # noqa: E402
 from tether.control.policies.export import export_policy  # noqa: E402
 from tether.control.policies.mlp_policy import load_policy, make_policy, save_policy  # noqa: E402
@@ -33,6 +33,11 @@ NESTED = spaces.Dict(
 )
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(5), x=NUMBERS)
 BOUNDED = spaces.Box(-0.3, np.array([[0.2, np.inf]]), dtype=np.float64)
+MIXED = spaces.Dict(
+    arm=BOUNDED,
+    gripper=spaces.Discrete(3, start=1),
+    more=spaces.Tuple([spaces.Box(-9, 9, (1,)), spaces.MultiBinary(1)]),
+)
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mlp": (NUMBERS, BOUNDED, {"normalize_observations": True, "clip_observations": 2.0}),
     "mlp of everything": (NESTED, spaces.MultiDiscrete([3, 2], start=[0, 5]), {"activation": "elu"}),
@@ -42,6 +47,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "lstm": (NUMBERS, spaces.Discrete(3), {"lstm_dim": 4}),
     "masks": (MASKED, spaces.MultiDiscrete([3, 2]), {}),
     "noise by state": (NUMBERS, BOUNDED, {"use_sde": True}),
+    "parts": (MASKED, MIXED, {}),
+    "parts of one kind": (NUMBERS, spaces.Tuple([BOUNDED, spaces.Box(-9, 9, (1,))]), {"use_sde": True}),
     "chunks": (NUMBERS, BOUNDED, {"num_action_chunks": 3}),
 }
 
@@ -55,7 +62,7 @@ def make(case: str) -> Any:
     policy = make_policy(
         PolicySpec(
             obs_dim=row_width(tuple(part for part in layout if part.name not in pictures)),
-            choices=spec.choices if isinstance(spec, DiscreteActions) else None,
+            choices=choices_of(spec) or None,
             action_width=spec.width, layout=layout, pictures=pictures, hidden_dim=8, num_layers=2, **options,
         ),
         seed=0,
@@ -86,6 +93,13 @@ def drawn(space: Any, name: str = "") -> Any:
     if isinstance(space, spaces.Box) and space.dtype.kind == "f":
         values = rng.normal(1, 3, values.shape).astype(space.dtype)
     return values, {name or ("image" if values.dtype == np.uint8 else "state"): values}
+
+
+def by_name(actions: Any, name: str) -> Any:
+    if not isinstance(actions, dict | tuple):
+        return [(name, actions)]
+    parts = actions.items() if isinstance(actions, dict) else enumerate(actions)
+    return [pair for key, part in parts for pair in by_name(part, f"{name}.{key}")]
 
 
 def expected(policy: Any, whole: Any, steps: int) -> list[Any]:
@@ -120,12 +134,16 @@ def test_onnx_is_equal_to_predict(case: str, tmp_path: Path) -> None:
     if "lstm" in case:
         memory = {"memory_in": np.zeros((ROWS, 8), np.float32)}
     for index, wanted in enumerate(steps):
-        action, *after = session.run(None, fields | memory)
-        memory = {"memory_in": after[0]} if after else {}
-        action = action[:, index] if chunk > 1 else action
-        assert (action.shape, action.dtype) == (wanted.shape, wanted.dtype)
-        np.testing.assert_allclose(action, wanted, rtol=0, atol=2e-5 if action.dtype.kind == "f" else 0)
-        assert len(np.unique(action)) > 1
+        names = [output.name for output in session.get_outputs()]
+        actions = dict(zip(names, session.run(None, fields | memory), strict=True))
+        memory = {"memory_in": actions.pop("memory_out")} if memory else {}
+        parts = dict(by_name(wanted, "action"))
+        assert actions.keys() == parts.keys()
+        for name, part in parts.items():
+            action = actions[name][:, index] if chunk > 1 else actions[name]
+            assert (action.shape, action.dtype) == (part.shape, part.dtype)
+            np.testing.assert_allclose(action, part, rtol=0, atol=2e-5 if action.dtype.kind == "f" else 0)
+            assert len(np.unique(action)) > 1
     if isinstance(CASES[case][1], spaces.Box) and chunk == 1:
         assert (action == -0.3).any()  # a bound of the space
 

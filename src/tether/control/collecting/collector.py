@@ -21,7 +21,7 @@ from torch import Tensor
 from tether.batch import EnvBatch, Episode
 from tether.config.schema import AlgorithmConfig
 from tether.control.envs.config import TrainEnvConfig
-from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv, choices_of
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
@@ -411,9 +411,10 @@ class EnvCollector:
 
     def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
         """Return the decisions for which the mask allowed nothing."""
-        if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
+        choices = choices_of(self.env.actions)
+        if ACTION_MASK not in rows.obs or not choices:
             return []
-        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
+        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], choices) & rows.valid
         return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
 
     def _refuse(self, bad: list[tuple[int, int, str]]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tether.batch import Episode
 from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
-from tether.control.envs.protocol import DiscreteActions, Flags, VectorEnv
+from tether.control.envs.protocol import Flags, VectorEnv, choices_of
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
 from tether.runtime.interrupt import give_up_if_interrupted
@@ -120,6 +120,6 @@ def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) 
 
 def _stuck(env: VectorEnv, obs: Observation) -> Flags:
     """Return where nothing is allowed, which is fine for an environment that waits."""
-    if ACTION_MASK in obs and isinstance(env.actions, DiscreteActions):
-        return allows_nothing(obs[ACTION_MASK], env.actions.choices)
+    if ACTION_MASK in obs and (choices := choices_of(env.actions)):
+        return allows_nothing(obs[ACTION_MASK], choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 
 import numpy as np
@@ -17,7 +17,15 @@ from gymnasium import spaces
 from numpy.typing import DTypeLike
 
 from tether.control.envs.gymnasium_types import Begun, Info, Raw, Space, Stepped
-from tether.control.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions, Flags, Floats
+from tether.control.envs.protocol import (
+    ActionSpec,
+    ContinuousActions,
+    DiscreteActions,
+    Flags,
+    Floats,
+    MixedActions,
+    choices_of,
+)
 from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
 
 FLAGS = (np.int8, np.uint8, np.bool_)
@@ -197,6 +205,8 @@ class ActionCodec:
     spec: ActionSpec
     space: Space
     env_id: str
+    parts: Mapping[str | int, tuple[ActionCodec, list[int]]] = field(default_factory=dict)
+    """Of a Dict or Tuple: key -> codec of the part, and its columns of an action."""
 
     @classmethod
     def of(cls, space: Space, env_id: str) -> ActionCodec:
@@ -206,6 +216,8 @@ class ActionCodec:
             ValueError: no policy supports this space.
         """
         match space:
+            case spaces.Dict() | spaces.Tuple() if space.spaces:
+                return cls._of_parts(space, env_id)
             case spaces.Discrete():
                 return cls(DiscreteActions((int(space.n),)), space, env_id)
             case spaces.MultiDiscrete():
@@ -216,22 +228,51 @@ class ActionCodec:
                 bounds = tuple(space.low.reshape(-1).tolist()), tuple(space.high.reshape(-1).tolist())
                 return cls(ContinuousActions(int(np.prod(space.shape)), *bounds), space, env_id)
         raise ValueError(
-            f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
-            "of floats."
+            f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, a Box of "
+            "floats, or Dict and Tuple of these."
         )
 
-    def decode(self, actions: Array) -> Array:
+    @classmethod
+    def _of_parts(cls, space: spaces.Dict | spaces.Tuple, env_id: str) -> ActionCodec:
+        keys = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
+        codecs = {key: cls.of(space[key], env_id) for key in keys}
+        choices = tuple(n for codec in codecs.values() for n in choices_of(codec.spec))
+        numbers = [actions for codec in codecs.values() if (actions := _numbers_of(codec.spec)) is not None]
+        continuous = ContinuousActions(
+            sum(actions.width for actions in numbers),
+            tuple(bound for actions in numbers for bound in actions.low),
+            tuple(bound for actions in numbers for bound in actions.high),
+        )
+        parts, choice, number = {}, 0, len(choices)
+        for key, codec in codecs.items():
+            count = len(choices_of(codec.spec))
+            others = codec.spec.width - count
+            parts[key] = codec, [*range(choice, choice + count), *range(number, number + others)]
+            choice, number = choice + count, number + others
+        spec: ActionSpec = MixedActions(choices, continuous)
+        if not choices or not numbers:
+            spec = DiscreteActions(choices) if choices else continuous
+        return cls(spec, space, env_id, parts)
+
+    def decode(self, actions: Array) -> Raw:
         """Convert actions [N, width] to [N, *shape of the space], clipped to the bounds of a Box.
+
+        Those of a Dict or Tuple become a dict or tuple of the parts' arrays.
 
         Raises:
             ValueError: a value is not finite.
         """
         rows = len(actions)
         match self.space:
+            case spaces.Dict():
+                return {key: codec.decode(actions[:, columns]) for key, (codec, columns) in self.parts.items()}
+            case spaces.Tuple():
+                return tuple(codec.decode(actions[:, columns]) for codec, columns in self.parts.values())
             case spaces.Discrete():
-                return actions[:, 0] + self.space.start
+                return actions[:, 0].astype(np.int64, copy=False) + self.space.start
             case spaces.MultiDiscrete():
-                return actions.reshape(rows, *self.space.shape) + self.space.start
+                chosen = actions.astype(np.int64, copy=False).reshape(rows, *self.space.shape)
+                return chosen + self.space.start
             case spaces.Box():
                 check_finite(actions, self.env_id)
                 shaped = actions.reshape(rows, *self.space.shape)
@@ -240,12 +281,29 @@ class ActionCodec:
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
+    def rows(self, decoded: Raw) -> Iterable[Raw]:
+        """Return the single actions of the result of `decode`."""
+        match self.space:
+            case spaces.Dict():
+                by_part = [codec.rows(decoded[key]) for key, (codec, _) in self.parts.items()]
+                return [dict(zip(self.parts, action, strict=True)) for action in zip(*by_part, strict=True)]
+            case spaces.Tuple():
+                by_part = [codec.rows(part) for (codec, _), part in zip(self.parts.values(), decoded, strict=True)]
+                return list(zip(*by_part, strict=True))
+        array: Array = decoded
+        return array
+
     def encode(self, action: Raw) -> Array:
         """Return the row [width] that `decode` converts to this action.
 
         Raises:
             ValueError: the action has the wrong shape.
         """
+        if self.parts:
+            row = np.zeros(self.spec.width, np.int64 if isinstance(self.spec, DiscreteActions) else np.float32)
+            for key, (codec, columns) in self.parts.items():
+                row[columns] = codec.encode(action[key])
+            return row
         array = np.asarray(action)
         if array.shape != (self.space.shape or ()):
             raise ValueError(f"{self.env_id}: an action of shape {array.shape} is none of {self.space}")
@@ -255,6 +313,12 @@ class ActionCodec:
             case spaces.Box():
                 return array.astype(np.float32).reshape(-1)
         return array.astype(np.int64).reshape(-1)
+
+
+def _numbers_of(actions: ActionSpec) -> ContinuousActions | None:
+    if isinstance(actions, DiscreteActions):
+        return None
+    return actions.numbers if isinstance(actions, MixedActions) else actions
 
 
 def check_finite(actions: Array, env_id: str) -> None:

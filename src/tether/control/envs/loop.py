@@ -94,7 +94,7 @@ class SyncVectorEnv:
             valid = ~self._waiting
             for row in (self._reward, self._terminated, self._truncated, self._success):
                 row[self._waiting] = 0
-        for i, action in enumerate(decoded.tolist() if self._is_choice else decoded):
+        for i, action in enumerate(decoded.tolist() if self._is_choice else self._codec.rows(decoded)):
             if valid is not None and not valid[i]:
                 continue
             env = self._envs[i]

@@ -42,7 +42,27 @@ class ContinuousActions:
     """Upper bound of each column."""
 
 
-ActionSpec = DiscreteActions | ContinuousActions
+@dataclass(frozen=True)
+class MixedActions:
+    """Choices and continuous actions together; the columns of choices come first, as whole numbers of float32."""
+
+    choices: tuple[int, ...]
+    numbers: ContinuousActions
+
+    @property
+    def width(self) -> int:
+        """Columns of an action."""
+        return len(self.choices) + self.numbers.width
+
+
+ActionSpec = DiscreteActions | ContinuousActions | MixedActions
+
+
+def choices_of(actions: ActionSpec) -> tuple[int, ...]:
+    """Return the number of alternatives of each column that is a choice."""
+    return () if isinstance(actions, ContinuousActions) else actions.choices
+
+
 Saved: TypeAlias = Any
 """Picklable state of an environment, for `set_state`."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from tether.control.envs.conversion import ObservationReader, is_channels_first
+from tether.control.envs.conversion import ActionCodec, ObservationReader, is_channels_first
 from tether.control.envs.gymnasium_types import Space
 from tether.control.envs.spaces import spaces_from_json
 from tether.control.policies.mlp_policy import ControlPolicy, Policy
@@ -87,6 +88,8 @@ def exported_of(policy: Policy) -> Exported:
             "Resume its run for one more step, and export that checkpoint."
         )
     observations, actions = spaces_from_json(policy.spaces)
+    if spec.num_action_chunks > 1 and isinstance(actions, spaces.Dict | spaces.Tuple):
+        raise ValueError(f"--to: chunks of actions of {actions} are not written so far (policy.num_action_chunks).")
     fields = ObservationReader(observations, "the policy").fields
     arrays = _weights(policy) | _statistics(policy)
     if isinstance(actions, spaces.Box):
@@ -136,7 +139,7 @@ def _statistics(policy: ControlPolicy | NetworkPolicy) -> dict[str, Array]:
 
 def _onnx_model(exported: Exported, onnx: ModuleType) -> object:
     graph = _Graph(exported, onnx)
-    action = graph.action(graph.outputs())
+    actions = graph.actions(graph.outputs())
     helper, element = onnx.helper, onnx.helper.np_dtype_to_tensor_dtype
     chunk = exported.about["num_action_chunks"]
     rows: tuple[str | int, ...] = ("N",) if chunk == 1 else ("N", chunk)
@@ -145,9 +148,8 @@ def _onnx_model(exported: Exported, onnx: ModuleType) -> object:
         for field, space in exported.fields
     ]
     outputs = [
-        helper.make_tensor_value_info(
-            action, element(_dtype(exported.action_space)), [*rows, *(exported.action_space.shape or ())]
-        )
+        helper.make_tensor_value_info(name, element(_dtype(space)), [*rows, *(space.shape or ())])
+        for name, space in actions.items()
     ]
     if lstm_dim := exported.about["lstm_dim"]:
         memory = ["N", 2 * lstm_dim]
@@ -165,6 +167,14 @@ def _dtype(space: Space) -> np.dtype[np.generic]:
     return np.dtype(space.dtype)
 
 
+def _parts(codec: ActionCodec, columns: Sequence[int], name: str) -> Iterator[tuple[str, tuple[Space, Sequence[int]]]]:
+    """Yield the name of each space without parts, the space, and its columns of an action."""
+    if not codec.parts:
+        yield name, (codec.space, columns)
+    for key, (part, which) in codec.parts.items():
+        yield from _parts(part, [columns[n] for n in which], f"{name}.{key}")
+
+
 class _Graph:
     """Adds the nodes of a policy to a graph of ONNX; values are known by their names.
 
@@ -177,6 +187,7 @@ class _Graph:
         self._exported, self._onnx = exported, onnx
         self.nodes: list[object] = []
         self.constants: list[object] = []
+        self._width = ActionCodec.of(exported.action_space, "the policy").spec.width
         self._activation = {"tanh": "Tanh", "relu": "Relu", "elu": "Elu"}[exported.about["activation"]]
 
     def outputs(self) -> str:
@@ -202,30 +213,38 @@ class _Graph:
         for field, _ in fields:
             if field.kind == "mask":
                 flat = self._op("Reshape", field.name, self._constant(np.array([0, -1])))
-                allowed = self._cast(flat, np.dtype(np.bool_))
-                x = self._op("Where", allowed, x, self._constant(np.float32(FORBIDDEN)))
+                allowed, end = self._cast(flat, np.dtype(np.bool_)), sum(about["choices"])
+                logits, others = self._columns(x, 0, end), self._columns(x, end, end + self._width)
+                logits = self._op("Where", allowed, logits, self._constant(np.float32(FORBIDDEN)))
+                x = self._joined([logits, others])
         return x
 
-    def action(self, outputs: str) -> str:
-        """Add the choice of the most likely action, and return its name."""
-        about, space = self._exported.about, self._exported.action_space
-        chunk, choices = about["num_action_chunks"], about["choices"]
-        if choices:
-            ends = np.cumsum(choices * chunk)
-            starts = [0, *ends[:-1].tolist()]
-            columns = [
-                self._op("ArgMax", self._columns(outputs, start, end), axis=1, keepdims=1)
-                for start, end in zip(starts, ends.tolist(), strict=True)
-            ]
-            outputs = self._joined(columns)
-        rows = [-1] if chunk == 1 else [-1, chunk]
-        shaped = self._op("Reshape", outputs, self._constant(np.array([*rows, *(space.shape or ())])))
-        shaped = self._cast(shaped, _dtype(space))
+    def actions(self, outputs: str) -> dict[str, Space]:
+        """Add the choice of the most likely action; return the space of each output.
+
+        An output is ``action``, or ``action.KEY`` for each part of a Dict or Tuple.
+        """
+        about = self._exported.about
+        choices, chunk, width = about["choices"] * about["num_action_chunks"], about["num_action_chunks"], self._width
+        ends = np.cumsum((0, *choices)).tolist()
+        columns = [
+            self._op("ArgMax", self._columns(outputs, start, end), axis=1, keepdims=1) for start, end in pairwise(ends)
+        ]
+        columns += [self._columns(outputs, n, n + 1) for n in range(ends[-1], ends[-1] + width * chunk - len(columns))]
+        leaves = dict(_parts(ActionCodec.of(self._exported.action_space, "the policy"), range(len(columns)), "action"))
+        for name, (space, which) in leaves.items():
+            shape = self._constant(np.array([-1, *([chunk] if chunk > 1 else []), *(space.shape or ())]))
+            shaped = self._op("Reshape", self._joined([columns[n] for n in which]), shape)
+            self._bounded(self._cast(shaped, _dtype(space)), space, name)
+        return {name: space for name, (space, _) in leaves.items()}
+
+    def _bounded(self, action: str, space: Space, name: str) -> None:
         if isinstance(space, spaces.Box):
-            at_least = self._op("Max", shaped, self._constant(self._exported.arrays["action.low"]))
-            return self._op("Min", at_least, self._constant(self._exported.arrays["action.high"]), name="action")
-        start = np.asarray(getattr(space, "start", 0), _dtype(space))  # the actions of MultiBinary begin at 0
-        return self._op("Add", shaped, self._constant(start), name="action")
+            at_least = self._op("Max", action, self._constant(space.low))
+            self._op("Min", at_least, self._constant(space.high), name=name)
+        else:
+            start = np.asarray(getattr(space, "start", 0), _dtype(space))  # the actions of MultiBinary begin at 0
+            self._op("Add", action, self._constant(start), name=name)
 
     def _numbers(self, field: ObsPart, space: Space) -> str:
         """Return the columns [N, width] of a field in the row of numbers."""
