@@ -373,6 +373,26 @@ def doctor() -> None:
     show_doctor()
 
 
+@app.command()
+def selftest(
+    quick: Annotated[bool, typer.Option("--quick", help="Only what takes a minute on two cores.")] = False,
+    report: Annotated[
+        Path, typer.Option("--report", help="File for versions, devices, results and tracebacks.")
+    ] = Path("tether-selftest.txt"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Check that tether does on this machine what it promises, in at most 5 minutes, and write a report.
+
+    Each line is a pass, a failure with what to do, or a check that does not apply here, with what it needs. Exits
+    with 1 if a check failed.
+    """
+    with _importing():
+        from tether.commands.selftest.command import selftest as run
+
+    if not run(quick=quick, report=report, as_json=as_json):
+        raise typer.Exit(1)
+
+
 @config_app.command()
 def show(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
     """Print the resolved configuration and the source of each value."""

@@ -42,9 +42,9 @@ class HuggingFace:
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         with asking_hugging_face(asked_for(repository, revision), FIX):
-            info = HfApi(endpoint=constants.ENDPOINT).repo_info(
-                repository, repo_type=self._kind, revision=revision, files_metadata=True, timeout=30
-            )
+            hub = HfApi(endpoint=constants.ENDPOINT)
+            ask = hub.model_info if self._kind == "model" else hub.dataset_info
+            info = ask(repository, revision=revision, files_metadata=True, timeout=30)
         files = {
             file.rfilename: RemoteFile(
                 file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
