@@ -366,6 +366,47 @@ def card(
 
 
 @app.command()
+def plan(
+    arguments: ConfigArguments = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900:2 for others; default: this "
+            "machine, as tether doctor measured it.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.", show_default=False)] = None,
+    price: Annotated[
+        str | None, typer.Option(help="Price of a device for an hour, such as 2.5EUR.", show_default=False)
+    ] = None,
+    prompt_mean: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.", show_default=False)] = None,
+    response_mean: Annotated[float | None, typer.Option(help="Mean tokens of a response.", show_default=False)] = None,
+    response_tail: Annotated[
+        float | None, typer.Option(help="Tokens that 99 % of the responses do not exceed.", show_default=False)
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data.", show_default=False)] = None,
+    reward_seconds: Annotated[float, typer.Option(min=0, help="Seconds of waiting for rewards in a step.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Print no tables.")] = False,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
+    """Say what a run needs before it is started: memory by phase, time, price; exits with 1 if it does not fit.
+
+    For example: tether plan run.yaml --device h100-80g:8 --nodes 2
+    """
+    from tether.commands.plan import PlanOptions, show_plan
+    from tether.plan.assumptions import Assumptions
+
+    given = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
+    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, given=given)
+    code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def doctor() -> None:
     """Show installed packages, device and dtype, and what each extra adds."""
     from tether.commands.doctor import show_doctor
