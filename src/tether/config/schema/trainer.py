@@ -100,6 +100,8 @@ class TrainerConfig(Section):
     """Training steps, from 1, of which each process writes a trace to the folder profile of the run."""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
+    check_memory: Literal["warn", "refuse", "off"] = "warn"
+    """A run that by `tether plan` does not fit into memory: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"
