@@ -63,7 +63,7 @@ def test_training_warns_or_refuses_before_a_model_that_does_not_fit_is_loaded() 
     assert warning
     assert warning.startswith("this run does not fit: ")
     assert Planner(config, HERE).plan().verdict == "does not fit"
-    with pytest.raises(ValueError, match="^this run does not fit: "):
+    with pytest.raises(ValueError, match=r"^this run does not fit: "):
         train(load_config(None, [*words, "trainer.check_memory=refuse"]))
     assert memory_warning(load_config(None, [*words, "trainer.check_memory=off"]).config) is None
     assert memory_warning(load_config(None, [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m"]).config) is None
