@@ -394,6 +394,8 @@ def plan(
 ) -> None:
     """Say what a run needs before it is started: memory by phase, time, price; exits with 1 if it does not fit.
 
+    Given the folder of a run, compare it with its plan, and correct later plans for the device.
+
     For example: tether plan run.yaml --device h100-80g:8 --nodes 2
     """
     from tether.commands.plan import PlanOptions, show_plan

@@ -15,6 +15,7 @@ from tether.config import LoadedConfig
 from tether.integrations import integration
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions
 from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
+from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
 from tether.plan.devices import Device, measured, read_device
 from tether.plan.planning import Plan, Planner
 from tether.plan.report import (
@@ -22,9 +23,11 @@ from tether.plan.report import (
     as_data,
     case_table,
     change_table,
+    gib,
     host_warning,
     length_table,
     memory_table,
+    span,
     summary,
     time_table,
 )
@@ -80,8 +83,10 @@ def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -
 def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> int:
     """Print the plan of a run, and return the exit code: 1 if it does not fit."""
     price = read_price(options.price)
+    if len(arguments) == 1 and Path(arguments[0]).is_dir():
+        return show_comparison(Path(arguments[0]), options)
     loaded, device = load_for(arguments, options, load)
-    planner = Planner(loaded.config, device, options.given)
+    planner = Planner(loaded.config, device, options.given, corrections_of(device))
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
     largest = largest_micro_batch(planner)
@@ -103,6 +108,29 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
         if not options.brief:
             _print_tables(screen, planner, plan)
     return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+
+
+def show_comparison(run: Path, options: PlanOptions) -> int:
+    """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
+    device = read_device(options.device)[0] if options.device else measured()
+    found = compare(run, device, corrections_of(device))
+    keep_corrections(device, found.corrections)
+    rows = [
+        (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
+        for phase, (planned, seconds) in found.seconds.items()
+        if planned.middle
+    ]
+    if found.peak:
+        planned_peak, peak = found.peak
+        rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
+    if options.as_json:
+        columns = ("phase", "planned", "measured", "measured / planned")
+        typer.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+        return 0
+    screen = Screen()
+    _print_table(screen, (("phase", "planned", "measured", "/ planned"), rows))
+    screen.print(f"later plans for {device.name} are corrected by these times ({corrections_file()})", soft_wrap=True)
+    return 0
 
 
 def _print_tables(screen: Screen, planner: Planner, plan: Plan) -> None:
