@@ -6,7 +6,7 @@ from tether.config.control_defaults import ACTOR
 from tether.config.problems import Problem
 from tether.config.rules.advantages import COMPARES_RESPONSES
 from tether.config.rules.shapes import multiple
-from tether.config.schema.env import FLOW_TYPES, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
+from tether.config.schema.env import FLOW_TYPES, SELF_RESETTING, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
 from tether.config.schema.root import RunConfig
 
 TRAIN, EVAL = "env.train", "env.eval"
@@ -168,7 +168,7 @@ def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
         (EVAL, cfg.env.eval, chunk),
     )
     for role, section, reason in sections:
-        if reason and section.env_type == "envpool":
+        if reason and section.env_type in SELF_RESETTING:
             what = f"{section.env_type} begins episodes by itself, which {reason} does not allow"
             return Problem(f"{role}.env_type", what, "use gymnasium")
         if reason and section.vectorization == "vector":
@@ -192,9 +192,9 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
     test = cfg.env.eval
     if not test.video_cfg.save_video:
         return None
-    if test.env_type != "envpool" and test.vectorization != "vector":
+    if test.env_type not in SELF_RESETTING and test.vectorization != "vector":
         return None
-    key = "env_type" if test.env_type == "envpool" else "vectorization"
+    key = "env_type" if test.env_type in SELF_RESETTING else "vectorization"
     what = f"{getattr(test, key)} shows no pictures for {EVAL}.video_cfg.save_video"
     return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
 
