@@ -96,7 +96,7 @@ def test_a_policy_of_envpool_is_loaded_and_exported_without_envpool(
     ("more", "named"),
     [
         ({"vectorization": "subprocess"}, r"env\.train\.vectorization=subprocess\."),
-        ({"vectorization": "sync", "init_params": {"render_mode": "rgb_array"}}, r"a video \(env\.eval\.video_cfg"),
+        ({"vectorization": "sync"}, r"env\.train\.vectorization=sync\."),
         ({"wrappers": ("gymnasium.wrappers:RescaleReward",)}, r"env\.train\.wrappers\."),
         ({"ignore_terminations": True, "view": View(frame_stack=2)}, r"ignore_terminations and .*frame_stack"),
         ({"pacing": Pacing(group_size=2)}, r"group_size"),

@@ -234,8 +234,8 @@ class ActionCodec:
 
     @classmethod
     def _of_parts(cls, space: spaces.Dict | spaces.Tuple, env_id: str) -> ActionCodec:
-        keys = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
-        codecs = {key: cls.of(space[key], env_id) for key in keys}
+        named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        codecs: dict[str | int, ActionCodec] = {key: cls.of(one, env_id) for key, one in named}
         choices = tuple(n for codec in codecs.values() for n in choices_of(codec.spec))
         numbers = [actions for codec in codecs.values() if (actions := _numbers_of(codec.spec)) is not None]
         continuous = ContinuousActions(
@@ -321,8 +321,13 @@ def _numbers_of(actions: ActionSpec) -> ContinuousActions | None:
     return actions.numbers if isinstance(actions, MixedActions) else actions
 
 
-def check_finite(actions: Array, env_id: str) -> None:
+def check_finite(actions: Array, env_id: str, first: int = 0) -> None:
     """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
+
+    Args:
+        actions: of N environments.
+        env_id: name of the environments.
+        first: index of the first of them.
 
     Raises:
         ValueError: names environment and entry.
@@ -331,8 +336,8 @@ def check_finite(actions: Array, env_id: str) -> None:
         return
     for n, entry in np.argwhere(~np.isfinite(actions)):
         raise ValueError(
-            f"{env_id}: entry {entry} of the action for environment {n} is {actions[n, entry]}, and was not carried "
-            "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
+            f"{env_id}: entry {entry} of the action for environment {first + n} is {actions[n, entry]}, and was not "
+            "carried out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
             "actor_rollout_ref.actor.target_kl."
         )
 

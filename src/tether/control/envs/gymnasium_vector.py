@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
 
 from tether.control.envs.action_masks import refuse_unread_mask
 from tether.control.envs.conversion import (
@@ -137,6 +138,12 @@ class GymnasiumVectorEnv:
             if success is not None:
                 return success
         return None
+
+    def render(self) -> NDArray[np.uint8]:
+        shown = self._env.render()
+        if shown is None or not len(shown):
+            raise ValueError(f"{self.id}: it shows no pictures (render_mode=rgb_array).")
+        return np.asarray(shown[0])
 
     def get_state(self) -> EnvState:
         data, left_out = self._keeper.get()

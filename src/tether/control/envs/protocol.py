@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -134,6 +134,23 @@ class VectorEnv(Protocol):
 
     def close(self) -> None:
         """End subprocesses and free the simulators' resources."""
+        ...
+
+
+class SteppedInGroups(Protocol):
+    """Environments of which groups step independently of each other."""
+
+    id: str
+    num_envs: int
+    groups: Sequence[slice]
+    """The environments of each group."""
+
+    def send_step(self, group: int, actions: Array) -> None:
+        """Begin a step of a group's environments, with their actions."""
+        ...
+
+    def receive_steps(self, stepping: Collection[int], seconds: float) -> list[tuple[int, EnvStep]]:
+        """Return the finished steps of groups among `stepping`; empty if none finishes within the time."""
         ...
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tether.control.policies.network_policy import NetworkPolicy
-from tether.control.policies.networks import Actor, Forward, Mlp
+from tether.control.policies.networks import Actor, Forward, Mlp, NetworkActor, device_of
 from tether.control.policies.own_policy import OwnPolicy
 from tether.control.policies.spec import ForwardPass, Memory, ObservationBatch, PolicySpec, RolloutEvaluation
 from tether.integrations import integration
@@ -77,9 +77,14 @@ class ControlPolicy(nn.Module):
         if self.normalizer is not None:
             self.normalizer.update(self.row(obs))
 
-    def acting(self) -> Actor:
-        """Return an actor with the current weights."""
-        return Actor(self)
+    def acting(self) -> Actor | NetworkActor:
+        """Return an actor with the current weights, on the device of the policy."""
+        return Actor(self) if device_of(self).type == "cpu" else NetworkActor(self)
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs [N, outputs] for `inputs` of N observations, and the state as it is."""
+        return self.actor(obs), state
 
     def in_numpy(self) -> Forward:
         """Return the actor's outputs in NumPy, as `NetworkPolicy.in_numpy` does."""

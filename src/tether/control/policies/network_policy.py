@@ -28,6 +28,7 @@ from tether.control.policies.networks import (
     Forward,
     NetworkActor,
     as_array,
+    device_of,
     layers_in_numpy,
     orthogonal_linear,
 )
@@ -345,8 +346,9 @@ class NetworkPolicy(nn.Module):
 
     def acting(self) -> Actor | NetworkActor:
         """Return an actor with the current weights."""
-        reads_numbers = self.pictures is None and self.spec.network is None and self.spec.features_extractor is None
-        return Actor(self) if reads_numbers else NetworkActor(self)
+        own = self.spec.network or self.spec.features_extractor
+        in_numpy = self.pictures is None and not own and device_of(self).type == "cpu"
+        return Actor(self) if in_numpy else NetworkActor(self)
 
     def in_numpy(self) -> Forward:
         """Return the actor's outputs and next states in NumPy, with the current weights; not for images."""

@@ -490,10 +490,11 @@ class MixedHead(nn.Module):
             ),
             strict=True,
         )
+        heads: tuple[CategoricalHead | GaussianHead, ...] = (self.chosen, self.numbers)
         grads = [
             head.backward(Evaluated(log_probs, entropy, kept), each.to(dtype), by_log_prob, by_entropy)
             for head, kept, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
-                (self.chosen, self.numbers), saved, (torch.int64, actions.dtype), parts, strict=True
+                heads, saved, (torch.int64, actions.dtype), parts, strict=True
             )
         ]
         return torch.cat(grads, dim=1)
@@ -586,19 +587,22 @@ class Actor:
 
 
 class NetworkActor:
-    """The `Act` of networks that read images, or of user-defined ones; create a new one after an update.
+    """The `Act` of networks that read images, of user-defined ones, and of all on a device other than the CPU.
+
+    Create a new one after an update.
 
     Args:
         policy: a policy on any device.
     """
 
-    def __init__(self, policy: NetworkPolicy) -> None:
+    def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._policy, self._device = policy, device_of(policy)
         self._choose = Choice(policy.head)
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         inputs = self._policy.inputs(as_tensors(obs, self._device))
-        outputs, after = self._policy.act(inputs, torch.from_numpy(state).to(self._device))
+        policy: Any = self._policy  # its inputs are those of its own `act`
+        outputs, after = policy.act(inputs, torch.from_numpy(state).to(self._device))
         return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
 
 
