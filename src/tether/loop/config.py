@@ -27,6 +27,7 @@ from tether.config.schema.section import (
     Steps,
     as_strings,
 )
+from tether.runtime.threads import MAX_THREADS
 
 LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
@@ -120,7 +121,10 @@ class TrainerConfig(Section):
     """Seconds without a sign of life after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
-    num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
+    num_threads: Annotated[
+        Annotated[int, Field(gt=0, le=MAX_THREADS), Says(f"a whole number from 1 to {MAX_THREADS}")] | None,
+        EMBODIED_TOO,
+    ] = None
     """CPU threads; null: OMP_NUM_THREADS, else one per usable core. (tether's own key.)"""
 
     @property
