@@ -26,7 +26,7 @@ from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreForward, ScoreOutputs, score_batch
 from tether.text.models.critic import load_reward_model
-from tether.text.rewards import Dialogue, RewardError, RewardRequest
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardRequest
 
 BEGIN, END = "<!-- scoring:begin -->", "<!-- scoring:end -->"
 PROMPTS, RESPONSES = 16, 8

@@ -68,12 +68,13 @@ SHARED = (
 def keys_tables() -> str:
     """Return every key of each section, with what it takes, its default and its meaning."""
     parts = []
-    for section, what in sections().items():
+    for section, what in (sections() | {"": "Keys without a section."}).items():
         own = [key for key in keys().values() if key.path.rpartition(".")[0] == section]
         cells = [(f"`{key.path.rpartition('.')[2]}`", expected(key), default(key), key.doc) for key in own]
         rows = ["| " + " | ".join(map(_cell, row)) + " |" for row in cells]
         if rows:
-            head = [f"## `{section}`", "", what, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+            title = f"`{section}`" if section else "Others"
+            head = [f"## {title}", "", what, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
             parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts)
 

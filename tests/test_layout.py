@@ -23,15 +23,18 @@ PACKAGE = ROOT / "src/tether"
 LEVELS = {
     "integrations": -2, "spelling": -2, "types": -2, "batch": -1, "observations": -1, "keyed_random": -1,
     "loss_requirements": -1, "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "checkpoints": 2,
-    "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
+    "plan": 2, "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
 }  # fmt: skip
 INTEGRATION = 6
 """Level of each integration. The table of them, which loads one by its name, stands below all rooms."""
 WITH_FACES = {"algorithms", "checkpoints", "config", "kernels", "metrics", "runtime"}
 """Rooms of the ground floor, from which others import what the faces export; elsewhere a module is named itself.
 Integrations may reach behind a face: RLinf's files are read with the machinery of the configuration."""
-FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
-LIGHT = ("tether.config", "tether.commands.cli")
+FORBIDDEN = {"config": {"torch"}, "plan": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
+LIGHT = ("tether.config", "tether.commands.cli", "tether.commands.plan")
+CONFIG_OF_A_ROOM = re.compile(r"^(text|control|loop)(\.\w+)*\.config(_\w+)?(\.|$)")
+"""Sections and rules beside the code that reads them, ``config.py`` and ``config_*.py``. They stand at the level of
+`tether.config`, which lists them, and load nothing of their room."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -113,13 +116,29 @@ def read(path: Path) -> Contents:
     return contents
 
 
+def room_in_file(path: Path) -> str:
+    """Return the room by whose laws a file imports: config for the configuration of another room."""
+    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return "config" if CONFIG_OF_A_ROOM.match(name) else area(path)
+
+
+def is_listed_config(path: Path, name: str) -> bool:
+    """Whether a file of the configuration or the plan, which reads all of it, imports that of a room; text and control
+    do not see each other's."""
+    target = name.removeprefix("tether.")
+    if room_in_file(path) not in {"config", "plan"} or not CONFIG_OF_A_ROOM.match(target):
+        return False
+    return {area(path), room_of(target)} != {"text", "control"}
+
+
 def wrong_imports(path: Path) -> set[str]:
     """Imports of a room that is not below the file's own, and of what its room must not load."""
-    own = area(path)
+    own = room_in_file(path)
     names = read(path).imports
     targets = {name: room_of(name.removeprefix("tether.")) for name in names if name.startswith("tether.")}
     known = {name: to for name, to in targets.items() if to in LEVELS or "." in to}
     upwards = {name for name, to in known.items() if to != own and level_of(to) >= level_of(own)}
+    upwards = {name for name in upwards if not is_listed_config(path, name)}
     heavy = {name for name in names if name.split(".")[0] in FORBIDDEN.get(own, set())}
     return {f"{path.relative_to(ROOT)} must not import {name}" for name in upwards | heavy}
 
@@ -142,6 +161,10 @@ def test_light_modules_load_no_torch() -> None:
         "import sys",
         *(f"import {module}; assert 'torch' not in sys.modules, '{module}'" for module in LIGHT),
         "assert 'transformers' not in sys.modules",
+        "rooms = ('tether.text.', 'tether.control.', 'tether.loop.')",
+        "loaded = [name for name in sys.modules if name.startswith(rooms)]",
+        "code = [name for name in loaded if not hasattr(sys.modules[name], '__path__')]",
+        "assert code and all('.config' in name for name in code), code",
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
@@ -164,7 +187,9 @@ def imports_past_a_face(path: Path) -> set[str]:
     return {
         f"{path.relative_to(ROOT)}: {name}"
         for name in read(path).imports
-        if name.startswith("tether.") and name.split(".")[1] in WITH_FACES - {area(path)} and path.parent != PACKAGE
+        if name.startswith("tether.")
+        and name.split(".")[1] in WITH_FACES - {room_in_file(path)}
+        and path.parent != PACKAGE
         if "." not in area(path)
         for face, wanted in steps_of(*name.rsplit(".", 1))
         if wanted not in read(FACES[face]).exported
@@ -215,8 +240,16 @@ def test_a_wrong_import_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert wrong_imports(robots) == {wrong}
     loop.write_text("from tether.text.models import load\nimport torch\n")
     assert wrong_imports(loop) == {"src/tether/loop/new.py must not import tether.text.models.load"}
-    config.write_text("import torch.nn\nfrom tether.runtime import guard\n")
+    config.write_text(
+        "import torch.nn\nfrom tether.runtime import guard\nfrom tether.text.data.config import DataConfig\n"
+    )
     assert wrong_imports(config) == {"src/tether/config/new.py must not import torch.nn"}
+    section = text.parent / "config.py"
+    section.write_text("from tether.text.data import rows\nfrom tether.control.envs.config import EnvConfig\n")
+    assert wrong_imports(section) == {
+        "src/tether/text/config.py must not import tether.text.data.rows",
+        "src/tether/text/config.py must not import tether.control.envs.config.EnvConfig",
+    }
 
 
 def names_in(text: str) -> set[str]:

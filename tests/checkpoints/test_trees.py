@@ -11,7 +11,7 @@ import torch
 
 from tether.batch import KeptTokens, Prompt, RolloutBatch
 from tether.checkpoints import as_bytes, from_tree, load_state, to_tree
-from tether.text.rewards import Abstention, RewardError, Score
+from tether.text.rewards.outcome import Abstention, RewardError, Score
 
 CLASSES = {kind.__name__: kind for kind in (KeptTokens, Prompt, RolloutBatch, Abstention, RewardError, Score)}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config.loading import load, problems_of
-from tether.config import read_parts
+from tether.text.rewards.config_parts import read_parts
 
 LEARNED = ["reward_model.enable=True", "reward_model.model.path=rm"]
 JUDGE = "kind: judge, base_url: 'http://x/v1', model: m, prompt: '{response}'"

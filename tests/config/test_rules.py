@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.config.loading import load, problems_of
-from tether.config import ConfigError
+from tether.config import ConfigError, contradictions
 from tether.config.devices import placed
 from tether.config.keys import keys
-from tether.config.rules import text
-from tether.config.rules.text import RULES, SHARDED
+from tether.text.config_rules import RULES
+from tether.text.learning.config_rules import SHARDED
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
@@ -399,6 +399,12 @@ CASES = {
         "'rulez' is not a kind of reward. choose one of rules, function, model, judge. Did you mean rules?",
         ["reward_model.parts={a: {kind: rules}}"],
     ),
+    "integrations_are_installed": (
+        ["integrations={coins: {bonus: 2}}"],
+        "integrations.coins",
+        "no installed package has this integration. install it",
+        ["~integrations"],
+    ),
     "responses_are_decoded_by_the_policys_tokenizer": (
         [*LEARNED, "reward_model.model.input_tokenizer=other/model"],
         "reward_model.model.input_tokenizer",
@@ -432,6 +438,12 @@ CASES |= {
         f"{ACTOR}.policy_loss.loss_mode",
         f"bypass_mode contradicts {CORRECTION}.bypass_mode=False",
         [f"{CORRECTION}.bypass_mode=True"],
+    ),
+    "weights_have_bounds": (
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"],
+        f"{CORRECTION}.rollout_is_threshold",
+        "0.55 changes the weight of a token that both policies give the same probability, which is 1 (unquoted, 0.5_5",
+        [f"{CORRECTION}.rollout_is_threshold='0.5_5'"],
     ),
     "decoupled_corrects_once": (
         [f"{ACTOR}.policy_loss.loss_mode=decoupled", f"{CORRECTION}.rollout_is=token"],
@@ -655,7 +667,7 @@ def test_each_contradiction_is_one_problem_and_its_fix_works(monkeypatch):
 
         return look
 
-    monkeypatch.setattr(text, "RULES", [watched(rule) for rule in RULES])
+    monkeypatch.setattr(contradictions, "TEXT_RULES", [watched(rule) for rule in RULES])
     assert {name: wrong for name, case in CASES.items() if (wrong := broken_by(case))} == {}
     assert [rule for rule in RULES if rule not in broken] == []
 
@@ -676,7 +688,7 @@ NOT_TAKEN_BY_VERL = {
 NOT_VERLS = {
     *("lambda_is_used", "critic_is_there_to_wait_for", "rejection_has_one_lower_bound", "decoupled_corrects_once"),
     *("gdpo_has_components", "gdpo_reads_components_only", "remax_scores_keep_their_scale"),
-    *("parts_are_whole", "served_models_read_text", "rollbacks_have_checkpoints"),
+    *("parts_are_whole", "integrations_are_installed", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     *("models_are_placed", "the_reference_of_a_full_kl_is_where_the_actor_is"),
     "servers_sample_where_their_addresses_are",

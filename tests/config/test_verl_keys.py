@@ -16,7 +16,7 @@ from tether.config import ConfigError, explain, load_config
 from tether.config.keys import keys, values_of
 from tether.config.loading.interpolation import nest
 from tether.config.loading.yaml_file import read_yaml
-from tether.config.rules.advantages import WITHOUT_PEERS
+from tether.config.schema.algorithm import WITHOUT_PEERS
 from tether.config.support.verl_keys import is_unread_section, renamed, unread_keys
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -510,10 +510,6 @@ BY_NAME: dict[str, tuple[list[str], str]] = {
         "Megatron-FSDP is not supported",
     ),
     "a teacher": (["distillation.enabled=True", "distillation.teacher_models.mine.model_path=m"], "not supported yet"),
-    "two bounds of weights": (
-        ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0"],
-        "to drop what lies outside 'lower_upper', set rollout_rs=token_k1",
-    ),
 }
 """What tether does not have -> settings that ask for it, and a part of the one line on them."""
 

@@ -17,7 +17,7 @@ from tests.data.hub_server import serving
 from tests.data.test_published import Record, parquet
 from tether.commands.data import pull
 from tether.text.data.sources import load_rows
-from tether.text.rewards import check_truth
+from tether.text.rewards.router import check_truth
 from tether.text.rewards.sandbox import ProgramOptions
 from tether.text.rewards.sandbox.bubblewrap import why_not
 from tether.text.rewards.sandbox.reward import ProgramReward

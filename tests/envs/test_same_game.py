@@ -127,7 +127,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes/atari"
 def recipe_env(name: str, role: str) -> Any:
     config = load_config(RECIPE / name, ["env.train.total_num_envs=2"]).config
     section = config.env.train if role == "env.train" else config.env.eval
-    return make_env(section, role, pacing_of(config), view_of(config))
+    return make_env(section, role, pacing_of(config.env.train, config.policy), view_of(config.env.train))
 
 
 def test_the_recipe_of_atari_shows_the_same_from_wrappers_and_from_envpool() -> None:

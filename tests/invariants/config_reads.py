@@ -56,6 +56,8 @@ class ConfigReads:
 
 def _is_loading(module: dict[str, object]) -> bool:
     name = str(module["__name__"])
+    if ".config_rules" in name:
+        return True
     return name.startswith(("tether.config.", "pydantic.")) and not name.startswith("tether.config.schema.")
 
 

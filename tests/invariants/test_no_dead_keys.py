@@ -276,7 +276,8 @@ def git(*arguments: str) -> str:
 def fields_of_this_change() -> set[str]:
     """Return the fields of the schema whose line differs from the branch that this one left, or was not committed."""
     base = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or "HEAD"
-    changes = git("diff", "-M", "--unified=0", base, "--", ":/src/tether/config/schema", ":/tether/config/schema")
+    sections = (":/src/tether/config/schema", ":(top,glob)src/tether/**/config.py", ":/tether/config/schema")
+    changes = git("diff", "-M", "--unified=0", base, "--", *sections)
     return set(re.findall(r"^[-+] +(\w+): ", changes, re.MULTILINE))
 
 

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tether.text.rewards import RewardError, RewardRequest, Score
 from tether.text.rewards.custom import LISTS, CustomReward, load_reward_function
-from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.outcome import Abstention, RewardError, RewardRequest, Score
 from tether.text.rewards.service import BatchedRewards
 
 FILE = '''

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tether.text.rewards import RewardError, RewardOutcome, RewardRequest, Score
-from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.outcome import Abstention, RewardError, RewardOutcome, RewardRequest, Score
 from tether.text.rewards.service import CombinedRewards, LocalRewards, ModelRewards, WeightedReward
 
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from tether.text.rewards import RewardError, RewardRequest, Score
-from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.outcome import Abstention, RewardError, RewardRequest, Score
 from tether.text.rewards.service import ModelRewards
 
 SCORES = {"good": 2.0, "bad": -1.0, "long": RewardError("too long"), "none": Abstention()}

@@ -13,7 +13,7 @@ from tests.trainer.steps import Stepped, stepped
 from tests.trainer.tiny_run import LIGHT, base_overrides, reward_function
 from tether.algorithms import ADVANTAGE_ESTIMATORS, length_adaptive_lambda, needs
 from tether.config.keys import keys
-from tether.config.rules.advantages import COMPARES_RESPONSES
+from tether.config.schema.algorithm import COMPARES_RESPONSES
 from tether.metrics.keys import describe
 from tether.runtime.objects import holding
 

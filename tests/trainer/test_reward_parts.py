@@ -14,12 +14,13 @@ from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.steps import first_step
 from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
 from tether.commands.reward import check_reward
-from tether.config import RunConfig, load_config, read_parts
+from tether.config import RunConfig, load_config
 from tether.text.build import build_run
 from tether.text.building.named_inputs import missing_inputs
 from tether.text.building.rewards import build_judge
-from tether.text.rewards import Dialogue, RewardError, RewardFailure, RewardRequest, Score
+from tether.text.rewards.config_parts import read_parts
 from tether.text.rewards.judge import Judge
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardRequest, Score
 
 STYLE = """
 def signs(data_source, solution_str, ground_truth, extra_info, each=1.0):

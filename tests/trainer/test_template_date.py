@@ -22,7 +22,7 @@ from tether.text.data import prompts
 from tether.text.data.prompts import dated_template, write_conversation
 from tether.text.learning.pretraining import Pretraining
 from tether.text.models.load import load_tokenizer
-from tether.text.rewards import Dialogue, RewardRequest
+from tether.text.rewards.outcome import Dialogue, RewardRequest
 
 WRITES_THE_DATE = (
     "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}"

@@ -18,7 +18,7 @@ from tether.text.build import build_run
 from tether.text.building.named_inputs import missing_inputs
 from tether.text.building.standalone import build_reward_trial
 from tether.text.data.location import PACKAGES
-from tether.text.rewards import Score
+from tether.text.rewards.outcome import Score
 
 SECTION = f"{ROLLOUT}.multi_turn"
 

@@ -10,8 +10,7 @@ from tests.tiny import tiny_tokenizer
 from tether.batch import Prompt
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.evaluation import Evaluation
-from tether.text.rewards import RewardError, RewardOutcome, Score
-from tether.text.rewards.outcome import Abstention
+from tether.text.rewards.outcome import Abstention, RewardError, RewardOutcome, Score
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 

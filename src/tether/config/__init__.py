@@ -10,24 +10,16 @@
 from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
 from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
 from tether.config.explanations import explain, format_inheritance, format_tree
+from tether.config.integrations import integration_config
 from tether.config.keys import values_of, with_values
 from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
 from tether.config.loading.load import LoadedConfig, for_environment, load_config
 from tether.config.loading.overrides import Override
 from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
-from tether.config.reward_parts import (
-    FunctionPart,
-    JudgePart,
-    RewardPart,
-    RulesPart,
-    check_has_part,
-    part_problems,
-    read_parts,
-)
 from tether.config.router_replay import replay_of
-from tether.config.rules.text import staleness_problem
 from tether.config.schema.root import RunConfig
+from tether.config.schema.section import Section
 from tether.config.secrets import masked_command
 from tether.config.stored_weights import reads_weights, stored_weights
 from tether.config.support.live_keys import live_keys
@@ -36,17 +28,13 @@ __all__ = [
     "DRAW",
     "NO_DRAW",
     "ConfigError",
-    "FunctionPart",
-    "JudgePart",
     "LoadedConfig",
     "Override",
     "Problem",
-    "RewardPart",
-    "RulesPart",
     "RunConfig",
+    "Section",
     "asks_reference",
     "changes_since",
-    "check_has_part",
     "check_resumable",
     "device_count",
     "explain",
@@ -56,22 +44,20 @@ __all__ = [
     "format_tree",
     "full_kl_in_loss",
     "full_kl_in_reward",
+    "integration_config",
     "key_written_as",
     "live_keys",
     "load_config",
     "masked_command",
     "minimal_tree",
     "models_of",
-    "part_problems",
     "placed",
     "pools",
-    "read_parts",
     "reads_weights",
     "reference_runs_with_actor",
     "replay_of",
     "saved_values",
     "schema",
-    "staleness_problem",
     "stored_weights",
     "support",
     "uses_megatron",

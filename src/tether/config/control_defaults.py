@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 
 from tether.config.keys import keys
 from tether.config.loading.settings import Setting, Settings
-from tether.config.schema.env import FLOW_TYPES, SELF_RESETTING, VLA_TYPES
+from tether.control.envs.config import SELF_RESETTING
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 
 SWITCH = "env.train.id"
 SOURCE = "default of embodied runs"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from tether.config.kl import asks_reference, full_kl_in_loss, reference_runs_with_actor
 from tether.config.placement import PATH, Placement, parse_placements
 from tether.config.problems import Problem
-from tether.config.schema.rollout import SERVERS
 from tether.config.schema.root import RunConfig
 from tether.runtime.ranks import Pool
+from tether.text.sampling.config import SERVERS
 
 MODELS = {
     "actor": "actor",

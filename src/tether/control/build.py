@@ -2,10 +2,12 @@
 
 1. `fit_defaults`: defaults that depend on the environment.
 2. `_schedule`: when to save, test and stop.
-3. `_roles`: environments (`make_env`), policy (`policy_of`), engine (`flat_engine`) and collector (`build_collector`).
+3. `_roles`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
 4. `build_evaluation`: environments for evaluation.
-5. The trainer: `_actor`, which learns by `_loss`; `_rewards`, `_advantages` and `_learned_decisions`.
+5. The trainer: `_actor`, which learns by `ControlLoss`; `EnvRewards`, `ControlAdvantages` and `LearnedDecisions`.
 6. `_preflight`: what is checked before the first step.
+
+A part is made by its `from_config`, which takes the sections that it reads.
 
 `build_agent` builds what acts with a saved policy.
 """
@@ -23,26 +25,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tether.algorithms import REQUIRED_AGGREGATION
 from tether.config import LoadedConfig, RunConfig, for_environment
-from tether.config.schema import ActorConfig, EvalEnvConfig, TrainEnvConfig
-from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy
+from tether.config.schema import ActorConfig
+from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
-from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions, RewardScaler
+from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.flat import FlatEngine
 from tether.control.learning.losses import (
-    EPISODES_WEIGH_EQUALLY,
     ControlLoss,
     RolloutForward,
     RolloutOutputs,
     loss_spec,
 )
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
+from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
+from tether.control.policies.config import PolicyConfig
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
 from tether.loop.alarms import Alarms
 from tether.loop.checkpoint import Persistence, check_identity
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import Engine, Learner, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts import Saver
@@ -53,14 +57,12 @@ from tether.loop.run import (
     begin_run,
     build_best_evaluation,
     build_critic_warmup,
-    build_optimizer,
     build_profiler,
+    build_recorder,
     build_rollbacks,
     find_start,
     loss_by_step,
-    policy_loss_options,
     ranks_line,
-    selection_options,
 )
 from tether.observations import describe
 from tether.runtime.global_rng import seed_rng
@@ -95,14 +97,16 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         identity = identity_of(config)
         if checkpoint:
             check_identity(checkpoint, identity)
-        schedule = _schedule(config)
+        schedule = _schedule(trainer_config, train)
         roles, groups = _roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
         policy = roles.policy
-        evaluation = build_evaluation(config, policy, resources) if _tests(config, resumes=bool(checkpoint)) else None
+        evaluation = None
+        if trainer_config.test_freq > 0 or (trainer_config.val_before_train and not checkpoint):
+            evaluation = build_evaluation(config.env, config.policy, policy, video_folder(config), resources)
         profiler = build_profiler(trainer_config, schedule)
         loggers = begin_run(loaded, store, schedule, checkpoint)
         resources.callback(loggers.close)
-        source = StartStates(train.seed, train.rollout_epoch, train.auto_reset)
+        source = StartStates.from_config(train)
         rollouts = EnvRollouts(
             policy=policy,
             collector=roles.collector,
@@ -121,13 +125,14 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             actor=_actor(config, roles, schedule.total_steps),
             critic=None,
             reference=None,
-            reward_transforms=[_rewards(config)],
-            estimate_advantages=_advantages(config),
-            select_rows=_learned_decisions(config, policy),
+            reward_transforms=[EnvRewards.from_config(train, config.policy, config.algorithm)],
+            estimate_advantages=ControlAdvantages.from_config(config.algorithm, train),
+            select_rows=LearnedDecisions.from_config(config.actor_rollout_ref.actor, train, policy),
             critic_warmup=build_critic_warmup(trainer_config),
             best=build_best_evaluation(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
@@ -141,8 +146,9 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         env = roles.env
         about = [f"{env.id}: {env.num_envs} environments, observations {describe(env.layout)}, actions {env.actions}"]
         about += [ranks_line(config)] if groups else []
-        about += [preprocessing_line(config)] if evaluation else []
-        check = _preflight(config, source, rollouts, trainer.actor)
+        about += [preprocessing_line(config.env)] if evaluation else []
+        few_envs = partial(_few_envs, train, config.policy, policy)
+        check = _preflight(few_envs, source, rollouts, trainer.actor)
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
@@ -159,12 +165,12 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     config = loaded.config
     train = config.env.train
     one = train
-    if not _has_vector_code_alone(config):
+    if not _has_vector_code_alone(train, config.policy):
         vectorization = "auto" if train.vectorization == "vector" else train.vectorization
         one = train.model_copy(
             update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
         )
-    with closing(make_env(one, "env.train", pacing_of(config), view_of(config))) as env:
+    with closing(make_env(one, "env.train", pacing_of(train, config.policy), view_of(train))) as env:
         continuous = not isinstance(env.actions, DiscreteActions)
         pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
     if not continuous and not pictures:
@@ -172,9 +178,9 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
     return for_environment(loaded, continuous=continuous, pictures=pictures)
 
 
-def _has_vector_code_alone(config: RunConfig) -> bool:
+def _has_vector_code_alone(train: TrainEnvConfig, policy: PolicyConfig) -> bool:
     """Whether environments of ``env.train`` can only be made as a vector, possibly of a fixed size."""
-    options = env_options(config.env.train, "env.train", pacing_of(config), view_of(config))
+    options = env_options(train, "env.train", pacing_of(train, policy), view_of(train))
     alone: bool = importlib.import_module("tether.control.envs.make").has_vector_code_alone(options)
     return alone
 
@@ -184,8 +190,7 @@ def identity_of(config: RunConfig) -> dict[str, str]:
     return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 
-def _schedule(config: RunConfig) -> Schedule:
-    trainer, train = config.trainer, config.env.train
+def _schedule(trainer: TrainerConfig, train: TrainEnvConfig) -> Schedule:
     steps = trainer.total_training_steps
     if steps is None:
         assert trainer.total_env_steps is not None
@@ -222,11 +227,20 @@ def _roles(
             config, checkpoint, total_steps, logs, resources
         )
         return roles_and_groups
-    env = make_env(config.env.train, "env.train", pacing_of(config), view_of(config))
+    train, actor = config.env.train, config.actor_rollout_ref.actor
+    env = make_env(train, "env.train", pacing_of(train, config.policy), view_of(train))
     resources.callback(env.close)
     policy = policy_of(config, checkpoint, env)
-    collector = build_collector(config, env_for_policy(env, policy), policy)
-    return ControlRoles(env, policy, flat_engine(config, policy, total_steps, FlatEngine), collector), None
+    collector = EnvCollector.from_config(
+        env_for_policy(env, policy), policy.state_width, train, config.policy, config.algorithm
+    )
+    engine = FlatEngine.from_config(policy, actor.optim, config.critic.optim, total_steps, incidents_folder(config))
+    return ControlRoles(env, policy, engine, collector), None
+
+
+def incidents_folder(config: RunConfig) -> Path:
+    """Return the folder of mini-batches that made no step."""
+    return Path(config.trainer.default_local_dir) / "incidents" / "actor"
 
 
 def make_env(
@@ -293,20 +307,18 @@ def env_options(
     )
 
 
-def pacing_of(config: RunConfig) -> dict[str, object]:
+def pacing_of(train: TrainEnvConfig, policy: PolicyConfig) -> dict[str, object]:
     """Return the fields of `tether.control.envs.make.Pacing`."""
-    train = config.env.train
     return {
-        "chunk": config.policy.num_action_chunks,
+        "chunk": policy.num_action_chunks,
         "auto_reset": train.auto_reset,
         "group_size": train.group_size,
         "fixed_seed": train.seed if train.use_fixed_reset_state_ids else None,
     }
 
 
-def view_of(config: RunConfig) -> dict[str, object]:
+def view_of(train: TrainEnvConfig) -> dict[str, object]:
     """Return the fields of `tether.control.envs.make.View`."""
-    train = config.env.train
     return {
         "drop": train.drop_observations,
         "frame_stack": train.frame_stack,
@@ -321,7 +333,11 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
     Raises:
         ValueError: no policy fits the environments.
     """
-    policy = load_policy(checkpoint / POLICY) if checkpoint else start_policy(config, env)
+    if checkpoint:
+        policy = load_policy(checkpoint / POLICY)
+    else:
+        values = value_width(config.algorithm, config.policy)
+        policy = start_policy(config.policy, config.actor_rollout_ref.model, env, values, config.trainer.seed)
     policy.spaces = spaces_of(env)
     if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
         policy.to(resolve_device(config.trainer.device))
@@ -331,56 +347,34 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
     return policy
 
 
-def flat_engine(config: RunConfig, policy: Policy, total_steps: int, make: Callable[..., FlatEngine]) -> FlatEngine:
-    """Build the engine of a policy.
+def build_evaluation(
+    section: EnvConfig, policy_config: PolicyConfig, policy: Policy, videos: Path, envs: ExitStack
+) -> ControlEvaluation:
+    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
 
     Args:
-        config: configuration of the run.
-        policy: policy to train.
-        total_steps: number of training steps.
-        make: `FlatEngine`, or the engine of one of several ranks.
-    """
-    incidents = Path(config.trainer.default_local_dir) / "incidents" / "actor"
-    options = build_optimizer(config.actor_rollout_ref.actor.optim, total_steps)
-    return make(policy, options, config.critic.optim.lr, incidents)
-
-
-def build_collector(config: RunConfig, env: VectorEnv, policy: Policy) -> EnvCollector:
-    """Return the collector, which steps the environments with the policy."""
-    return EnvCollector(
-        env,
-        config.env.train.max_steps_per_rollout_epoch,
-        chunk=config.policy.num_action_chunks,
-        epochs=config.env.train.rollout_epoch,
-        bootstrap_terminations=config.algorithm.bootstrap_type == "always",
-        state_width=policy.state_width,
-    )
-
-
-def _tests(config: RunConfig, *, resumes: bool) -> bool:
-    """Whether the policy is evaluated during or before the run."""
-    return config.trainer.test_freq > 0 or (config.trainer.val_before_train and not resumes)
-
-
-def build_evaluation(config: RunConfig, policy: Policy, envs: ExitStack) -> ControlEvaluation:
-    """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
+        section: the environments of the run.
+        policy_config: the policy's section.
+        policy: the policy.
+        videos: folder of the videos, if there are any.
+        envs: closes the environments.
 
     Raises:
         ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
     """
-    test, video = config.env.eval, config.env.eval.video_cfg
-    pacing = {"chunk": config.policy.num_action_chunks}
-    env = make_env(test, "env.eval", pacing, view_of(config), render=video.save_video)
+    test, video = section.eval, section.eval.video_cfg
+    pacing = {"chunk": policy_config.num_action_chunks}
+    env = make_env(test, "env.eval", pacing, view_of(section.train), render=video.save_video)
     envs.callback(env.close)
     acted = env_for_policy(env, policy)
     _check_fit(acted, policy.spec)
-    opened = _open_video(env, video_folder(config), video.fps) if video.save_video else None
+    opened = _open_video(env, videos, video.fps) if video.save_video else None
     return ControlEvaluation(acted, test.num_episodes, test.seed, test.confidence, opened)
 
 
-def preprocessing_line(config: RunConfig) -> str:
+def preprocessing_line(section: EnvConfig) -> str:
     """Return a line about the observations and rewards that the policy is evaluated on."""
-    options = env_options(config.env.eval, "env.eval", {}, view_of(config))
+    options = env_options(section.eval, "env.eval", {}, view_of(section.train))
     described: str = importlib.import_module("tether.control.envs.make").describe_preprocessing(options)
     return f"evaluated in {options.id} with the preprocessing: {described}"
 
@@ -425,96 +419,39 @@ def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[
         target_kl=actor.target_kl,
         leads_rate=actor.target_kl_control == "lr",
     )
-    loss, forward = _loss(config, actor), RolloutForward(config.algorithm.logprob_type)
+    forward = RolloutForward(config.algorithm.logprob_type)
+
+    def loss_of(actor: ActorConfig) -> ControlLoss:
+        return ControlLoss.from_config(actor, config.critic, config.algorithm, auto_reset=config.env.train.auto_reset)
+
+    loss = loss_of(actor)
     return Learner(
         roles.engine,
         forward,
         loss_spec(loss, forward),
         plan,
         critic_loss=loss_spec(replace(loss, critic_only=True), forward) if roles.policy.spec.value_width else None,
-        loss_at=loss_by_step(actor, total_steps, lambda actor: loss_spec(_loss(config, actor), forward)),
+        loss_at=loss_by_step(actor, total_steps, lambda actor: loss_spec(loss_of(actor), forward)),
     )
-
-
-def _loss(config: RunConfig, actor: ActorConfig) -> ControlLoss:
-    critic, algorithm = config.critic, config.algorithm
-    return ControlLoss(
-        name=actor.policy_loss.loss_mode,
-        options=policy_loss_options(actor),
-        selection=selection_options(actor),
-        aggregation=_aggregation(config),
-        max_length=_scale_factor(actor),
-        entropy_coeff=actor.entropy_coeff,
-        value_coeff=critic.loss_coef,
-        cliprange_value=critic.cliprange_value,
-        huber_delta=critic.huber_delta,
-        logprob_level=algorithm.logprob_type,
-        entropy_level=algorithm.entropy_type,
-    )
-
-
-def _aggregation(config: RunConfig) -> str:
-    actor = config.actor_rollout_ref.actor
-    usual = "token-mean" if config.env.train.auto_reset else EPISODES_WEIGH_EQUALLY
-    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
-
-
-def _scale_factor(actor: ActorConfig) -> float | None:
-    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
-    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
-
-
-def _rewards(config: RunConfig) -> EnvRewards:
-    train, policy = config.env.train, config.policy
-    scaler = None
-    if policy.normalize_rewards:
-        scaler = RewardScaler(train.total_num_envs, config.algorithm.gamma, policy.clip_rewards)
-    return EnvRewards(train.total_num_envs, coef=train.reward_coef, relative=train.use_rel_reward, scaler=scaler)
-
-
-def _advantages(config: RunConfig) -> ControlAdvantages:
-    algorithm = config.algorithm
-    return ControlAdvantages(
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        estimator=algorithm.adv_estimator,
-        estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
-        normalize_advantages=algorithm.normalize_advantages,
-        group_size=config.env.train.group_size,
-        reward_bounds=(
-            (algorithm.rewards_lower_bound, algorithm.rewards_upper_bound) if algorithm.filter_rewards else None
-        ),
-        reward_level=algorithm.reward_type,
-    )
-
-
-def _learned_decisions(config: RunConfig, policy: Policy) -> LearnedDecisions:
-    actor, train, episode_length = config.actor_rollout_ref.actor, config.env.train, None
-    if _aggregation(config) == EPISODES_WEIGH_EQUALLY:
-        limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
-        episode_length = _scale_factor(actor) or limit
-    return LearnedDecisions(policy.state_width > 0, episode_length, keep_observed=policy.normalizer is not None)
 
 
 def _preflight(
-    config: RunConfig, source: StartStates, rollouts: EnvRollouts, actor: Learner[Any, RolloutOutputs]
+    few_envs: Callable[[], VectorEnv], source: StartStates, rollouts: EnvRollouts, actor: Learner[Any, RolloutOutputs]
 ) -> Callable[[], Preflight]:
     # Collected steps are copied once, into the rows of the training batch.
     rows = MemoryNeed("a rollout, and the samples of it", torch.device("cpu"), 2 * rollouts.collector.nbytes)
-    few_envs = partial(_few_envs, config, rollouts.policy)
     return partial(preflight, partial(sample_steps, few_envs, source, rollouts), [actor], [rows])
 
 
-def _few_envs(config: RunConfig, policy: Policy) -> VectorEnv:
-    """Return options of a few environments for the preflight, in complete groups."""
-    train = config.env.train
+def _few_envs(train: TrainEnvConfig, policy_config: PolicyConfig, policy: Policy) -> VectorEnv:
+    """Return a few environments for the preflight, in complete groups."""
     count = min(train.total_num_envs, train.group_size * max(1, ENVIRONMENTS // train.group_size))
-    if train.vectorization == "vector" or _has_vector_code_alone(config):
+    if train.vectorization == "vector" or _has_vector_code_alone(train, policy_config):
         count = train.total_num_envs
     few = train.model_copy(
         update={"total_num_envs": count, "num_workers": min(train.num_workers or usable_cores(), count)}
     )
-    return env_for_policy(make_env(few, "env.train", pacing_of(config), view_of(config)), policy)
+    return env_for_policy(make_env(few, "env.train", pacing_of(train, policy_config), view_of(train)), policy)
 
 
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
@@ -531,7 +468,7 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval
-    options = env_options(section, "env.eval", {}, view_of(config))
+    options = env_options(section, "env.eval", {}, view_of(config.env.train))
     make = importlib.import_module("tether.control.envs.make")
     policy = load_policy(checkpoint / POLICY)
     if policy.spaces is None:  # saved by a version that did not save them

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 from tether.checkpoints import find_checkpoint
-from tether.config import RunConfig
-from tether.config.schema import FLOW_TYPES, VLA_TYPES
+from tether.config.schema import AlgorithmConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs.layers import ActionCode, CodedEnv
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions, MixedActions, VectorEnv, choices_of
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES, PolicyConfig
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy, make_policy
 from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
 from tether.control.policies.spec import PolicySpec
@@ -28,7 +28,7 @@ _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
 """Policies whose actions are those of the environment."""
 
 
-def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
+def start_policy(policy: PolicyConfig, model: ModelConfig, env: VectorEnv, value_width: int, seed: int) -> Policy:
     """Return the policy that a run starts with: that of ``actor_rollout_ref.model.path``, or a new one.
 
     The former keeps its observation statistics: some entries hardly vary in demonstrations, so updating the statistics
@@ -37,21 +37,16 @@ def start_policy(config: RunConfig, env: VectorEnv) -> Policy:
     Raises:
         ValueError: no policy fits the environment, or the path has no policy or one of a different shape.
     """
-    path = config.actor_rollout_ref.model.path
-    if not path or _brings_its_own_weights(config):
-        return new_policy(config, env)
+    path, robots = model.path, _robot_policies(policy.model_type)
+    # A new policy loads the weights of a published one itself.
+    if not path or (robots is not None and robots.weights_folder(path) is not None):
+        return new_policy(policy, model, env, value_width, seed)
     start = saved_policy(Path(path), START)
-    policy = new_policy(config, env, _known_of(start))
-    _copy_weights(policy, start, path)
-    if policy.normalizer:
-        policy.normalizer.fixed = True
-    return policy
-
-
-def _brings_its_own_weights(config: RunConfig) -> bool:
-    """Whether the run starts from a published policy, whose weights a new policy loads."""
-    robots = _robot_policies(config.policy.model_type)
-    return robots is not None and robots.weights_folder(config) is not None
+    made = new_policy(policy, model, env, value_width, seed, _known_of(start))
+    _copy_weights(made, start, path)
+    if made.normalizer:
+        made.normalizer.fixed = True
+    return made
 
 
 def _robot_policies(model_type: str) -> ModuleType | None:
@@ -61,21 +56,31 @@ def _robot_policies(model_type: str) -> ModuleType | None:
     return integration("robots", "flow_policies") if model_type in FLOW_TYPES else None
 
 
-def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, object] | None = None) -> Policy:
+def new_policy(
+    policy: PolicyConfig,
+    model: ModelConfig,
+    env: VectorEnv,
+    value_width: int,
+    seed: int,
+    known_fields: Mapping[str, object] | None = None,
+) -> Policy:
     """Return a policy for the environment, with weights initialized by the seed.
 
     Args:
-        config: the configuration.
+        policy: section of the policy.
+        model: section of the weights, whose adapters transformers have.
         env: the environment.
+        value_width: number of values per observation, V.
+        seed: seed of the weights.
         known_fields: known fields of the shape of a vision-language-action or flow-matching policy.
 
     Raises:
         ValueError: this kind of policy does not support the environment's observations or actions.
     """
-    if robots := _robot_policies(config.policy.model_type):
-        robot_policy: Policy = robots.new_policy(config, env, _value_width(config), known_fields)
+    if robots := _robot_policies(policy.model_type):
+        robot_policy: Policy = robots.new_policy(policy, model, env, value_width, seed, known_fields)
         return robot_policy
-    policy, actions = config.policy, env.actions
+    actions = env.actions
     refuse_texts(env, policy.model_type)
     if policy.use_sde and isinstance(actions, DiscreteActions):
         raise ValueError(
@@ -98,7 +103,7 @@ def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, obj
         choices=choices_of(actions) or None,
         action_width=actions.width,
         num_action_chunks=policy.num_action_chunks,
-        value_width=_value_width(config),
+        value_width=value_width,
         share_critic=policy.share_critic,
         hidden_dim=policy.hidden_dim,
         num_layers=policy.num_layers,
@@ -118,7 +123,7 @@ def new_policy(config: RunConfig, env: VectorEnv, known_fields: Mapping[str, obj
         use_sde=policy.use_sde,
         sde_sample_freq=policy.sde_sample_freq if policy.sde_sample_freq > 0 else None,
     )
-    return make_policy(spec, config.trainer.seed)
+    return make_policy(spec, seed)
 
 
 def _check_mask(env: VectorEnv, chunk: int) -> None:
@@ -285,7 +290,8 @@ def _of_critic(name: str) -> bool:
     return name.startswith("critic")
 
 
-def _value_width(config: RunConfig) -> int:
-    if config.algorithm.adv_estimator != CRITIC:
+def value_width(algorithm: AlgorithmConfig, policy: PolicyConfig) -> int:
+    """Return the number of values that the critic gives for an observation; 0 without a critic."""
+    if algorithm.adv_estimator != CRITIC:
         return 0
-    return 1 if config.algorithm.reward_type == "chunk_level" else config.policy.num_action_chunks
+    return 1 if algorithm.reward_type == "chunk_level" else policy.num_action_chunks

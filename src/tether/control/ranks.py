@@ -27,18 +27,10 @@ from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.config import RunConfig
-from tether.config.schema import TrainEnvConfig
-from tether.control.build import (
-    ControlRoles,
-    build_collector,
-    flat_engine,
-    make_env,
-    pacing_of,
-    policy_of,
-    view_of,
-)
+from tether.control.build import ControlRoles, incidents_folder, make_env, pacing_of, policy_of, view_of
 from tether.control.build_policies import env_for_policy
 from tether.control.collecting.collector import EnvCollector
+from tether.control.envs.config import TrainEnvConfig
 from tether.control.envs.protocol import ActionSpec, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt
@@ -121,10 +113,13 @@ def build_control_parts(
     # The global generators, which environments may use, are seeded differently on each rank.
     seed_rng(seed_of(config.trainer.seed, 0, "rank", rank))
     train, first = environments_of(config.env.train, rank, ranks, config.trainer.n_gpus_per_node)
-    env = make_env(train, "env.train", pacing_of(config), view_of(config), first=first)
+    env = make_env(train, "env.train", pacing_of(train, config.policy), view_of(train), first=first)
     policy = policy_of(config, checkpoint, env)
-    engine = flat_engine(config, policy, total_steps, FlatRankEngine)
-    collector = build_collector(config, env_for_policy(env, policy), policy)
+    optim, values = config.actor_rollout_ref.actor.optim, config.critic.optim
+    engine = FlatRankEngine.from_config(policy, optim, values, total_steps, incidents_folder(config))
+    collector = EnvCollector.from_config(
+        env_for_policy(env, policy), policy.state_width, train, config.policy, config.algorithm
+    )
     return {ENGINE: engine, ENVS: RankEnvs(env, collector, policy), "trace": ProcessTrace()}
 
 

@@ -1,11 +1,13 @@
 """Other programs, formats of other vendors, and robots: each a folder of its own, which only a run that uses it loads.
 
 The rest of tether imports nothing from here; it asks `integration` for a module by name when a configuration needs it.
+A package of somebody else's has the same modules; it names itself in the entry point group ``tether.integrations``.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 INTEGRATIONS = {
@@ -19,6 +21,8 @@ INTEGRATIONS = {
     "verl": "verl's shell scripts",
 }
 """What each integration is for."""
+GROUP = "tether.integrations"
+"""Entry point group of integrations in other packages: name = package."""
 
 
 def integration(name: str, module: str) -> ModuleType:
@@ -27,5 +31,14 @@ def integration(name: str, module: str) -> ModuleType:
     Raises:
         ModuleNotFoundError: a package that the integration needs is missing.
     """
-    assert name in INTEGRATIONS, name
-    return importlib.import_module(f"tether.integrations.{name}.{module}")
+    package = f"{GROUP}.{name}" if name in INTEGRATIONS else installed().get(name)
+    assert package is not None, name
+    return importlib.import_module(f"{package}.{module}")
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Return the integrations of other installed packages: name -> package."""
+    # Imported on first use: reading the metadata of all packages takes longer than `tether --help`.
+    metadata = importlib.import_module("importlib.metadata")
+    return {point.name: point.value for point in metadata.entry_points(group=GROUP)}

@@ -15,16 +15,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
-from tether.config import (
-    DRAW,
-    NO_DRAW,
-    LoadedConfig,
-    RunConfig,
-    changes_since,
-    staleness_problem,
-    stored_weights,
-    uses_megatron,
-)
+from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, stored_weights, uses_megatron
 from tether.config.schema import AlgorithmConfig
 from tether.distributed.groups import RankGroups, build_groups
 from tether.integrations import integration
@@ -42,6 +33,7 @@ from tether.loop.run import (
     build_best_evaluation,
     build_critic_warmup,
     build_profiler,
+    build_recorder,
     build_rollbacks,
     checkpoint_line,
     find_start,
@@ -81,8 +73,18 @@ from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.preflight import ChatFormat, sample_responses
+from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
-from tether.text.rewards import Abstention, Dialogue, ErrorSample, RewardError, RewardReport, RewardRequest, Score
+from tether.text.rewards.outcome import (
+    Abstention,
+    Dialogue,
+    ErrorSample,
+    RewardError,
+    RewardReport,
+    RewardRequest,
+    Score,
+)
+from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
 from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
@@ -174,6 +176,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             best=build_best_evaluation(config.trainer, persistence, checkpoint),
             saver=Saver(config.trainer.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            recorder=SampleRecorder(build_recorder(config.trainer, checkpoint), inputs.tokenizer),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),

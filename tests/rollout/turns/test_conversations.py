@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from tests.trainer.turn_run import ID, tokenizer
 from tether.batch import Prompt, TokenIds
 from tether.text.data.prompts import tokenize
-from tether.text.rewards import RewardError
+from tether.text.rewards.outcome import RewardError
 from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool

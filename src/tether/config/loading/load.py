@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tether.config.contradictions import contradictions
 from tether.config.control_defaults import is_undecided, with_defaults
 from tether.config.keys import keys, values_of, with_values
 from tether.config.loading.interpolation import nest
@@ -17,7 +18,6 @@ from tether.config.loading.settings import COMMAND_LINE, ENV_KEY, PLACEHOLDER, S
 from tether.config.loading.type_errors import type_problems
 from tether.config.problems import ConfigError, Problem
 from tether.config.render import to_yaml
-from tether.config.rules.text import contradictions
 from tether.config.schema.root import RunConfig
 from tether.config.secrets import has_secrets, masked
 from tether.config.support.notes import notes

@@ -1,6 +1,7 @@
-"""Checks that compare several keys and refuse contradictions before a model is loaded.
+"""Rules between keys that text and control runs share, and the factories of common rules (`shapes`).
 
-`text` and `embodied` list the rules of the two kinds of run; most are rows of a table.
+A rule refuses a contradiction before a model is loaded. Those of a part are in the `config_rules` beside it;
+`tether.config.contradictions` lists all of them.
 """
 
-__all__ = ["advantages", "text"]
+__all__ = ["megatron", "shapes", "shared"]

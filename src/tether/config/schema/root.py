@@ -1,4 +1,4 @@
-"""The root of the schema."""
+"""The root of the schema, which lists the sections of all rooms."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Annotated
 from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig
 from tether.config.schema.critic import CriticConfig
-from tether.config.schema.data import DataConfig
 from tether.config.schema.engine import ON_RANKS
-from tether.config.schema.env import EnvConfig, PolicyConfig
 from tether.config.schema.model import ModelConfig
-from tether.config.schema.reward import CustomRewardFunctionConfig, RewardModelConfig
-from tether.config.schema.rollout import RolloutConfig
-from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Positive, Section
-from tether.config.schema.trainer import ClusterConfig, RayKwargsConfig, TrainerConfig
+from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Options, Positive, Section
+from tether.control.envs.config import EnvConfig
+from tether.control.policies.config import PolicyConfig
+from tether.loop.config import ClusterConfig, RayKwargsConfig, TrainerConfig
+from tether.text.data.config import DataConfig
+from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
+from tether.text.sampling.config import RolloutConfig
 
 
 class ActorRolloutRefConfig(Section):
@@ -47,3 +48,5 @@ class RunConfig(Section):
     cluster: ClusterConfig
     env: Annotated[EnvConfig, EMBODIED]
     policy: Annotated[PolicyConfig, EMBODIED]
+    integrations: Options
+    """Keys of integrations in other packages by name, for example {coins: {bonus: 2}}. (tether's own key.)"""

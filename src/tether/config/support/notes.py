@@ -9,9 +9,9 @@ from typing import Any
 from tether.config import control_defaults
 from tether.config.keys import Key, keys, show
 from tether.config.loading.settings import Settings
-from tether.config.rules.advantages import WITHOUT_PEERS
-from tether.config.schema.rollout import SERVERS
+from tether.config.schema.algorithm import WITHOUT_PEERS
 from tether.config.support.live_keys import why_idle
+from tether.text.sampling.config import SERVERS
 
 ACTOR = "actor_rollout_ref.actor"
 CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decoupled")

@@ -20,7 +20,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tether.batch import EnvBatch, Episode
+from tether.config.schema import AlgorithmConfig
+from tether.control.envs.config import TrainEnvConfig
 from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, SteppedInGroups, VectorEnv, choices_of
+from tether.control.policies.config import PolicyConfig
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
 from tether.types import StateDict
@@ -248,6 +251,20 @@ class EnvCollector:
         self._done = 0
         self.env_seconds = 0.0
         """Time that the policy waited for environments, over all rollouts so far."""
+
+    @classmethod
+    def from_config(
+        cls, env: VectorEnv, state_width: int, train: TrainEnvConfig, policy: PolicyConfig, algorithm: AlgorithmConfig
+    ) -> EnvCollector:
+        """Return the configured collector of these environments; `state_width` is that of the policy's memory."""
+        return cls(
+            env,
+            train.max_steps_per_rollout_epoch,
+            chunk=policy.num_action_chunks,
+            epochs=train.rollout_epoch,
+            bootstrap_terminations=algorithm.bootstrap_type == "always",
+            state_width=state_width,
+        )
 
     @property
     def noise_shape(self) -> tuple[int, int, int]:

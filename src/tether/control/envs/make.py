@@ -38,7 +38,7 @@ from tether.spelling import did_you_mean
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
     "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
-    "libero": "libero", "ale_py": "atari", "opencv": "atari", "cv2": "atari",
+    "libero": "libero", "ale_py": "atari", "opencv": "atari", "cv2": "atari", "jax": "jax",
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 

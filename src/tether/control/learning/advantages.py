@@ -25,7 +25,11 @@ from tether.algorithms import (
 )
 from tether.algorithms.aggregation import episode_weights
 from tether.batch import EnvBatch, filled
-from tether.control.learning.losses import Samples, per_column
+from tether.config.schema import ActorConfig, AlgorithmConfig
+from tether.control.envs.config import TrainEnvConfig
+from tether.control.learning.losses import EPISODES_WEIGH_EQUALLY, Samples, aggregation_of, per_column, scale_factor
+from tether.control.policies.config import PolicyConfig
+from tether.control.policies.mlp_policy import Policy
 from tether.control.policies.spec import Memory, numbers_of, with_numbers
 from tether.metrics.data import group_metrics
 from tether.types import StateDict
@@ -114,6 +118,14 @@ class EnvRewards:
         self._relative = RelativeRewards(num_envs) if relative else None
         self._scaler = scaler
 
+    @classmethod
+    def from_config(cls, train: TrainEnvConfig, policy: PolicyConfig, algorithm: AlgorithmConfig) -> EnvRewards:
+        """Return the configured transformations."""
+        num_envs, scaler = train.total_num_envs, None
+        if policy.normalize_rewards:
+            scaler = RewardScaler(num_envs, algorithm.gamma, policy.clip_rewards)
+        return cls(num_envs, coef=train.reward_coef, relative=train.use_rel_reward, scaler=scaler)
+
     def apply(self, batch: EnvBatch) -> dict[str, float]:
         """Set `token_level_rewards` from `token_level_scores`, without metrics."""
         rewards, ended = batch.token_level_scores * self._coef, batch.terminated | batch.truncated
@@ -174,6 +186,21 @@ class ControlAdvantages:
     reward_bounds: tuple[float, float] | None = None
     """Bounds of a group's mean episode reward, outside of which the group is not used."""
     reward_level: Literal["action_level", "chunk_level"] = "action_level"
+
+    @classmethod
+    def from_config(cls, algorithm: AlgorithmConfig, train: TrainEnvConfig) -> ControlAdvantages:
+        """Return the configured estimator."""
+        bounds = algorithm.rewards_lower_bound, algorithm.rewards_upper_bound
+        return cls(
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            estimator=algorithm.adv_estimator,
+            estimator_options={"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo},
+            normalize_advantages=algorithm.normalize_advantages,
+            group_size=train.group_size,
+            reward_bounds=bounds if algorithm.filter_rewards else None,
+            reward_level=algorithm.reward_type,
+        )
 
     @torch.no_grad()
     def __call__(self, batch: EnvBatch) -> dict[str, float]:
@@ -258,6 +285,15 @@ class LearnedDecisions:
     """The length at which an episode has weight 1; None gives all steps the same weight."""
     keep_observed: bool = False
     """Whether samples also contain the raw observations, for the policy's statistics."""
+
+    @classmethod
+    def from_config(cls, actor: ActorConfig, train: TrainEnvConfig, policy: Policy) -> LearnedDecisions:
+        """Return the selection that the configured aggregation and the policy require."""
+        episode_length = None
+        if aggregation_of(actor, auto_reset=train.auto_reset) == EPISODES_WEIGH_EQUALLY:
+            limit = train.max_episode_steps or train.max_steps_per_rollout_epoch
+            episode_length = scale_factor(actor) or limit
+        return cls(policy.state_width > 0, episode_length, keep_observed=policy.normalizer is not None)
 
     @torch.no_grad()
     def __call__(self, batch: EnvBatch, step: int) -> tuple[Samples, dict[str, float]]:

@@ -14,7 +14,7 @@ from copy import deepcopy
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tether.algorithms import kl_penalty
 from tether.batch import EnvBatch, WeightUpdate
 from tether.checkpoints import load_state, save_state
+from tether.config.schema import OptimConfig
 from tether.control.learning.losses import ControlLoss, Draws, Outputs, RolloutOutputs, Samples, mask_at, to_columns
 from tether.control.policies.mlp_policy import Policy, save_policy
 from tether.control.policies.networks import device_of
@@ -36,6 +37,7 @@ from tether.loop.engine import (
     within_memory,
 )
 from tether.loop.incident import Incidents
+from tether.loop.run import build_optimizer
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.types import StateDict
@@ -151,6 +153,13 @@ class FlatEngine:
         self._rate_factor = 1.0
         self._flat = FlatParameters(policy.parameter_groups())
         self._optimizer = FlatAdamW(self._flat, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+
+    @classmethod
+    def from_config(
+        cls, policy: Policy, actor: OptimConfig, critic: OptimConfig, total_steps: int, incidents: Path
+    ) -> Self:
+        """Return the engine of a policy, with the optimizer of ``actor.optim`` and the rate of ``critic.optim``."""
+        return cls(policy, build_optimizer(actor, total_steps), critic.lr, incidents)
 
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
         """Run a forward pass over a rollout, as `Engine.infer` describes.

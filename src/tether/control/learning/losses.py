@@ -25,14 +25,24 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from tether.algorithms import MAX_LOG_RATIO, TOKEN_SELECTIONS, TokenLoss, masked_mean, merge_metrics, value_loss
+from tether.algorithms import (
+    MAX_LOG_RATIO,
+    REQUIRED_AGGREGATION,
+    TOKEN_SELECTIONS,
+    TokenLoss,
+    masked_mean,
+    merge_metrics,
+    value_loss,
+)
 from tether.algorithms.aggregation import loss_divisors
 from tether.batch import EnvBatch
+from tether.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
 from tether.control.policies.mlp_policy import Policy
 from tether.control.policies.networks import device_of
 from tether.control.policies.spec import Memory, Observations
 from tether.loop.engine import LossSpec
 from tether.loop.own_functions import policy_loss
+from tether.loop.run import policy_loss_options, selection_options
 
 Level = Literal["token_level", "action_level", "chunk_level"]
 
@@ -367,6 +377,25 @@ class ControlLoss:
     critic_only: bool = False
     """Whether only the value loss is minimised and the policy stays unchanged."""
 
+    @classmethod
+    def from_config(
+        cls, actor: ActorConfig, critic: CriticConfig, algorithm: AlgorithmConfig, *, auto_reset: bool
+    ) -> ControlLoss:
+        """Return the configured loss; `auto_reset` is whether episodes continue in the next rollout."""
+        return cls(
+            name=actor.policy_loss.loss_mode,
+            options=policy_loss_options(actor),
+            selection=selection_options(actor),
+            aggregation=aggregation_of(actor, auto_reset=auto_reset),
+            max_length=scale_factor(actor),
+            entropy_coeff=actor.entropy_coeff,
+            value_coeff=critic.loss_coef,
+            cliprange_value=critic.cliprange_value,
+            huber_delta=critic.huber_delta,
+            logprob_level=algorithm.logprob_type,
+            entropy_level=algorithm.entropy_type,
+        )
+
     def log_probs(self, columns: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Return the log-probs [B, L] at the level of the loss, from those of the columns [B, K * D]."""
         return sum_to_level(columns, self.logprob_level, chunk, mask)
@@ -482,6 +511,17 @@ class ControlLoss:
     def _weights(self, log_probs: Tensor, rows: Samples, width: int) -> Tensor | float:
         counted = mask_at(self.logprob_level, rows.mask, width)
         return loss_weights(self.aggregation, log_probs, counted, rows.weights, self.max_length)
+
+
+def aggregation_of(actor: ActorConfig, *, auto_reset: bool) -> str:
+    """Return the configured aggregation, else that which the loss requires or the usual one."""
+    usual = "token-mean" if auto_reset else EPISODES_WEIGH_EQUALLY
+    return actor.loss_agg_mode or REQUIRED_AGGREGATION.get(actor.policy_loss.loss_mode, usual)
+
+
+def scale_factor(actor: ActorConfig) -> float | None:
+    """Return ``loss_scale_factor`` if the configured aggregation uses it."""
+    return None if actor.loss_agg_mode is None else actor.loss_scale_factor
 
 
 def loss_spec(loss: ControlLoss, forward: RolloutForward) -> LossSpec[Any, RolloutOutputs]:

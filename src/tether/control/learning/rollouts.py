@@ -13,6 +13,7 @@ from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.checkpoints import read_own
 from tether.control.collecting.collector import EnvCollector, episode_metrics
 from tether.control.collecting.evaluation import evaluate
+from tether.control.envs.config import TrainEnvConfig
 from tether.control.envs.protocol import EnvState, VectorEnv
 from tether.control.learning.losses import RolloutOutputs
 from tether.control.policies.mlp_policy import Policy
@@ -78,6 +79,11 @@ class StartStates:
     """The number of rollouts of a step."""
     auto_reset: bool
     """Whether episodes continue in the next rollout; otherwise each rollout begins new ones."""
+
+    @classmethod
+    def from_config(cls, train: TrainEnvConfig) -> StartStates:
+        """Return the start states of ``env.train``."""
+        return cls(train.seed, train.rollout_epoch, train.auto_reset)
 
     def next(self, step: int) -> list[int]:
         """Return a seed for each rollout of the step that begins new episodes."""

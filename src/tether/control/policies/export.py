@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -55,8 +56,9 @@ def export_policy(policy: Policy, kind: str, file: Path) -> None:
     """
     exported = exported_of(policy)
     if kind == "npz":
+        arrays: dict[str, Any] = {"about": np.array(json.dumps(exported.about)), **exported.arrays}
         with file.open("wb") as opened:
-            np.savez(opened, about=np.array(json.dumps(exported.about)), **exported.arrays)
+            np.savez(opened, **arrays)
         return
     try:
         onnx = importlib.import_module("onnx")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from tether.integrations.hubs.row import Convert, Unusable, rule_row, text_in
-from tether.text.rewards import check_truth
+from tether.text.rewards.router import check_truth
 from tether.types import JsonObject
 
 READS = "Write a Python program that reads from standard input and prints to standard output."

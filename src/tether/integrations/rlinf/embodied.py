@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tether.config.schema.env import VLA_TYPES
+from tether.control.policies.config import VLA_TYPES
 from tether.integrations.rlinf.older_names import OLDER_EMBODIED
 from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
 from tether.integrations.rlinf.other_runs import ONLY_EMBODIED, OTHERS

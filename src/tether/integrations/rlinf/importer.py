@@ -18,8 +18,8 @@ from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.problems import ConfigError, Problem
-from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.support.patterns import look_up
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
 from tether.integrations.rlinf.older_names import LOSS_KEY, TASK_KEY, VALUES, Older, Task, with_current_names
 from tether.integrations.rlinf.other_simulator import (

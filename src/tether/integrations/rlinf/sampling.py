@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tether.config.schema.env import VLA_TYPES
+from tether.control.policies.config import VLA_TYPES
 from tether.integrations.rlinf.rows import UNSET, Convert, Mapped, NotRead, Table, Unsupported, Values, to
 
 TODAY = "rollout.sampling_params"

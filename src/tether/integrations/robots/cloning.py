@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from tether.config import LoadedConfig, RunConfig
-from tether.config.schema import FLOW_TYPES, VLA_TYPES
 from tether.control.build import env_options, make_env, view_of
-from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of
+from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of, value_width
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.mlp_policy import Policy
 from tether.integrations.robots.behaviour_cloning import Cloning, CloningData, CloningOptions, split_episodes, windows
 from tether.integrations.robots.demonstrations import Demonstration
@@ -64,9 +64,7 @@ def build_recording(
     section = config.env.train
     if section.env_type == "envpool":
         raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
-    options = env_options(
-        section, "env.train", {}, view_of(config)
-    )  # first, because it reports if Gymnasium is missing
+    options = env_options(section, "env.train", {}, view_of(section))  # first: it reports if Gymnasium is missing
     record = importlib.import_module("tether.integrations.robots.demonstration_recorder")
     make = importlib.import_module("tether.control.envs.make")
     env = make.make_one(options)
@@ -114,7 +112,7 @@ def build_cloning(
             f"trainer.device={config.trainer.device}: imitation is learned on the CPU so far. Leave it out."
         )
     episodes = read_dataset(folder)
-    with closing(make_env(config.env.train, "env.train", {}, view_of(config))) as env:
+    with closing(make_env(config.env.train, "env.train", {}, view_of(config.env.train))) as env:
         obs = _observations(episodes, env, folder)
         actions = [_actions(episode, env, folder) for episode in episodes]
         for index, (seen, chosen) in enumerate(zip(obs, actions, strict=True)):
@@ -122,7 +120,8 @@ def build_cloning(
         kind = config.policy.model_type
         bounds = _bounds(actions, quantiles) if kind in VLA_TYPES else None
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
-        policy = new_policy(config, env, bounds or scales)
+        width, model = value_width(config.algorithm, config.policy), config.actor_rollout_ref.model
+        policy = new_policy(config.policy, model, env, width, config.trainer.seed, bounds or scales)
         policy.spaces = spaces_of(env)
     spec = policy.spec
     if isinstance(spec, VlaSpec):  # a published policy may have its own

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tether.config import RunConfig
+from tether.config.schema import ModelConfig
 from tether.control.build_policies import START, find_pictures
 from tether.control.envs.protocol import ContinuousActions, VectorEnv
+from tether.control.policies.config import PolicyConfig
 from tether.integrations.robots.flow import FlowSpec, Scale
 from tether.observations import Array, Observation, ObsLayout, row_width
 
@@ -24,9 +25,8 @@ QUANTILES = (0.01, 0.99)
 """Quantiles of recorded numbers that pi0.5 scales to -1 and 1."""
 
 
-def weights_folder(config: RunConfig) -> Path | None:
+def weights_folder(path: str) -> Path | None:
     """Return the folder of a policy in lerobot's format that the run starts from, or None."""
-    path = config.actor_rollout_ref.model.path
     is_pretrained = path and importlib.import_module("tether.integrations.robots.flow.pretrained").is_pretrained(
         Path(path)
     )
@@ -34,29 +34,36 @@ def weights_folder(config: RunConfig) -> Path | None:
 
 
 def new_policy(
-    config: RunConfig, env: VectorEnv, value_width: int, known_fields: Mapping[str, object] | None = None
+    policy: PolicyConfig,
+    model: ModelConfig,
+    env: VectorEnv,
+    value_width: int,
+    seed: int,
+    known_fields: Mapping[str, object] | None = None,
 ) -> FlowPolicy:
     """Return a policy for the environment, with weights initialized by the seed or of lerobot's folder.
 
     Args:
-        config: the configuration.
+        policy: section of the policy.
+        model: section of the weights.
         env: the environment.
         value_width: number of values per observation, V.
+        seed: seed of the weights.
         known_fields: fields of the shape: scales of recorded episodes, or `FlowPolicy.inherited_fields` of a
         checkpoint.
 
     Raises:
         ValueError: the actions are discrete, the pictures are not RGB, or the folder's policy does not fit.
     """
-    policy, actions = config.policy, env.actions
+    actions = env.actions
     if not isinstance(actions, ContinuousActions):
         raise ValueError(
             f"policy.model_type={policy.model_type}: it generates numbers, and the actions of {env.id} are choices. "
             "Use mlp_policy or cnn_policy."
         )
     _check_pictures(env, policy.model_type)
-    folder = weights_folder(config)
-    fields = _new_fields(config, env) if folder is None else _pretrained_fields(config, env, folder)
+    folder = weights_folder(model.path)
+    fields = _new_fields(policy, env) if folder is None else _pretrained_fields(policy, env, folder)
     fields |= {
         name: value for name, value in (known_fields or {}).items() if folder is None or fields.get(name) is None
     }
@@ -78,9 +85,7 @@ def new_policy(
         train_expert_only=policy.train_expert_only,
         **fields,
     )
-    made: FlowPolicy = importlib.import_module("tether.integrations.robots.flow.policy").FlowPolicy(
-        spec, config.trainer.seed
-    )
+    made: FlowPolicy = importlib.import_module("tether.integrations.robots.flow.policy").FlowPolicy(spec, seed)
     if folder is not None:
         importlib.import_module("tether.integrations.robots.flow.pretrained").load_weights(made, folder)
     return made
@@ -140,9 +145,8 @@ def _check_pictures(env: VectorEnv, model_type: str) -> None:
             )
 
 
-def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
+def _new_fields(policy: PolicyConfig, env: VectorEnv) -> dict[str, Any]:
     """Return the fields of a small policy, no larger than the environment requires."""
-    policy = config.policy
     backbone = importlib.import_module("tether.integrations.robots.flow.backbone")
     prompts = importlib.import_module("tether.integrations.robots.flow.prompts")
     width = row_width(_numbers(env.layout))
@@ -167,13 +171,12 @@ def _new_fields(config: RunConfig, env: VectorEnv) -> dict[str, Any]:
     }
 
 
-def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[str, Any]:
+def _pretrained_fields(policy: PolicyConfig, env: VectorEnv, folder: Path) -> dict[str, Any]:
     """Return the fields of the policy in lerobot's folder.
 
     Raises:
         ValueError: the policy has a different type, or is too small for the environment.
     """
-    policy = config.policy
     pretrained = importlib.import_module("tether.integrations.robots.flow.pretrained").read_pretrained(folder)
     if pretrained.model_type != policy.model_type:
         raise ValueError(f"{START}={folder}: a {pretrained.model_type}; set policy.model_type={pretrained.model_type}")
@@ -196,7 +199,7 @@ def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[
         "latent_dim": pretrained.latent_dim,
         "state_dim": pretrained.state_dim,
         "prompt_length": pretrained.prompt_length,
-        "tokenizer": _tokenizer(config, folder, pretrained.sizes),
+        "tokenizer": _tokenizer(policy.tokenizer_path, folder, pretrained.sizes),
         "image_size": pretrained.image_size,
         "sizes": pretrained.sizes,
         "empty_cameras": pretrained.cameras - shown,
@@ -211,14 +214,14 @@ def _pretrained_fields(config: RunConfig, env: VectorEnv, folder: Path) -> dict[
     return fields
 
 
-def _tokenizer(config: RunConfig, folder: Path, sizes: Mapping[str, int] | None) -> str | None:
+def _tokenizer(path: str | None, folder: Path, sizes: Mapping[str, int] | None) -> str | None:
     """Return the folder of the tokenizer; None: bytes.
 
     Raises:
         ValueError: there is no tokenizer, and the vocabulary is not that of bytes.
     """
-    if config.policy.tokenizer_path is not None:
-        return config.policy.tokenizer_path
+    if path is not None:
+        return path
     if (folder / "tokenizer_config.json").is_file():
         return str(folder)
     if (

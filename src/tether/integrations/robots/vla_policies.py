@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tether.config import RunConfig
+from tether.config.schema import ModelConfig
 from tether.control.build_policies import START, find_pictures
 from tether.control.envs.protocol import ContinuousActions, VectorEnv
+from tether.control.policies.config import PolicyConfig
 from tether.integrations.robots.vla import VlaSpec
 from tether.types import JsonObject
 
@@ -20,9 +21,8 @@ PROMPT_LENGTH = 50
 """Default length of prompts, as in RLinf."""
 
 
-def weights_folder(config: RunConfig) -> Path | None:
+def weights_folder(path: str) -> Path | None:
     """Return the folder of a model in transformers' format that the run starts from, or None."""
-    path = config.actor_rollout_ref.model.path
     is_published = path and importlib.import_module("tether.integrations.robots.vla.pretrained").is_published(
         Path(path)
     )
@@ -30,31 +30,37 @@ def weights_folder(config: RunConfig) -> Path | None:
 
 
 def new_policy(
-    config: RunConfig, env: VectorEnv, value_width: int, known_fields: Mapping[str, object] | None = None
+    policy: PolicyConfig,
+    model: ModelConfig,
+    env: VectorEnv,
+    value_width: int,
+    seed: int,
+    known_fields: Mapping[str, object] | None = None,
 ) -> VlaPolicy:
     """Return a policy for the environment, with weights initialized by the seed or of a published folder.
 
     Args:
-        config: the configuration.
+        policy: section of the policy.
+        model: section of the weights.
         env: the environment.
         value_width: number of values per observation, V.
+        seed: seed of the weights.
         known_fields: fields of the shape: ``low`` and ``high`` of recorded episodes, or `VlaPolicy.inherited_fields` of
         a checkpoint.
 
     Raises:
         ValueError: the actions are discrete or unbounded, or the published policy does not fit.
     """
-    policy, model = config.policy, config.actor_rollout_ref.model
     if not isinstance(env.actions, ContinuousActions):
         raise ValueError(
             f"policy.model_type={policy.model_type}: its action tokens stand for numbers, and the actions of "
             f"{env.id} are choices. Use mlp_policy or cnn_policy."
         )
-    folder, fields = weights_folder(config), dict(known_fields or {})
+    folder, fields = weights_folder(model.path), dict(known_fields or {})
     if folder is not None:
-        fields = _published_fields(config, env, folder, fields)
+        fields = _published_fields(policy, env, folder, fields)
     else:
-        _check_own_keys(config, published="network" in fields)
+        _check_own_keys(policy, model.path, published="network" in fields)
     if "network" in fields:
         _check_view(env, policy.model_type)
     elif any(entry.kind == "image" for entry in env.layout):
@@ -75,16 +81,14 @@ def new_policy(
         **(fields if "low" in fields else {**_ranges_of_space(env), **fields}),
     }
     # Imported on first use: transformers takes seconds to load, and peft is an extra.
-    made: VlaPolicy = importlib.import_module("tether.integrations.robots.vla.policy").VlaPolicy(
-        VlaSpec(**spec), config.trainer.seed
-    )
+    made: VlaPolicy = importlib.import_module("tether.integrations.robots.vla.policy").VlaPolicy(VlaSpec(**spec), seed)
     if folder is not None:
         importlib.import_module("tether.integrations.robots.vla.pretrained").load_weights(made, folder)
     return made
 
 
 def _published_fields(
-    config: RunConfig, env: VectorEnv, folder: Path, known_fields: Mapping[str, object]
+    policy: PolicyConfig, env: VectorEnv, folder: Path, known_fields: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the fields of a published folder, with its own action ranges if they are configured or no others are
     known.
@@ -92,7 +96,7 @@ def _published_fields(
     Raises:
         ValueError: the policy is not supported, or its actions have a different width.
     """
-    policy, pretrained = config.policy, importlib.import_module("tether.integrations.robots.vla.pretrained")
+    pretrained = importlib.import_module("tether.integrations.robots.vla.pretrained")
     published = pretrained.read_published(folder, policy.max_prompt_length or PROMPT_LENGTH)
     if policy.unnorm_key is None and "low" in known_fields:
         return {**known_fields, **published.fields}
@@ -105,20 +109,19 @@ def _published_fields(
     return {"low": low, "high": high, **published.fields}
 
 
-def _check_own_keys(config: RunConfig, *, published: bool) -> None:
+def _check_own_keys(policy: PolicyConfig, path: str, *, published: bool) -> None:
     """Refuse keys that apply only to a published folder, if the run does not start from one.
 
     Raises:
         ValueError: such a key is set.
     """
-    policy = config.policy
     configured = {"unnorm_key": policy.unnorm_key, "max_prompt_length": policy.max_prompt_length}
     configured |= {} if published else {"center_crop": policy.center_crop or None}
     for name, value in configured.items():
         if value is not None:
             raise ValueError(
                 f"policy.{name}={value}: acts where {START} is the folder of a published policy (with a config.json), "
-                f"and it is {config.actor_rollout_ref.model.path or 'not set'}. Leave the key out."
+                f"and it is {path or 'not set'}. Leave the key out."
             )
 
 

@@ -23,16 +23,7 @@ from tether.config import (
     reference_runs_with_actor,
     replay_of,
 )
-from tether.config.schema import (
-    ActorConfig,
-    CriticConfig,
-    DataConfig,
-    ModelConfig,
-    RefConfig,
-    RolloutConfig,
-    RolloutCorrectionConfig,
-    ScoringModelConfig,
-)
+from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.run import build_optimizer, loss_by_step, policy_loss_options, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
@@ -40,6 +31,7 @@ from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.text.building.loading import DTYPES, on_device
 from tether.text.building.off_policy import bypass_options, old_log_probs_from
+from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import (
@@ -57,8 +49,10 @@ from tether.text.learning.packing import Experts, MicroBatching
 from tether.text.models.critic import load_critic
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import enable_gradient_checkpointing
-from tether.text.models.load import is_gguf, load_causal_lm, load_config
+from tether.text.models.load import load_causal_lm, load_config
 from tether.text.models.save import save_tokenizer, write_model
+from tether.text.rewards.config import ScoringModelConfig
+from tether.text.sampling.config import RolloutConfig
 
 RECOMPUTED: dict[str, Experts] = {"disabled": "chosen", "R2": "recorded", "R3": "replayed"}
 """Mode -> experts in the pass that computes the old log-probs."""
@@ -82,7 +76,7 @@ def check_router_replay(config: RunConfig, policy: Path | str) -> None:
         ValueError: the policy has no experts.
     """
     key, mode = replay_of(config)
-    if mode == "disabled" or is_gguf(policy):  # a GGUF file, which is checked when it is loaded
+    if mode == "disabled":
         return
     trust = config.actor_rollout_ref.model.trust_remote_code
     model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)

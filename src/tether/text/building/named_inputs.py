@@ -16,18 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tether.config import (
-    FunctionPart,
-    JudgePart,
-    Problem,
-    RunConfig,
-    check_has_part,
-    part_problems,
-    read_parts,
-    reads_weights,
-    stored_weights,
-)
-from tether.config.schema import SERVERS
+from tether.config import Problem, RunConfig, reads_weights, stored_weights
 from tether.config.support.live_keys import is_own_function
 from tether.runtime.cache import cache_dir
 from tether.runtime.disk import COPY_AGAIN, read_json, reading
@@ -40,10 +29,12 @@ from tether.spelling import did_you_mean
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
 from tether.text.models.model_path import resolve_model_path
-from tether.text.rewards import check_source, check_truth, has_tests
+from tether.text.rewards.config_parts import FunctionPart, JudgePart, check_has_part, part_problems, read_parts
 from tether.text.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.text.rewards.judge import NUMBER, Judge
+from tether.text.rewards.router import check_source, check_truth, has_tests
 from tether.text.rewards.sandbox import ProgramOptions, Server
+from tether.text.sampling.config import SERVERS
 from tether.text.turns.tools import LIBRARY, EnvironmentSpec, ToolSpec, class_problem, read_environments, read_tools
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tether.batch import TrainBatch
-from tether.config import FunctionPart, JudgePart, RewardPart, RulesPart, RunConfig, check_has_part, read_parts
-from tether.config.schema import ScoringServerConfig
+from tether.config import RunConfig, integration_config
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
+from tether.integrations import integration
 from tether.loop.engine import Engine
 from tether.runtime.cache import cache_dir
 from tether.runtime.http import check_listening, secret_from
@@ -31,11 +31,22 @@ from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
 from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
-from tether.text.models.load import is_gguf, load_config, load_tokenizer
+from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.rewards import RewardError, check_sources, check_truth
+from tether.text.rewards.config import ScoringServerConfig
+from tether.text.rewards.config_parts import (
+    FunctionPart,
+    IntegrationPart,
+    JudgePart,
+    RewardPart,
+    RulesPart,
+    check_has_part,
+    read_parts,
+)
 from tether.text.rewards.custom import CustomReward, load_reward_function
 from tether.text.rewards.judge import BatchJudge, Judge, RemoteJudge, end_of
+from tether.text.rewards.outcome import RewardError
+from tether.text.rewards.router import check_sources, check_truth
 from tether.text.rewards.sandbox import Limits, ProgramOptions, Server
 from tether.text.rewards.service import (
     BatchedRewards,
@@ -77,8 +88,6 @@ def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) 
     path, model = reward_model_path(config), config.reward_model.model
     if path is None:
         return
-    if is_gguf(path):
-        raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
     settings = load_config(path, trust_remote_code=model.trust_remote_code)
     check_reward_model(f"reward_model.model.path={path}", settings)
     tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
@@ -409,7 +418,7 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     if not sections:
         return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
     # Models first, so that their errors leave no process behind.
-    order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart))
+    order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart | IntegrationPart))
     with ExitStack() as stack:
         built = {name: stack.enter_context(_build_part(config, name, sections[name], groups)) for name in order}
         stack.pop_all()
@@ -426,6 +435,10 @@ def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankG
         return _pool(config, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}"))
     if isinstance(section, JudgePart):
         return build_judge(config, f"{PARTS}.{name}", section)
+    if isinstance(section, IntegrationPart):
+        module, own = integration(section.kind, "rewards"), integration_config(config.integrations, section.kind)
+        rewards: Rewards = module.build_rewards(own, _num_workers(config), config.reward_model.timeout)
+        return rewards
     return _build_rules(config) if isinstance(section, RulesPart) else build_reward_model(config, groups)
 
 

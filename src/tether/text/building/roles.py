@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
 from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor, uses_megatron
-from tether.config.schema import SERVERS, CriticConfig, ShardConfig, TrainedFsdpConfig
+from tether.config.schema import CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.distributed import Group
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
@@ -51,6 +51,7 @@ from tether.text.learning.packing import balanced, in_order
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights
+from tether.text.sampling.config import SERVERS
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
 from tether.text.sharded import ShardedEngine, ShardedSampler

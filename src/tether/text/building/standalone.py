@@ -32,8 +32,8 @@ from tether.text.learning.pretraining import Pretraining
 from tether.text.learning.rollout_files import read_rollouts
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.rewards import RewardRequest
 from tether.text.rewards.audit import ProbeScores
+from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
 from tether.text.sampling.protocol import NoiseKey
 

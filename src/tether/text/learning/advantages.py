@@ -33,7 +33,7 @@ from tether.config.schema import AlgorithmConfig
 from tether.loop.own_functions import advantage_estimator, policy_loss
 from tether.metrics.data import group_metrics
 from tether.text.learning.collector import Collector
-from tether.text.rewards import RewardOutcome, Score, is_float32
+from tether.text.rewards.outcome import RewardOutcome, Score, is_float32
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import StateDict
 

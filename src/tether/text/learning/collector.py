@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tether.batch import Prompt, RolloutBatch
 from tether.text.data.prompts import decode
-from tether.text.rewards import (
+from tether.text.rewards.outcome import (
     Dialogue,
     RewardOutcome,
     RewardReport,

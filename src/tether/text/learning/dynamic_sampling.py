@@ -23,7 +23,7 @@ from tether.algorithms import informative_rows
 from tether.batch import Prompt
 from tether.text.data.prompts import PromptDataset, PromptSampler
 from tether.text.learning.collector import Collector, ScoredResponses
-from tether.text.rewards import RewardOutcome, RewardReport, Score
+from tether.text.rewards.outcome import RewardOutcome, RewardReport, Score
 from tether.text.sampling.concat import join_rollouts
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 

@@ -11,7 +11,7 @@ from tether.metrics.loggers import Sample
 from tether.metrics.validation import ValidationRow, validation_metrics
 from tether.text.data.prompts import PromptDataset, decode
 from tether.text.learning.collector import Collector, ScoredResponses
-from tether.text.rewards import RewardError, Score
+from tether.text.rewards.outcome import RewardError, Score
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 VALIDATION_SEED = 0x5EED

@@ -27,7 +27,7 @@ from tether.text.data.prompts import decode
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.evaluation import samples_of
 from tether.text.learning.rollouts import PromptSource, TextRollouts
-from tether.text.rewards import Score
+from tether.text.rewards.outcome import Score
 from tether.text.sampling.protocol import NoiseKey
 
 PROMPTS_SHOWN = 2

@@ -29,7 +29,7 @@ from tether.batch import TrainBatch, filled
 from tether.metrics.loggers import LogFailed
 from tether.text.data.prompts import decode
 from tether.text.learning.collector import ScoredResponses
-from tether.text.rewards import Score
+from tether.text.rewards.outcome import Score
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.losses import PolicyOutputs
 from tether.text.learning.packing import sequence_lengths
 from tether.text.learning.rollout_files import RolloutFiles
-from tether.text.rewards import RewardReport
+from tether.text.rewards.outcome import RewardReport
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import StateDict
 

@@ -26,7 +26,7 @@ from tether.text.learning.losses import ReferenceModel
 from tether.text.learning.packing import token_rows
 from tether.text.models.layers import Packed
 from tether.text.models.output import hidden_states, value_head_of, values_from_hidden
-from tether.text.rewards import Dialogue, RewardError, RewardRequest
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardRequest
 
 TokenList = list[int]
 

@@ -23,7 +23,7 @@ from tether.batch import Prompt, RolloutBatch
 from tether.runtime.worker_pool import WorkersFailed
 from tether.text.data.prompts import decode, tokenize
 from tether.text.data.rows import RowAgent, agent_of
-from tether.text.rewards import RewardError, RewardFailure, RewardOutcome, Score
+from tether.text.rewards.outcome import RewardError, RewardFailure, RewardOutcome, Score
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import Call, CallRequest, Reply, StepRequest, ToolPool, shortened
 from tether.types import Message

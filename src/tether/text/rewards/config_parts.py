@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from tether.config.integrations import section_problem
 from tether.config.problems import Problem
 from tether.config.schema.section import Options, Positive, PositiveFloat, Section, Strings
+from tether.integrations import installed
 from tether.spelling import did_you_mean
 
 KEY = "reward_model.parts"
@@ -93,7 +95,13 @@ class JudgePart(AnyPart):
     """Dtype of the model at path."""
 
 
-RewardPart = RulesPart | FunctionPart | ModelPart | JudgePart
+class IntegrationPart(AnyPart):
+    """A reward of an integration in another package, whose keys are in the section `integrations.KIND`."""
+
+    kind: str
+
+
+RewardPart = IntegrationPart | RulesPart | FunctionPart | ModelPart | JudgePart
 _PARTS: dict[str, type[AnyPart]] = {
     "rules": RulesPart, "function": FunctionPart, "model": ModelPart, "judge": JudgePart,
 }  # fmt: skip
@@ -127,8 +135,9 @@ def part_problems(options: Mapping[str, object]) -> list[Problem]:
             problems.append(
                 Problem(path, f"{section!r} is not a part", f"give {{kind: {'|'.join(_PARTS)}, weight: 1.0}}")
             )
-        elif (kind := section.get("kind")) not in _PARTS:
-            fix = f"choose one of {', '.join(_PARTS)}.{did_you_mean(str(kind), _PARTS)}"
+        elif (kind := section.get("kind")) not in _PARTS and kind not in installed():
+            kinds = (*_PARTS, *installed())
+            fix = f"choose one of {', '.join(kinds)}.{did_you_mean(str(kind), kinds)}"
             problems.append(Problem(f"{path}.kind", f"{kind!r} is not a kind of reward", fix))
         else:
             problems += _problems_of(path, str(kind), section)
@@ -136,14 +145,15 @@ def part_problems(options: Mapping[str, object]) -> list[Problem]:
 
 
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_PARTS[kind])
+    return TypeAdapter(_PARTS.get(kind, IntegrationPart))
 
 
 def _problems_of(path: str, kind: str, section: Mapping[str, object]) -> list[Problem]:
     try:
         read = _adapter(kind).validate_python(section)
     except ValidationError as error:
-        return [_type_problem(path, kind, detail) for detail in error.errors()]
+        part = _PARTS.get(kind, IntegrationPart)
+        return [section_problem(path, part, f"a part of kind {kind}", detail) for detail in error.errors()]
     if not isinstance(read, JudgePart):
         return []
     problems = []
@@ -158,15 +168,3 @@ def _problems_of(path: str, kind: str, section: Mapping[str, object]) -> list[Pr
         what = f"{read.temperature} samples answers, but a model run by tether answers greedily, so that runs repeat"
         problems.append(Problem(f"{path}.temperature", what, "leave it out"))
     return problems
-
-
-def _type_problem(path: str, kind: str, detail: Any) -> Problem:
-    where = ".".join(str(step) for step in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        names = tuple(_PARTS[kind].model_fields)
-        fix = did_you_mean(where, names).strip() or f"there are {', '.join(names)}"
-        return Problem(f"{path}.{where}", f"a part of kind {kind} has no such key", fix)
-    if detail["type"] == "missing":
-        return Problem(f"{path}.{where}", "missing", f"a part of kind {kind} needs it")
-    message = detail["msg"].removeprefix("Value error, ")
-    return Problem(f"{path}.{where}", f"{detail['input']!r}: {message}", "correct it")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tether.config.integrations import integration_problems
 from tether.config.problems import Problem
-from tether.config.reward_parts import JudgePart, part_problems, read_parts
 from tether.config.rules.shapes import Rule, at_most
 from tether.config.schema.root import RunConfig
+from tether.text.rewards.config_parts import IntegrationPart, JudgePart, part_problems, read_parts
 
 
 def reward_model_is_named(cfg: RunConfig) -> Problem | None:
@@ -19,6 +20,15 @@ def reward_model_is_named(cfg: RunConfig) -> Problem | None:
 def parts_of_the_reward_are_whole(cfg: RunConfig) -> Problem | None:
     """Each part is valid; only this rule checks names and keys below reward_model.parts."""
     return next(iter(part_problems(cfg.reward_model.parts)), None)
+
+
+def integrations_are_installed_and_used(cfg: RunConfig) -> Problem | None:
+    """A section of an integration belongs to a part of the reward."""
+    if part_problems(cfg.reward_model.parts):
+        return None
+    parts = read_parts(cfg.reward_model.parts).values()
+    used = {part.kind for part in parts if isinstance(part, IntegrationPart)}
+    return next(iter(integration_problems(cfg.integrations, used)), None)
 
 
 def the_reward_has_what_its_parts_ask_for(cfg: RunConfig) -> Problem | None:
@@ -90,6 +100,7 @@ REWARD_RULES: tuple[Rule, ...] = (
     at_most("reward_model.num_workers", "reward_model.sandbox_fusion.max_concurrent", when=_has_a_server_for_programs),
     reward_model_is_named,
     parts_of_the_reward_are_whole,
+    integrations_are_installed_and_used,
     the_reward_has_what_its_parts_ask_for,
     batches_are_scored_by_a_function,
     responses_are_decoded_by_the_policys_tokenizer,

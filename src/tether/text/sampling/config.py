@@ -13,7 +13,6 @@ from tether.config.schema.section import (
     Inherits,
     Limit,
     NonNegative,
-    NullIsUnset,
     OffOrEvery,
     Options,
     Positive,
@@ -23,6 +22,7 @@ from tether.config.schema.section import (
     Section,
     Strings,
 )
+from tether.text.turns.config import AgentConfig, MultiTurnConfig
 
 _NO_CLIENT = "tether has no client for it: set native, vllm or sglang"
 SERVERS = ("vllm", "sglang")
@@ -62,50 +62,6 @@ class EngineKwargsConfig(Section):
     """Options of vLLM's command line, with underscores; they win over what tether sets, but for its address."""
     sglang: Annotated[Options, _our_options("sglang")]
     """Options of SGLang's command line, likewise."""
-
-
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
-NATIVE = ActsIf("actor_rollout_ref.rollout.name", on=("native",))
-
-
-class MultiTurnConfig(Section):
-    """`rollout.multi_turn`: conversations of several turns, with tools or an environment."""
-
-    enable: bool = False
-    """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
-    format: Literal["hermes", "llama3_json"] = "hermes"
-    """The format in which the model calls tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
-    tool_config_path: str | None = None
-    """YAML file of the tools, in verl's layout."""
-    interaction_config_path: str | None = None
-    """YAML file of environments that rows name in extra_info.interaction_kwargs.name, in verl's layout."""
-    max_assistant_turns: Positive | None = None
-    """Turns of the policy, after which a conversation is cut; null: no such limit."""
-    max_user_turns: Positive | None = None
-    """Answers to the policy, after which a conversation is cut; null: no such limit."""
-    max_parallel_calls: Positive = 1
-    """Calls in one turn that are run; the others are answered with an error."""
-    max_tool_response_length: Positive = 256
-    """Characters of a tool's answer; a longer one is cut."""
-    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Part of a long answer that is kept: its left end, its right end, or both ends."""
-    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """Refuse a chat template if turns put together are not what it gives for the whole; or let white space differ."""
-    timeout: PositiveFloat = 10.0
-    """Seconds that a call of a tool or a step of an environment may take. (tether's own key.)"""
-    max_kept_tokens: Annotated[Count, ActsIf(MULTI_TURN, on=(True,), also=NATIVE)] = 65536
-    """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
-
-
-class AgentConfig(Section):
-    """`rollout.agent`: who answers the policy between its turns."""
-
-    default_agent_loop: str = "single_turn_agent"
-    """Agent of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS."""
-    num_workers: Annotated[
-        Positive, NullIsUnset(), ActsIf("actor_rollout_ref.rollout.multi_turn.enable", on=(True,))
-    ] = 8
-    """Processes that run tools and environments."""
 
 
 class RolloutConfig(Section):

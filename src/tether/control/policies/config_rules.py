@@ -1,11 +1,11 @@
-"""Rules for control policies with a CNN, an LSTM or a transformer (see `tether.config.rules.text`)."""
+"""Rules of control policies with a CNN, an LSTM or a transformer."""
 
 from __future__ import annotations
 
 from tether.config.control_defaults import ACTOR, MODEL
 from tether.config.problems import Problem
-from tether.config.schema.env import FLOW_TYPES, VLA_TYPES
 from tether.config.schema.root import RunConfig
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 
 
 def sequences_stay_whole(cfg: RunConfig) -> Problem | None:

@@ -1,13 +1,16 @@
-"""Rules between the keys of embodied runs (see `tether.config.rules.text`)."""
+"""The rules of an embodied run; those of its networks are beside the policies."""
 
 from __future__ import annotations
 
 from tether.config.control_defaults import ACTOR
 from tether.config.problems import Problem
-from tether.config.rules.advantages import COMPARES_RESPONSES
-from tether.config.rules.shapes import multiple
-from tether.config.schema.env import FLOW_TYPES, SELF_RESETTING, VLA_TYPES, EvalEnvConfig, TrainEnvConfig
+from tether.config.rules.shapes import Rule, multiple
+from tether.config.rules.shared import SHARED_RULES
+from tether.config.schema.algorithm import COMPARES_RESPONSES
 from tether.config.schema.root import RunConfig
+from tether.control.envs.config import SELF_RESETTING, EvalEnvConfig, TrainEnvConfig
+from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
+from tether.control.policies.config_rules import NETWORK_RULES
 
 TRAIN, EVAL = "env.train", "env.eval"
 LARGE = ("cnn_policy", *VLA_TYPES, *FLOW_TYPES)
@@ -199,7 +202,8 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
     return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
+    *SHARED_RULES,
     device_pays,
     devices_are_named,
     devices_have_environments,
@@ -217,4 +221,5 @@ RULES = (
     waiting_environments_are_gymnasiums,
     workers_are_read,
     videos_are_rendered_here,
+    *NETWORK_RULES,
 )

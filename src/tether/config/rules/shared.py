@@ -1,0 +1,82 @@
+"""Rules of runs of both kinds: of the trainer, the update of the policy, and adapters."""
+
+from __future__ import annotations
+
+from tether.config.problems import Problem
+from tether.config.rules.shapes import Rule, same, set_once
+from tether.config.schema.root import RunConfig
+from tether.loss_requirements import REQUIRED_AGGREGATION
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
+    """A loss with ratios of responses requires its own aggregation."""
+    actor = cfg.actor_rollout_ref.actor
+    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
+    if aggregation in (None, demanded):
+        return None
+    key = f"{ACTOR}.loss_agg_mode"
+    what = f"{aggregation} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
+    return Problem(key, what, f"leave {key} out")
+
+
+def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
+    """clip_cov drops tokens whose covariance lies between the bounds."""
+    loss = cfg.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode != "clip_cov" or loss.clip_cov_lb < loss.clip_cov_ub:
+        return None
+    section = f"{ACTOR}.policy_loss"
+    what = f"{loss.clip_cov_lb} is not below {section}.clip_cov_ub={loss.clip_cov_ub}, so clip_cov drops no token"
+    return Problem(f"{section}.clip_cov_lb", what, f"set it below {loss.clip_cov_ub}")
+
+
+def critic_warmup_ends(cfg: RunConfig) -> Problem | None:
+    """The actor must start to learn during the run."""
+    steps = cfg.trainer.total_training_steps
+    if steps is None or cfg.trainer.critic_warmup <= steps or not cfg.critic.enable:
+        return None
+    what = f"{cfg.trainer.critic_warmup} leaves the actor untrained in trainer.total_training_steps={steps}"
+    return Problem("trainer.critic_warmup", what, f"set it to at most {steps}: from this step on the actor learns")
+
+
+def a_rollback_has_checkpoints(cfg: RunConfig) -> Problem | None:
+    """A rollback needs a checkpoint."""
+    if cfg.trainer.on_collapse != "rollback" or cfg.trainer.save_freq > 0:
+        return None
+    what = f"rollback goes back to a checkpoint, and trainer.save_freq={cfg.trainer.save_freq} saves none"
+    return Problem("trainer.on_collapse", what, "set trainer.save_freq above 0")
+
+
+def resume_path_is_given(cfg: RunConfig) -> Problem | None:
+    """Resuming by path needs the path."""
+    if cfg.trainer.resume_mode != "resume_path" or cfg.trainer.resume_from_path is not None:
+        return None
+    return Problem("trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint")
+
+
+def adapters_have_a_scale(cfg: RunConfig) -> Problem | None:
+    """Adapters of scale 0 learn nothing; without adapters there is nothing to scale."""
+    model, key = cfg.actor_rollout_ref.model, "actor_rollout_ref.model.lora_alpha"
+    if model.lora_rank == 0 or model.lora_alpha > 0:
+        return None
+    what = f"0 multiplies the adapters of actor_rollout_ref.model.lora_rank={model.lora_rank} by nothing"
+    return Problem(key, what, f"set {key} above 0, such as 16")
+
+
+ACTOR_WARMUP = set_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
+KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep")
+"""Actor and critic are saved in one checkpoint."""
+
+
+SHARED_RULES: tuple[Rule, ...] = (
+    policy_loss_is_aggregated_as_defined,
+    clip_cov_bounds_enclose_something,
+    ACTOR_WARMUP,
+    critic_warmup_ends,
+    adapters_have_a_scale,
+    resume_path_is_given,
+    a_rollback_has_checkpoints,
+    KEPT_TOGETHER,
+)
