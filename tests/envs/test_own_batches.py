@@ -192,7 +192,10 @@ def test_a_run_of_tensors(tmp_path: Path) -> None:
     overrides = [*RUN, "env.train.env_type=tensors", f"trainer.default_local_dir={tmp_path / 'run'}"]
     run = tether.train(overrides=overrides, env=lambda num_envs: Robots(num_envs))
     assert run.metrics[-1]["env/episode_len"] >= 3
-    assert tether.load(run.folder).predict(np.zeros(2, np.float32)).shape == (1,)
+    policy = tether.load(run.folder)
+    assert policy.predict(np.zeros(2, np.float32)).shape == (1,)
+    with pytest.raises(ValueError, match=r"env\.eval\.env_type: tensors makes no single environment"):
+        policy.make_env()
     with pytest.raises(ValueError, match=r"env\.train\.id=CartPole-v1: env\.train\.env_type=tensors takes a function"):
         make_vector_env(EnvOptions("CartPole-v1", 2, env_type="tensors"))
 

@@ -59,7 +59,8 @@ def train(
         reward: a function instead of ``custom_reward_function.path``, with the same arguments; it runs in this process.
         model: a `transformers.PreTrainedModel` instead of ``actor_rollout_ref.model.path``; a copy is trained.
         tokenizer: a tokenizer instead of ``actor_rollout_ref.model.tokenizer_path``; required with a model.
-        env: a class or function instead of ``env.train.id``, which returns a new `gymnasium.Env` at each call.
+        env: a class or function instead of ``env.train.id``, which returns a new `gymnasium.Env` at each call; with an
+            argument ``num_envs`` returns a `gymnasium.vector.VectorEnv`.
         policy: a `torch.nn.Module` instead of ``policy.model_type``, of which a copy is trained; or its class.
 
     Raises:

@@ -40,6 +40,20 @@ def test_every_key_is_listed(tmp_path):
     assert "algorithm:\n" in said.stdout
 
 
+def test_the_advice_on_a_simulator_that_is_not_translated_leads_to_a_file(tmp_path):
+    page = tmp_path / "page.yaml"
+    page.write_text(Path(PAGE).read_text().replace("env_type: gymnasium", "env_type: metaworld"))
+    advice = "give env.train.env_type=metaworld env.train.id=TASK with the file"
+    with pytest.raises(ConfigError, match=advice):
+        load_config(page, [])
+    overrides = [word.replace("TASK", "MT50") for word in advice.split() if "=" in word]
+    said = run(str(page), *overrides, "--out", str(tmp_path / "native.yaml"))
+    assert said.exit_code == 0, said.exception
+    native = load_config(tmp_path / "native.yaml", [])
+    assert native.config == load_config(page, overrides).config
+    assert (native.config.env.train.env_type, native.config.env.eval.env_type) == ("metaworld", "metaworld")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -20,6 +20,7 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.wrappers import FilterObservation, FrameStackObservation, NormalizeObservation, NormalizeReward
 
 from tether.control.envs.action_masks import MaskedActions
+from tether.control.envs.config import SELF_RESETTING
 from tether.control.envs.conversion import FIX, ObservationReader, described, read_unusual
 from tether.control.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
@@ -38,7 +39,7 @@ from tether.spelling import did_you_mean
 EXTRAS = {
     "mujoco": "mujoco", "imageio": "mujoco", "envpool": "envpool", "pygame": "video", "minigrid": "minigrid",
     "Box2D": "box2d", "gymnasium_robotics": "robotics", "metaworld": "metaworld", "mani_skill": "maniskill",
-    "libero": "libero", "ale_py": "atari", "opencv": "atari", "cv2": "atari",
+    "libero": "libero", "ale_py": "atari", "opencv": "atari", "cv2": "atari", "jax": "jax",
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 
@@ -512,11 +513,13 @@ def make_one(options: EnvOptions) -> Env:
                     alone = "has vector code alone, so it makes no single environment"
                     raise ValueError(f"{options.role}.id: {options.id} {alone}.")
                 env = gymnasium.make(spec, disable_env_checker=True, **_arguments(options))
-            elif options.env_type == "envpool":
-                raise ValueError(
-                    f"{options.role}.env_type: envpool makes no single environment. Set it to gymnasium to make "
-                    f"{options.id} with Gymnasium."
+            elif options.env_type in SELF_RESETTING:
+                fix = (
+                    f" Set it to gymnasium to make {options.id} with Gymnasium."
+                    if options.env_type == "envpool"
+                    else ""
                 )
+                raise ValueError(f"{options.role}.env_type: {options.env_type} makes no single environment.{fix}")
             else:
                 env = _adapter(options).make_env(options, _arguments(options))
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tether.config.loading.load import load_config
@@ -11,6 +12,7 @@ from tether.config.loading.rlinf_marks import is_rlinf
 from tether.config.loading.yaml_file import read_yaml
 from tether.config.problems import ConfigError, Problem
 from tether.integrations.rlinf.importer import Imported, import_file
+from tether.integrations.rlinf.other_simulator import names_own_simulator
 from tether.integrations.rlinf.report import report, to_native_yaml
 
 
@@ -36,9 +38,12 @@ def translate(arguments: Sequence[str]) -> tuple[str, str]:
     overrides, problems = parse_overrides(arguments[1:])
     imported = import_file(path, overrides)
     problems += [*imported.refusals(), *imported.problems]
+    own = {override.path: override.value for override in imported.other_overrides if names_own_simulator(override)}
+    imported = replace(imported, native={**imported.native, **own})
     problems += [
         Problem(override.path, "is no key of RLinf's", "set it in the native file")
         for override in imported.other_overrides
+        if override.path not in own
     ]
     if len(problems) > len(imported.refusals()):
         raise ConfigError(problems)

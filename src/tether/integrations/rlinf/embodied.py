@@ -8,6 +8,7 @@ from tether.control.policies.config import VLA_TYPES
 from tether.integrations.rlinf.older_names import OLDER_EMBODIED
 from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
 from tether.integrations.rlinf.other_runs import ONLY_EMBODIED, OTHERS
+from tether.integrations.rlinf.other_simulator import NOT_TRANSLATED
 from tether.integrations.rlinf.rows import (
     LOSSES,
     NO_PRECISION,
@@ -130,6 +131,8 @@ def env_type(role: str) -> Convert:
         fine = ("gymnasium", "envpool", MANISKILL) if observed == "state" else ("gymnasium", "envpool")
         if value not in fine:
             fix = f"give env.{role}.env_type, id and init_params as tether's"
+            if value in NOT_TRANSLATED:
+                fix = f"give env.train.env_type={value} env.train.id=TASK with the file, whose section is left out then"
             raise Unsupported(f"{NO_SIMULATOR} (supported: {', '.join(fine)})", fix=fix)
         return value
 

@@ -14,6 +14,7 @@ import numpy as np
 from tether.config import LoadedConfig, RunConfig
 from tether.control.build import env_options, make_env, view_of
 from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of, value_width
+from tether.control.envs.config import SELF_RESETTING
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.mlp_policy import Policy
@@ -62,8 +63,9 @@ def build_recording(
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
     section = config.env.train
-    if section.env_type == "envpool":
-        raise ValueError("env.train.env_type: envpool makes no single environment to record. Use gymnasium.")
+    if section.env_type in SELF_RESETTING:
+        kind = section.env_type
+        raise ValueError(f"env.train.env_type: {kind} makes no single environment to record. Use gymnasium.")
     options = env_options(section, "env.train", {}, view_of(section))  # first: it reports if Gymnasium is missing
     record = importlib.import_module("tether.integrations.robots.demonstration_recorder")
     make = importlib.import_module("tether.control.envs.make")
