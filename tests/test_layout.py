@@ -23,15 +23,16 @@ PACKAGE = ROOT / "src/tether"
 LEVELS = {
     "integrations": -2, "spelling": -2, "types": -2, "batch": -1, "observations": -1, "keyed_random": -1,
     "loss_requirements": -1, "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "checkpoints": 2,
-    "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
+    "loop": 3, "view": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
 }  # fmt: skip
 INTEGRATION = 6
 """Level of each integration. The table of them, which loads one by its name, stands below all rooms."""
 WITH_FACES = {"algorithms", "checkpoints", "config", "kernels", "metrics", "runtime"}
 """Rooms of the ground floor, from which others import what the faces export; elsewhere a module is named itself.
 Integrations may reach behind a face: RLinf's files are read with the machinery of the configuration."""
-FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
-LIGHT = ("tether.config", "tether.commands.cli")
+FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"},
+             "view": {"torch", "transformers", "matplotlib"}}  # fmt: skip
+LIGHT = ("tether.config", "tether.commands.cli", "tether.view.server", "tether.view.export")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
