@@ -102,7 +102,7 @@ class TrainerConfig(Section):
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
-    """Megabytes of samples or episodes that a step records at most, to be looked at; 0: none. (tether's own key.)"""
+    """Megabytes of samples or episodes that a step records at most, for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
     """A run that by `tether plan` does not fit into memory: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
