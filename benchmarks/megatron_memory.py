@@ -27,8 +27,9 @@ from tests.training.batches import ROWS, make_batch, make_critic, make_policy
 from tests.training.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
 from tether.integrations.megatron import MegatronLayout
 from tether.integrations.megatron.engine import MegatronEngine
-from tether.integrations.megatron.layout import experts_of, shared_expert_width
 from tether.loop.engine import UpdatePlan
+from tether.plan.architecture import from_config
+from tether.plan.memory import megatron_state
 from tether.text.learning.engines.ranks import from_all
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -50,35 +51,6 @@ CASES: tuple[tuple[str, str, int, MegatronLayout, torch.dtype], ...] = (
      MegatronLayout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), torch.bfloat16),
 )  # fmt: skip
 TRIES = 3
-
-
-def predicted(config: Any, layout: MegatronLayout, ranks: int, dtype: torch.dtype) -> float:
-    """Bytes on the fullest rank: weights, sums of gradients and the optimizer's state, with the distributed optimizer.
-
-    A number of weights costs w bytes itself, 4 for the sum of its gradients, and 8 for two moments of AdamW; where w is
-    2, 4 more for a master. The ranks that hold the same weights share what is the optimizer's: the data and context
-    parallel ones, of experts the ranks that are left beside expert, expert-tensor and pipeline parallelism.
-    """
-    width, vocabulary = config.hidden_size, config.vocab_size * config.hidden_size / layout.tensor
-    experts = experts_of(config)
-    columns = (shared_expert_width(config) or 0) if experts else config.intermediate_size
-    keys = config.num_key_value_heads / config.num_attention_heads
-    attention = 2 * width**2 * (1 + keys) / layout.tensor
-    gates = (experts + bool(columns)) * width if experts else 0
-    dense = attention + 3 * width * columns / layout.tensor + gates + 2 * width
-    stages = [count * dense for count in layout.layers_by_stage(config.num_hidden_layers)]
-    stages[0] += vocabulary
-    stages[-1] += vocabulary + width
-    holders = ranks / (layout.tensor * layout.pipeline)
-    beside, optimizer = dtype.itemsize + 4, 8 if dtype.itemsize == 4 else 12
-    found = [count * (beside + optimizer / holders) for count in stages]
-    if experts:
-        parts, holders = layout.expert * layout.expert_ranks, ranks / (layout.expert * layout.expert_ranks)
-        of_expert = 3 * width * config.moe_intermediate_size * experts / parts
-        each = of_expert * (beside + optimizer * layout.pipeline / holders)
-        counts = layout.layers_by_stage(config.num_hidden_layers)
-        found = [size + count * each for size, count in zip(found, counts, strict=True)]
-    return max(found)
 
 
 def held(engine: MegatronEngine[Any]) -> int:
@@ -107,7 +79,8 @@ def measure(family: str, layout: MegatronLayout, dtype: torch.dtype) -> list[flo
     weights = dict(model.state_dict())
     numbers = sum(p.numel() for p in model.parameters())
     seconds = [_least(lambda: engine._read(weights)), _least(lambda: list(engine.export().tensors))]
-    expected = predicted(model.config, layout, dist.get_world_size(), dtype)
+    sizes = from_config(model.config.to_dict(), family)
+    expected = megatron_state(sizes, layout, dist.get_world_size(), dtype.itemsize)
     return [expected, max(from_all(held(engine))), *(1e9 * one / numbers for one in seconds)]
 
 

@@ -81,8 +81,9 @@ class Worker:
         """Attach the time of set-up and call; teardown, perhaps of a shared fixture, counts in the total alone."""
         report = yield
         if call.when == "call":
-            report.user_properties.append((ITEM, cpu_seconds() - self.started - self.shared))
-            report.user_properties.extend((FIXTURE + name, spent) for name, spent in self.fixtures)
+            item.user_properties.append((ITEM, cpu_seconds() - self.started - self.shared))
+            item.user_properties.extend((FIXTURE + name, spent) for name, spent in self.fixtures)
+            report.user_properties = list(item.user_properties)  # --junitxml takes them from the report of the teardown
             self.fixtures.clear()
         return report
 

@@ -126,6 +126,28 @@ for arguments in {[["--version"], ["--help"], ["model", "list"], check]!r}:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_status_without_a_folder_lists_the_runs_below_checkpoints(cli: Cli, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = cli("status")
+    assert (said.code, said.err) == (
+        2,
+        "checkpoints: no run below it; name the folder of a run (trainer.default_local_dir)\n",
+    )
+    texts = {"oldest": '{"step": 3, "a": 1.0}\n', "started": "", "broken": "x\n", "newest": '{"step": 4}\n'}
+    for age, name in zip((7000, 300, 200, 5), texts, strict=True):
+        file = tmp_path / "checkpoints/tether" / name / "metrics.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text(texts[name])
+        os.utime(file, (time.time() - age,) * 2)
+    said = cli("status")
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert lines[0] == "checkpoints/tether/oldest: not running; step 3, logged 1:56:40 ago"
+    assert lines[1] == "checkpoints/tether/started: not running; no step logged yet"
+    assert lines[2].startswith("checkpoints/tether/broken/metrics.jsonl:1: ")
+    assert lines[3].startswith("checkpoints/tether/newest: not running; step 4, logged ")
+
+
 def test_unknown_command(cli: Cli):
     assert "trian" in refused(cli("trian"))
 

@@ -23,15 +23,15 @@ PACKAGE = ROOT / "src/tether"
 LEVELS = {
     "integrations": -2, "spelling": -2, "types": -2, "batch": -1, "observations": -1, "keyed_random": -1,
     "loss_requirements": -1, "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "checkpoints": 2,
-    "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
+    "plan": 2, "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
 }  # fmt: skip
 INTEGRATION = 6
 """Level of each integration. The table of them, which loads one by its name, stands below all rooms."""
 WITH_FACES = {"algorithms", "checkpoints", "config", "kernels", "metrics", "runtime"}
 """Rooms of the ground floor, from which others import what the faces export; elsewhere a module is named itself.
 Integrations may reach behind a face: RLinf's files are read with the machinery of the configuration."""
-FORBIDDEN = {"config": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
-LIGHT = ("tether.config", "tether.commands.cli")
+FORBIDDEN = {"config": {"torch"}, "plan": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
+LIGHT = ("tether.config", "tether.commands.cli", "tether.commands.plan")
 CONFIG_OF_A_ROOM = re.compile(r"^(text|control|loop)(\.\w+)*\.config(_\w+)?(\.|$)")
 """Sections and rules beside the code that reads them, ``config.py`` and ``config_*.py``. They stand at the level of
 `tether.config`, which lists them, and load nothing of their room."""
@@ -123,9 +123,10 @@ def room_in_file(path: Path) -> str:
 
 
 def is_listed_config(path: Path, name: str) -> bool:
-    """Whether a file of the configuration imports that of a room; text and control do not see each other's."""
+    """Whether a file of the configuration or the plan, which reads all of it, imports that of a room; text and control
+    do not see each other's."""
     target = name.removeprefix("tether.")
-    if room_in_file(path) != "config" or not CONFIG_OF_A_ROOM.match(target):
+    if room_in_file(path) not in {"config", "plan"} or not CONFIG_OF_A_ROOM.match(target):
         return False
     return {area(path), room_of(target)} != {"text", "control"}
 

@@ -130,6 +130,10 @@ def test_bypass_logs_the_importance_weights(loss_type: str) -> None:
     assert found == pytest.approx({"mean": (1.2 + 0.5 + 1.1 + 1.2) / 4, "max": 1.2, "min": 0.5})
     assert float(metrics["rollout_corr/rollout_is_ratio_fraction_high"]) == pytest.approx(2 / 4)
     assert "rollout_corr/rollout_is_mean" not in loss("bypass_mode", loss_type=loss_type).metrics
+    bounds = {"rollout_is_threshold": 1.2, "rollout_is_threshold_lower": 0.6}
+    bounded = loss("bypass_mode", loss_type=loss_type, rollout_is="token", **bounds)
+    assert float(bounded.metrics["rollout_corr/rollout_is_mean"]) == pytest.approx(1.1 / 4)  # the others are 0
+    assert int((bounded.loss != 0).sum()) == (1 if loss_type == "reinforce" else 4)
 
 
 def test_bypass_refuses_an_unknown_loss_type() -> None:

@@ -10,6 +10,7 @@ from tether.algorithms import (
     importance_weights,
     off_policy_metrics,
     parse_rejection,
+    parse_weight_bounds,
     rejection_mask,
     rejection_metrics,
     veto_mask,
@@ -40,6 +41,29 @@ def test_importance_weights() -> None:
     )
     with pytest.raises(ValueError, match=r"unknown level 'row'. Use token or sequence"):
         importance_weights(*ARGS, level="row")
+
+
+def test_weights_outside_of_two_bounds_are_0() -> None:
+    """IcePop with its bounds of 0.5 and 5, which are included; NaN stays NaN."""
+    rho = torch.tensor([[0.49, 0.5, 1.3, 5.0, 5.1, math.nan]], dtype=torch.float64)
+    args, bounds = (rho.log(), torch.zeros_like(rho), torch.ones_like(rho)), {"threshold": 5.0, "threshold_lower": 0.5}
+    found = importance_weights(*args, level="token", **bounds)
+    assert found[0].tolist() == pytest.approx([0, 0.5, 1.3, 5, 0, math.nan], nan_ok=True)
+    # row 0: the ratio is 4 * 1/2 = 2
+    inside = importance_weights(*ARGS, level="sequence", threshold=2.1, threshold_lower=1.2)
+    assert valid(inside) == pytest.approx([2, 2, 0])
+    metrics = importance_metrics(*(part[:, :5] for part in args), level="token", **bounds)
+    found = {name: metrics[f"rollout_corr/rollout_is_{name}"] for name in ("mean", "max", "min")}
+    assert found == pytest.approx({"mean": 6.8 / 5, "max": 5, "min": 0})
+    fractions = [metrics[f"rollout_corr/rollout_is_ratio_fraction_{side}"] for side in ("low", "high")]
+    assert fractions == pytest.approx([1 / 5, 1 / 5])
+
+
+def test_bounds_of_weights_as_verl_writes_them() -> None:
+    assert [parse_weight_bounds(text) for text in (2.0, "2", "0.5_5.0")] == [(None, 2), (None, 2), (0.5, 5)]
+    for wrong in ("", "0", "nan", "5_0.5", "0.5_", "1_2_3", "a_b"):
+        with pytest.raises(ValueError, match=f"rollout_is_threshold: '{wrong}' is no bound of weights"):
+            parse_weight_bounds(wrong)
 
 
 def test_a_row_is_bounded_as_a_whole_not_token_by_token() -> None:

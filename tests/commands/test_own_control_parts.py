@@ -266,7 +266,10 @@ def test_objects_train_as_the_same_things_in_files(file: Path, mine: dict[str, A
     policy = tether.load(run.folder, **objects)
     assert policy.predict(policy.make_env().reset(seed=0)[0]) in (0, 1)
     with pytest.raises(ValueError, match=r"object:env: .*Give it again, as env=\.\.\."):
-        tether.load(run.folder, policy=objects["policy"])
+        tether.load(run.folder, policy=objects["policy"]).make_env()
+    assert tether.load(run.folder, policy=objects["policy"]).predict(np.zeros(2, np.float32)) in (0, 1)
+    with pytest.raises(ValueError, match=r"object:policy: .*Give it again, as policy=\.\.\."):
+        tether.load(run.folder)
     module = mine["Network"](2, 2, 1)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     again = tether.train(overrides=settings(tmp_path / "module", *more), env=objects["env"], policy=module)

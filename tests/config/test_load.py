@@ -1,6 +1,7 @@
 """Files and overrides: grammar, precedence, interpolation, inheritance, second names, types, reloading."""
 
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from tests.config.loading import load, problems_of
 from tether.config import ConfigError, load_config
 from tether.config.keys import values_of
+from tether.config.loading.overrides import parse_overrides
 from tether.config.render import to_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +117,13 @@ def test_an_unreadable_override_says_how_to_write_it(text, path, message):
     problems = problems_of(text)
     assert list(problems) == [path]
     assert message in problems[path]
+
+
+def test_the_quoted_value_of_a_hint_is_the_one_that_was_meant():
+    for value in ('it\'s "odd" x', 'a\\b \\"c', "a b {"):
+        _, problems = parse_overrides([f"trainer.experiment_name={value}"])
+        again = shlex.split(str(problems[0]).partition("for the shell: ")[2])
+        assert parse_overrides(again)[0][0].value == value
 
 
 def test_a_problem_is_told_once():

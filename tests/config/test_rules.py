@@ -439,6 +439,12 @@ CASES |= {
         f"bypass_mode contradicts {CORRECTION}.bypass_mode=False",
         [f"{CORRECTION}.bypass_mode=True"],
     ),
+    "weights_have_bounds": (
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"],
+        f"{CORRECTION}.rollout_is_threshold",
+        "0.55 changes the weight of a token that both policies give the same probability, which is 1 (unquoted, 0.5_5",
+        [f"{CORRECTION}.rollout_is_threshold='0.5_5'"],
+    ),
     "decoupled_corrects_once": (
         [f"{ACTOR}.policy_loss.loss_mode=decoupled", f"{CORRECTION}.rollout_is=token"],
         f"{CORRECTION}.rollout_is",

@@ -510,10 +510,6 @@ BY_NAME: dict[str, tuple[list[str], str]] = {
         "Megatron-FSDP is not supported",
     ),
     "a teacher": (["distillation.enabled=True", "distillation.teacher_models.mine.model_path=m"], "not supported yet"),
-    "two bounds of weights": (
-        ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0"],
-        "to drop what lies outside 'lower_upper', set rollout_rs=token_k1",
-    ),
 }
 """What tether does not have -> settings that ask for it, and a part of the one line on them."""
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from tests.data.hub_server import use_hub
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -63,12 +64,4 @@ def write_jsonl(path: Path, records: list[Any]) -> str:
 def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Make an address the hub's, and keep downloads in a folder of the test."""
     monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
-    def ask(url: str) -> None:
-        constants = huggingface_hub.constants
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-
-    return ask
+    return lambda url: use_hub(url, monkeypatch)

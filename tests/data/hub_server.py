@@ -1,4 +1,4 @@
-"""A Hugging Face hub in miniature, by its HTTP: a dataset's listing, and files behind a redirect to where they lie."""
+"""A Hugging Face hub in miniature, by its HTTP: a listing, and files behind a redirect to where they lie."""
 
 import hashlib
 import json
@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "5f0f2c1a9d3e4b7c8d6e0a1b2c3d4e5f60718293"
 
 
 class HubServer(ThreadingHTTPServer):
-    """The files of its only dataset; large ones are kept apart, by their hash, as a hub does."""
+    """The files of its only repository; large ones are kept apart, by their hash, as a hub does."""
 
     daemon_threads = True
 
-    def __init__(self, repository: str, files: dict[str, bytes], large: int = 100) -> None:
+    def __init__(self, repository: str, files: dict[str, bytes], large: int = 100, kind: str = "dataset") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.api = f"/api/{kind}s/{repository}"
+        self.resolve = f"{'' if kind == 'model' else f'/{kind}s'}/{repository}/resolve/"
         self.repository, self.files, self.large, self.commit = repository, files, large, COMMIT
         self.lies: dict[str, bytes] = {}
         """Bytes that are sent in place of a file."""
@@ -53,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = urlsplit(self.path).path
         self.server.asked.append((self.command, path, self.headers["Range"]))
-        api, resolve = f"/api/datasets/{self.server.repository}", f"/datasets/{self.server.repository}/resolve/"
+        api, resolve = self.server.api, self.server.resolve
         if path in (api, f"{api}/revision/main", f"{api}/revision/{self.server.commit}"):
             siblings = [self.server.sibling(name) for name in self.server.files]
             self.send(
@@ -107,9 +112,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def use_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an address the hub's."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+
+
 @contextmanager
-def serving(repository: str, files: dict[str, bytes]) -> Iterator[HubServer]:
-    server = HubServer(repository, files)
+def serving(repository: str, files: dict[str, bytes], kind: str = "dataset") -> Iterator[HubServer]:
+    server = HubServer(repository, files, kind=kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server

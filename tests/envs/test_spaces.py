@@ -84,7 +84,7 @@ def test_an_observation_that_is_no_number(space):
         ObservationReader(space, "Odd-v0")
 
 
-@pytest.mark.parametrize("space", [spaces.Box(0, 5, (2,), np.int64), spaces.Dict({"a": spaces.Discrete(2)})])
+@pytest.mark.parametrize("space", [spaces.Box(0, 5, (2,), np.int64), spaces.Dict({"a": spaces.Text(3)})])
 def test_an_action_that_no_policy_takes(space):
     with pytest.raises(ValueError, match=r"Odd-v0: no policy acts in the action space"):
         ActionCodec.of(space, "Odd-v0")

@@ -1,5 +1,6 @@
 """Ids that are registered with vector code and without single environments."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 import tether
+from tether.commands.model import export
 from tether.config import load_config
 from tether.control.envs.make import EnvOptions, Pacing, View, make_vector_env
 
@@ -62,7 +64,9 @@ def test_a_run_makes_them_together_from_beginning_to_end(tmp_path: Path) -> None
     assert load_config(run.checkpoint / "run.yaml", []).config.policy.normalize_observations  # of continuous actions
 
 
-def test_a_policy_of_envpool_can_be_loaded(tmp_path: Path) -> None:
+def test_a_policy_of_envpool_is_loaded_and_exported_without_envpool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("envpool")
     overrides = {
         "env.train.id": "CartPole-v1", "env.train.env_type": "envpool", "env.train.total_num_envs": 4,
@@ -70,8 +74,19 @@ def test_a_policy_of_envpool_can_be_loaded(tmp_path: Path) -> None:
         "trainer.total_training_steps": 1, "trainer.test_freq": -1, "trainer.logger": "file",
         "trainer.default_local_dir": str(tmp_path / "run"),
     }  # fmt: skip
-    policy = tether.load(tether.train(overrides=overrides).folder)
+    run = tether.train(overrides=overrides)
+    monkeypatch.setitem(sys.modules, "envpool", None)  # as where it is not installed
+    policy = tether.load(run.folder)
     assert policy.predict(np.zeros(4, np.float32)) in (0, 1)
+    with pytest.raises(ValueError, match=r"observation: shape \(5,\); give \(4,\), or"):
+        policy.predict(np.zeros(5, np.float32))
+    export(run.folder, "npz", tmp_path / "policy.npz")
+    exported = np.load(tmp_path / "policy.npz")
+    assert exported["output.weight"].shape[0] == 2
+    with pytest.raises(ValueError, match=r"--out=.*policy\.npz: exists already"):
+        export(run.folder, "npz", tmp_path / "policy.npz")
+    with pytest.raises(ValueError, match=r"--to=onyx: give one of openvla, npz, onnx\. Did you mean onnx"):
+        export(run.folder, "onyx", tmp_path / "policy.onnx")
     assert policy.predict(np.zeros((3, 4), np.float32)).shape == (3,)
     with pytest.raises(ValueError, match=r"env\.eval\.env_type: envpool makes no single environment\."):
         policy.make_env()
@@ -81,7 +96,7 @@ def test_a_policy_of_envpool_can_be_loaded(tmp_path: Path) -> None:
     ("more", "named"),
     [
         ({"vectorization": "subprocess"}, r"env\.train\.vectorization=subprocess\."),
-        ({"vectorization": "sync", "init_params": {"render_mode": "rgb_array"}}, r"a video \(env\.eval\.video_cfg"),
+        ({"vectorization": "sync"}, r"env\.train\.vectorization=sync\."),
         ({"wrappers": ("gymnasium.wrappers:RescaleReward",)}, r"env\.train\.wrappers\."),
         ({"ignore_terminations": True, "view": View(frame_stack=2)}, r"ignore_terminations and .*frame_stack"),
         ({"pacing": Pacing(group_size=2)}, r"group_size"),

@@ -1,5 +1,7 @@
 """LoRA: off is exactly the base, layouts and log-probs go through, and both forms of saving load back."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -125,6 +127,17 @@ def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
         load_lora(again, tmp_path)
         assert torch.equal(again(packed[0]).logits, expected)
     assert trainable(again) == trainable(model)
+
+
+def test_an_adapter_names_its_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    for name, expected in (("base", str(tmp_path / "base")), ("owner/name", "owner/name"), ("", None)):
+        model = tiny_model("llama")
+        model.name_or_path = name
+        save_adapter(trained_lora(model), tmp_path / "adapter")
+        config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"] or None) == expected
 
 
 def test_bad_adapter_directories(tmp_path):

@@ -34,7 +34,7 @@ def test_local_paths(tmp_path):
     assert resolve_model_path(str(directory), tmp_path) == directory
     gguf = tmp_path / "model.gguf"
     gguf.touch()
-    assert resolve_model_path(str(gguf), tmp_path) == gguf
+    assert resolve_model_path(str(gguf), tmp_path, fetch=False) == gguf
 
 
 def test_a_home_directory_is_expanded(tmp_path, monkeypatch):

@@ -191,16 +191,42 @@ def test_a_test_whose_episodes_never_end_can_be_stopped(monkeypatch):
         evaluate(env, asked, 2, seed=0)
 
 
-def test_a_test_whose_episodes_never_end_says_what_bounds_them(monkeypatch):
-    """Episodes of 40 steps, and word after 10."""
+class Uneven:
+    """Two environments, of which the first ends each episode after 3 steps and the second never."""
+
+    id, num_envs, actions = "Uneven-v0", 2, DiscreteActions((2,))
+    layout = (ObsPart("state", "vector", (4,)),)
+
+    def __init__(self):
+        self.steps = 0
+
+    def reset(self, seed):
+        return {"state": np.zeros((2, 4), np.float32)}
+
+    def step(self, actions):
+        self.steps += 1
+        ended = np.array([self.steps % 3 == 0, False])
+        return EnvStep(self.reset(0), np.ones(2, np.float32), ended, np.zeros(2, np.bool_), self.reset(0))
+
+
+def test_an_evaluation_whose_episodes_never_end_says_what_bounds_them(monkeypatch):
+    """Episodes of 40 steps, and a warning after 10; at 30 of an episode that may well never end, an error."""
     monkeypatch.setattr(evaluation, "WARN_AFTER_STEPS", 10)
     toys.register()
-    with pytest.warns(RuntimeWarning, match=r"no episode .* in 10 steps .*env\.eval\.max_episode_steps") as said:
+    warned = r"environment 0 .* in 10 steps.*env\.eval\.max_episode_steps"
+    with pytest.warns(RuntimeWarning, match=warned) as said:
         evaluate(make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=40)), act, 2, seed=0)
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         evaluate(make_vector_env(EnvOptions("tether/Countdown-v0", 2, max_episode_steps=10)), act, 6, seed=0)
+        assert len(evaluate(Uneven(), act, 1, seed=0)) == 1  # none is wanted of the second
+    monkeypatch.setattr(evaluation, "MAX_EPISODE_STEPS", 30)
+    with (
+        pytest.warns(RuntimeWarning, match="environment 1 "),
+        pytest.raises(ValueError, match=r"Uneven-v0: environment 1 .* 30 steps, .*Set env\.eval\.max_episode_steps"),
+    ):
+        evaluate(Uneven(), act, 2, seed=0)
 
 
 class Seen:

@@ -51,6 +51,18 @@ def test_long_work_is_shown_in_a_file_as_a_line_now_and_then(monkeypatch: pytest
     assert lines[-1] == "training:100/100"
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_lines_and_tables_are_fitted_to_a_terminal_alone(is_terminal: bool) -> None:
+    long, table = "word " * 40 + "end", Table(box=None, show_header=False)
+    table.add_row("a name", long)
+    screen = Screen(file=io.StringIO(), width=80, force_terminal=is_terminal)
+    screen.print(long)
+    screen.print(table)
+    lines = [line.rstrip() for line in screen.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    found = [sum(line == long for line in lines), sum("a name" in line and line.endswith("end") for line in lines)]
+    assert found == ([0, 0] if is_terminal else [1, 1])
+
+
 def test_short_work_leaves_no_line() -> None:
     screen = Screen(file=io.StringIO())
     with Waiting("scoring", None, screen) as waiting:

@@ -20,6 +20,7 @@ from tether.config.schema.algorithm import RejectionMode
 from tether.loop.engine import LossSpec
 from tether.loop.parts import RolloutCorrection
 from tether.metrics.keys import describe
+from tether.text.building.off_policy import build_rollout_correction, bypass_options
 from tether.text.learning.advantages import build_advantage_estimator
 from tether.text.learning.losses import PolicyForward, PolicyLoss
 from tether.text.learning.packing import MicroBatching
@@ -68,6 +69,17 @@ def test_weights(level: str, normalize: bool, expected: list[list[float]]) -> No
     assert found.response_mask.tolist() == recorded().response_mask.tolist()
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2)
     assert all(describe(key) for key in metrics)
+
+
+def test_weights_with_two_bounds_as_configured() -> None:
+    settings = ["data.train_files=x", "actor_rollout_ref.model.path=x", "actor_rollout_ref.rollout.n=2"]
+    wanted = [*settings, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='0.6_3.0'"]
+    correction = load_config(None, wanted).config.algorithm.rollout_correction
+    build_rollout_correction(correction).apply(found := recorded())
+    assert filled(found.rollout_is_weights).numpy() == pytest.approx(np.array([[1, 0, 0], [1.1, 1, 0], [0, 0, 0]]))
+    assert found.response_mask.tolist() == recorded().response_mask.tolist()
+    options = bypass_options(correction)
+    assert (options["rollout_is_threshold_lower"], options["rollout_is_threshold"]) == (0.6, 3.0)
 
 
 def test_the_optimal_baseline_counts_the_weights() -> None:

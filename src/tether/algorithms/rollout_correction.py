@@ -29,11 +29,14 @@ def importance_weights(
     *,
     level: str,
     threshold: Positive = 2.0,
+    threshold_lower: Positive | None = None,
     batch_normalize: bool = False,
 ) -> Tokens:
     """Compute truncated importance weights, without gradient; 0 outside the mask (Yao et al. 2025, "truncated IS").
 
-    A token with probability 0 under both policies (-inf and -inf) has ratio 1, since they agree. NaN stays NaN.
+    With a lower bound, weights outside of the bounds become 0, so that their tokens are not learned from but stay in
+    the denominators (IcePop, Ling Team 2025, with bounds of 0.5 and 5). A token with probability 0 under both policies
+    (-inf and -inf) has ratio 1, since they agree. NaN stays NaN.
 
     Assumes: the sampler gives every token a probability that is not 0 and not far from the trainer's.
     Use it: ``token`` where the mismatch comes from rounding; ``sequence`` where the estimate must be unbiased and
@@ -49,14 +52,16 @@ def importance_weights(
         response_mask: the policy's tokens.
         level: ``token``: min(rho_t, threshold), biased, of low variance. ``sequence``: min(prod_t rho_t, threshold) at
             each token of the row, which is unbiased but for the threshold.
-        threshold: upper bound of a weight; there is no lower bound.
+        threshold: upper bound of a weight, to which larger ones are truncated.
+        threshold_lower: lower bound; weights outside of both bounds are 0.
         batch_normalize: divide by the mean over the batch (``token``: of tokens; ``sequence``: of rows), which needs
             the full batch, before any split.
 
     Raises:
         ValueError: an unknown level.
     """
-    weights = _ratio(log_probs, rollout_log_probs, response_mask, level).clamp(max=threshold)
+    ratio = _ratio(log_probs, rollout_log_probs, response_mask, level)
+    weights = _limited(ratio, threshold, threshold_lower)
     if batch_normalize:
         weights = weights / _batch_mean(weights, response_mask, level)
     return weights
@@ -64,7 +69,13 @@ def importance_weights(
 
 @torch.no_grad()
 def importance_metrics(
-    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
+    log_probs: Tokens,
+    rollout_log_probs: Tokens,
+    response_mask: Mask,
+    *,
+    level: str,
+    threshold: Positive = 2.0,
+    threshold_lower: Positive | None = None,
 ) -> dict[str, float]:
     """Return metrics of the weights of `importance_weights` over the full batch, before they are normalised.
 
@@ -72,7 +83,7 @@ def importance_metrics(
     deviations of the truncated weights, and their effective sample size 1 / mean((w / mean w)^2).
     """
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
-    tokens = _ratio(log_probs, rollout_log_probs, mask, level).clamp(max=threshold)
+    tokens = _limited(_ratio(log_probs, rollout_log_probs, mask, level), threshold, threshold_lower)
     row_mean = masked_mean(tokens, mask, dim=-1)
     weights, valid = (row_mean, rows) if level == "sequence" else (tokens, mask)
     mean = masked_mean(weights, valid)
@@ -82,7 +93,9 @@ def importance_metrics(
         "eff_sample_size": 1 / masked_mean(normalized.square(), valid).clamp(min=1e-8),
         "seq_std": masked_var(row_mean, rows).sqrt(),
     }
-    statistics = importance_statistics(log_probs, rollout_log_probs, mask, level=level, threshold=threshold)
+    statistics = importance_statistics(
+        log_probs, rollout_log_probs, mask, level=level, threshold=threshold, threshold_lower=threshold_lower
+    )
     return {name: float(value) for name, value in statistics.items()} | {
         f"rollout_corr/rollout_is_{name}": float(value) for name, value in spread.items()
     }
@@ -90,7 +103,13 @@ def importance_metrics(
 
 @torch.no_grad()
 def importance_statistics(
-    log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, *, level: str, threshold: Positive = 2.0
+    log_probs: Tokens,
+    rollout_log_probs: Tokens,
+    response_mask: Mask,
+    *,
+    level: str,
+    threshold: Positive = 2.0,
+    threshold_lower: Positive | None = None,
 ) -> dict[str, Metric]:
     """Return metrics of the unnormalised weights of `importance_weights`, which add up over micro-batches.
 
@@ -100,7 +119,8 @@ def importance_statistics(
     # level ``sequence``, the largest and the smallest weight, which would not show what was truncated.
     mask, rows = response_mask.bool(), response_mask.bool().any(dim=-1)
     ratio = _ratio(log_probs, rollout_log_probs, mask, level)
-    tokens = ratio.clamp(max=threshold)
+    tokens = _limited(ratio, threshold, threshold_lower)
+    lowest = 1 / threshold if threshold_lower is None else threshold_lower
     row_ratio, row_mean = masked_mean(ratio, mask, dim=-1), masked_mean(tokens, mask, dim=-1)
     is_sequence = level == "sequence"
     ratios, weights, extremes = (row_ratio, row_mean, row_ratio) if is_sequence else (ratio, tokens, tokens)
@@ -110,13 +130,13 @@ def importance_statistics(
         "max": Max.of(extremes, valid),
         "min": Min.of(extremes, valid),
         "ratio_fraction_high": Mean.of(ratios > threshold, valid),
-        "ratio_fraction_low": Mean.of(ratios < 1 / threshold, valid),
+        "ratio_fraction_low": Mean.of(ratios < lowest, valid),
         "seq_mean": Mean.of(row_mean, rows),
         "seq_max": Max.of(row_mean, rows),
         "seq_min": Min.of(row_mean, rows),
         "seq_max_deviation": Max.of((row_mean - 1).abs(), rows),
         "seq_fraction_high": Mean.of(row_ratio > threshold, rows),
-        "seq_fraction_low": Mean.of(row_ratio < 1 / threshold, rows),
+        "seq_fraction_low": Mean.of(row_ratio < lowest, rows),
         "batch_norm_factor": Mean.of(weights, valid),
     }
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
@@ -134,6 +154,26 @@ REJECTION_MODES = (
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     *("seq_max_k2", "seq_max_k3"),
 )
+
+
+def parse_weight_bounds(rollout_is_threshold: float | str) -> tuple[float | None, float]:
+    """Parse verl's ``rollout_is_threshold`` into (threshold_lower, threshold) of `importance_weights`.
+
+    A number is an upper bound; ``lower_upper`` are both.
+
+    Raises:
+        ValueError: no positive finite number, or a lower bound above the upper one.
+    """
+    try:
+        bounds = [float(text) for text in str(rollout_is_threshold).split("_")]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2) or not all(0 < bound < math.inf for bound in bounds) or bounds[0] > bounds[-1]:
+        raise ValueError(
+            f"rollout_is_threshold: {rollout_is_threshold!r} is no bound of weights. Give a number above 0, or "
+            "lower_upper"
+        )
+    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
 
 
 def parse_rejection(rollout_rs: str, rollout_rs_threshold: float | str) -> dict[str, tuple[float, float]]:
@@ -264,6 +304,12 @@ def _ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask, le
     elif level != "token":
         raise ValueError(f"rollout_is: unknown level {level!r}. Use token or sequence")
     return select(_bounded(log_ratio).exp(), response_mask)
+
+
+def _limited(ratio: Tokens, threshold: float, threshold_lower: float | None) -> Tokens:
+    if threshold_lower is None:
+        return ratio.clamp(max=threshold)
+    return ratio.masked_fill((ratio < threshold_lower) | (ratio > threshold), 0.0)
 
 
 def _log_ratio(log_probs: Tokens, rollout_log_probs: Tokens, response_mask: Mask) -> Tokens:

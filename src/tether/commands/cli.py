@@ -366,11 +366,74 @@ def card(
 
 
 @app.command()
+def plan(
+    arguments: ConfigArguments = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900:2 for others; default: this "
+            "machine, as tether doctor measured it.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.", show_default=False)] = None,
+    price: Annotated[
+        str | None, typer.Option(help="Price of a device for an hour, such as 2.5EUR.", show_default=False)
+    ] = None,
+    prompt_mean: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.", show_default=False)] = None,
+    response_mean: Annotated[float | None, typer.Option(help="Mean tokens of a response.", show_default=False)] = None,
+    response_tail: Annotated[
+        float | None, typer.Option(help="Tokens that 99 % of the responses do not exceed.", show_default=False)
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data.", show_default=False)] = None,
+    reward_seconds: Annotated[float, typer.Option(min=0, help="Seconds of waiting for rewards in a step.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Print no tables.")] = False,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+) -> None:
+    """Say what a run needs before it is started: memory by phase, time, price; exits with 1 if it does not fit.
+
+    Given the folder of a run, compare it with its plan, and correct later plans for the device.
+
+    For example: tether plan run.yaml --device h100-80g:8 --nodes 2
+    """
+    from tether.commands.plan import PlanOptions, show_plan
+    from tether.plan.assumptions import Assumptions
+
+    given = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
+    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, given=given)
+    code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def doctor() -> None:
     """Show installed packages, device and dtype, and what each extra adds."""
     from tether.commands.doctor import show_doctor
 
     show_doctor()
+
+
+@app.command()
+def selftest(
+    quick: Annotated[bool, typer.Option("--quick", help="Only what takes a minute on two cores.")] = False,
+    report: Annotated[
+        Path, typer.Option("--report", help="File for versions, devices, results and tracebacks.")
+    ] = Path("tether-selftest.txt"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Check that tether does on this machine what it promises, in at most 5 minutes, and write a report.
+
+    Each line is a pass, a failure with what to do, or a check that does not apply here, with what it needs. Exits
+    with 1 if a check failed.
+    """
+    with _importing():
+        from tether.commands.selftest.command import selftest as run
+
+    if not run(quick=quick, report=report, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @config_app.command()
@@ -519,6 +582,8 @@ def main() -> None:
     other programs; on a full disk it is 2. Commands that write files, such as training, continue and exit as usual.
     """
     prepare_standard_streams()
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # packages would draw their progress bars in files and pipes
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does, because a user's files import packages in the working directory
     try:

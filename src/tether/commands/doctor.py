@@ -15,9 +15,10 @@ from packaging.specifiers import SpecifierSet
 from rich.table import Table
 
 from tether.kernels import backend
+from tether.plan.devices import GIB, Device, save_measurement
 from tether.runtime.cache import cache_dir
 from tether.runtime.install import pip_install
-from tether.runtime.machine import computes_in_bfloat16, resolve_device
+from tether.runtime.machine import available_memory, computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
 from tether.runtime.terminal import Screen
 from tether.runtime.threads import num_threads, usable_cores
@@ -41,7 +42,7 @@ EXTRAS = {
     "mani-skill": ("maniskill", "ManiSkill3 (env.train.env_type=maniskill)"),
     "hf-libero": ("libero", "LIBERO (env.train.env_type=libero)"),
     "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
-    "gguf": ("quickstart", "models from GGUF files, among them tether model pull smollm2-135m"),
+    "gguf": ("quickstart", "models from GGUF files, among them those of tether model pull"),
     "matplotlib": ("quickstart", "tether plot"),
     "liger-kernel": ("cuda-kernels", "fused norms and gated MLPs on CUDA"),
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
@@ -68,7 +69,10 @@ def show_doctor() -> None:
     device = resolve_device("auto")
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process, {num_threads()} threads")
-    console.print(f"dtype: {_dtype_advice(device)}")
+    machine = measure(device)
+    console.print(f"dtype: {_dtype_advice(device, machine)}")
+    save_measurement(machine)
+    console.print(f"memory: {machine.memory:.1f} GiB, read at {machine.bandwidth:.0f} GB/s (kept for `tether plan`)")
     console.print(f"kernels in bfloat16: {backend(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free in this folder; models are cached in {cache_dir()}")
@@ -128,18 +132,45 @@ def _describe(device: torch.device) -> str:
     return device.type
 
 
-def _dtype_advice(device: torch.device) -> str:
+def measure(device: torch.device) -> Device:
+    """Measure what a plan needs of this machine: memory, its rate, and that of matrix products."""
+    narrow = computes_in_bfloat16(device)
+    memory = available_memory(device) or 0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    rate = _matmul_gflops(device, torch.bfloat16 if narrow else torch.float32)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
+    bandwidth = _bandwidth(device)
+    link = 16.0 if device.type == "cuda" else bandwidth / 4
+    return Device(name, memory / GIB, rate / 1e3, bandwidth, link, 10.0, is_cpu=device.type != "cuda", bfloat16=narrow)
+
+
+def _dtype_advice(device: torch.device, machine: Device) -> str:
     """Return the dtype that auto selects on this device, and the speed of a matrix product in both dtypes."""
-    single, half = (_matmul_gflops(device, dtype) for dtype in (torch.float32, torch.bfloat16))
-    chosen = "bfloat16 over float32 master weights" if computes_in_bfloat16(device) else "float32"
+    other = _matmul_gflops(device, torch.float32 if machine.bfloat16 else torch.bfloat16)
+    half, single = (machine.teraflops * 1e3, other) if machine.bfloat16 else (other, machine.teraflops * 1e3)
+    chosen = "bfloat16 over float32 master weights" if machine.bfloat16 else "float32"
     return f"{chosen} (matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32)"
 
 
-def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+def _bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 5) -> float:
+    """Return the GB/s at which memory is read: the fastest of a few sums over more than a cache holds."""
+    values = torch.ones(megabytes * 2**18, device=device)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        float(values.sum())
+        best = min(best, time.perf_counter() - start)
+    return values.nbytes / best / 1e9
+
+
+def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 8) -> float:
+    """Return the rate of the fastest of a few products."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     float((a @ b)[0, 0])  # warm up, and wait for the device
-    start = time.perf_counter()
+    best = float("inf")
     for _ in range(repeats):
-        c = a @ b
-    float(c[0, 0])
-    return 2 * size**3 * repeats / (time.perf_counter() - start) / 1e9
+        start = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,10 @@ from transformers.utils.logging import disable_progress_bar
 from tether.commands.policy import load
 from tether.control.build_policies import published_of, saved_policy
 from tether.runtime.printable import printable
+from tether.spelling import did_you_mean
+
+EXPORTS = ("openvla", "npz", "onnx")
+"""Formats of `export`."""
 
 
 def generate(
@@ -78,13 +83,26 @@ def _read_prompts(argument: str) -> list[str]:
     return prompts
 
 
-def export(checkpoint: Path, out: Path) -> None:
-    """Write the policy of a checkpoint as a published OpenVLA policy.
+def export(checkpoint: Path, kind: str, out: Path) -> None:
+    """Write the policy of a checkpoint as a published OpenVLA policy, or as a file of npz or ONNX.
+
+    Args:
+        checkpoint: a ``global_step_N`` folder, or the folder of a run.
+        kind: one of `EXPORTS`.
+        out: the new folder or file.
 
     Raises:
-        ValueError: the policy is not OpenVLA, the folder that it was loaded from is gone, or the new folder exists.
+        ValueError: the policy cannot be written so, or the new folder or file exists.
     """
-    write = published_of(saved_policy(checkpoint, "CHECKPOINT"), checkpoint)
+    if kind not in EXPORTS:
+        raise ValueError(f"--to={kind}: give one of {', '.join(EXPORTS)}.{did_you_mean(kind, EXPORTS)}")
+    policy = saved_policy(checkpoint, "CHECKPOINT")
+    write = published_of(policy, checkpoint) if kind == "openvla" else None
     if out.exists():
-        raise ValueError(f"--out={out}: exists already. Name a new folder.")
-    write(out)
+        raise ValueError(f"--out={out}: exists already. Name a new one.")
+    if write is not None:
+        write(out)
+        return
+    if not out.parent.is_dir():
+        raise ValueError(f"--out={out}: there is no folder {out.parent}. Make it first.")
+    importlib.import_module("tether.control.policies.export").export_policy(policy, kind, out)

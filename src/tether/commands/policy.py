@@ -164,7 +164,7 @@ def load(
     Args:
         folder: a ``global_step_N`` folder, or the folder of a run (its last checkpoint); for a language model also a
             model's directory, a GGUF file, a known name or a hub id, as for ``tether generate``.
-        env: the argument `env` of `tether.train`, if the run had one.
+        env: the argument `env` of `tether.train`, if the run had one; only `Policy.make_env` needs it.
         policy: the argument `policy` of `tether.train`, if the run had one.
         seed: seed of the actions that a control policy samples with ``deterministic=False``.
         num_threads: CPU threads of torch in this process; None: ``trainer.num_threads`` of the run, else
@@ -173,8 +173,7 @@ def load(
             ``actor_rollout_ref.model.trust_remote_code=True``.
 
     Raises:
-        ValueError: there is no checkpoint, its environment needs a package that is not installed, num_threads is below
-            1, or memory ran out.
+        ValueError: there is no checkpoint, num_threads is below 1, or memory ran out.
         CheckpointDamaged: a file of the checkpoint has changed since it was saved.
     """
     if num_threads is not None and num_threads < 1:

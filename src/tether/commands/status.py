@@ -10,16 +10,47 @@ import typer
 
 from tether.runtime.disk import read_json, reading
 from tether.runtime.ranks import STATUS
-from tether.runtime.run_lock import owner_of
-from tether.runtime.terminal import Screen
+from tether.runtime.run_lock import LOCK, owner_of
+from tether.runtime.terminal import Screen, clock
 from tether.types import JsonObject
 
 DELETE = "Delete it; an active run writes it again"
 
 
-def status(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
+RUNS = Path("checkpoints")
+"""Where runs are by default, below the working folder (`trainer.default_local_dir`)."""
+
+
+def status(
+    run: Annotated[
+        Path | None, typer.Argument(help="The folder of a run; without it, all runs below checkpoints/ are listed.")
+    ] = None,
+) -> None:
     """Show the last step of a run, the activity of its ranks, and the last error."""
-    show_status(run)
+    if run is None:
+        show_runs(RUNS)
+    else:
+        show_status(run)
+
+
+def show_runs(folder: Path) -> None:
+    """Print a line for each run below a folder (`PROJECT/EXPERIMENT`), the latest last.
+
+    Raises:
+        ValueError: there is no run below the folder.
+    """
+    from tether.metrics.loggers import METRICS_FILE
+
+    runs = {file.parent: file.stat().st_mtime for name in (LOCK, METRICS_FILE) for file in folder.glob(f"*/*/{name}")}
+    if not runs:
+        raise ValueError(f"{folder}: no run below it; name the folder of a run (trainer.default_local_dir)")
+    screen = Screen()
+    for run in sorted(runs, key=lambda run: runs[run]):
+        try:
+            line = _last_step(run)
+        except ValueError as error:  # a broken file of one run hides no other
+            line = str(error)
+        screen.print(line, soft_wrap=True)
 
 
 def show_status(folder: Path) -> None:
@@ -28,20 +59,25 @@ def show_status(folder: Path) -> None:
     Raises:
         ValueError: there is no run in the folder.
     """
-    from tether.metrics.loggers import METRICS_FILE, read_metrics
+    from tether.metrics.loggers import METRICS_FILE
 
-    screen, metrics = Screen(), folder / METRICS_FILE
-    owner = owner_of(folder)
-    if owner is None and not metrics.exists():
+    if owner_of(folder) is None and not (folder / METRICS_FILE).exists():
         raise ValueError(f"{folder}: no run here; name the folder of a run (trainer.default_local_dir)")
-    steps = read_metrics(folder) if metrics.exists() else {}
-    logged = f"step {max(steps)}, logged {_ago(metrics.stat().st_mtime)}" if steps else "no step logged yet"
-    screen.print(f"{folder}: {f'runs as {owner}' if owner else 'not running'}; {logged}", soft_wrap=True)
-    file = folder / STATUS
+    screen, file = Screen(), folder / STATUS
+    screen.print(_last_step(folder), soft_wrap=True)
     if not file.exists():
         return
     with reading(file, DELETE):
         _show_ranks(read_json(file, dict, DELETE), screen)
+
+
+def _last_step(folder: Path) -> str:
+    from tether.metrics.loggers import METRICS_FILE, read_metrics
+
+    owner, metrics = owner_of(folder), folder / METRICS_FILE
+    steps = read_metrics(folder) if metrics.exists() else {}
+    logged = f"step {max(steps)}, logged {_ago(metrics.stat().st_mtime)}" if steps else "no step logged yet"
+    return f"{folder}: {f'runs as {owner}' if owner else 'not running'}; {logged}"
 
 
 def _show_ranks(status: JsonObject, screen: Screen) -> None:
@@ -60,7 +96,8 @@ def _show_ranks(status: JsonObject, screen: Screen) -> None:
 
 
 def _ago(when: float) -> str:
-    return f"{max(0.0, time.time() - when):.0f} s ago"
+    seconds = max(0.0, time.time() - when)
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{clock(seconds)} ago"
 
 
 def _size(count: int) -> str:

@@ -5,14 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tether.checkpoints import CheckpointStore, roll_back
 from tether.commands.build import build
 from tether.commands.result import TrainingResult, read_result
-from tether.config import LoadedConfig, changes_since
+from tether.config import LoadedConfig, RunConfig, changes_since
 from tether.loop.engine import named_out_of_memory
 from tether.loop.parts import Callbacks
 from tether.loop.run import Run
+from tether.plan.devices import GIB, Device
+from tether.plan.planning import Planner
+from tether.plan.report import cause, gib
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
+from tether.runtime.machine import available_memory, computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankLost
 from tether.runtime.terminal import Activity, Screen
 
@@ -57,6 +63,10 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
     screen, callbacks, earlier = Screen(), callbacks or Callbacks(), list[_Lost]()
     for note in loaded.notes:
         screen.print(f"note: {note}", style="dim", soft_wrap=True)
+    if warning := memory_warning(loaded.config):
+        if loaded.config.trainer.check_memory == "refuse":
+            raise ValueError(warning)
+        screen.print(warning, style="bold yellow", soft_wrap=True)
     while not isinstance(ended := _attempt(loaded, callbacks, screen), TrainingResult):
         if isinstance(ended, _Rollback):
             loaded = loaded.with_values({"trainer.resume_mode": "auto"}, "rollback")
@@ -92,6 +102,28 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
             soft_wrap=True,
         )
     return ended
+
+
+def memory_warning(config: RunConfig) -> str | None:
+    """Return a sentence if a text run does not fit into the memory of its devices; None also if that is unknown."""
+    if config.env.train.id is not None or config.trainer.check_memory == "off":
+        return None
+    device = resolve_device(config.trainer.device)
+    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory(device)
+    if size is None or device.type == "mps":
+        return None
+    memory = size / GIB
+    here = Device(device.type, memory, 1, 1, 1, is_cpu=device.type == "cpu", bfloat16=computes_in_bfloat16(device))
+    try:
+        plan = Planner(config, here).plan()
+    except ValueError:  # a model whose sizes are not known, or a problem that the run itself reports
+        return None
+    if plan.verdict != "does not fit":
+        return None
+    return (
+        f"this run does not fit: {gib(plan.peak)} of {gib(size)}. {cause(plan)} `tether plan` with the same arguments "
+        "lists what makes it fit; trainer.check_memory=off leaves this check out"
+    )
 
 
 def _attempt(loaded: LoadedConfig, callbacks: Callbacks, screen: Screen) -> TrainingResult | _Lost | _Rollback:

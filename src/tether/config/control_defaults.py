@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from tether.config.keys import keys
 from tether.config.loading.settings import Setting, Settings
+from tether.control.envs.config import SELF_RESETTING
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 
 SWITCH = "env.train.id"
@@ -149,7 +150,7 @@ def is_undecided(settings: Settings) -> bool:
     if not is_embodied(settings) or _requests_continuous(settings) or _preset(settings) is not DISCRETE:
         return False
     kinds = {key: settings[key].value for key in ("env.train.env_type", "policy.model_type") if key in settings}
-    return kinds.get("env.train.env_type", "gymnasium") in ("gymnasium", "envpool") and (
+    return kinds.get("env.train.env_type", "gymnasium") in ("gymnasium", *SELF_RESETTING) and (
         kinds.get("policy.model_type") not in (*VLA_TYPES, *FLOW_TYPES)
     )
 

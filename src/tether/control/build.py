@@ -27,10 +27,10 @@ import torch
 
 from tether.config import LoadedConfig, RunConfig, for_environment
 from tether.config.schema import ActorConfig
-from tether.control.build_policies import code_of, env_for_policy, start_policy, value_width
+from tether.control.build_policies import code_of, env_for_policy, spaces_of, start_policy, value_width
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.flat import FlatEngine
 from tether.control.learning.losses import (
@@ -40,6 +40,7 @@ from tether.control.learning.losses import (
     loss_spec,
 )
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
+from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
@@ -57,6 +58,7 @@ from tether.loop.run import (
     build_best_evaluation,
     build_critic_warmup,
     build_profiler,
+    build_recorder,
     build_rollbacks,
     find_start,
     loss_by_step,
@@ -130,6 +132,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             best=build_best_evaluation(trainer_config, persistence, checkpoint),
             saver=Saver(trainer_config.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
@@ -168,7 +171,7 @@ def fit_defaults(loaded: LoadedConfig) -> LoadedConfig:
             update={"total_num_envs": train.group_size, "num_workers": 1, "vectorization": vectorization}
         )
     with closing(make_env(one, "env.train", pacing_of(train, config.policy), view_of(train))) as env:
-        continuous = isinstance(env.actions, ContinuousActions)
+        continuous = not isinstance(env.actions, DiscreteActions)
         pictures = all(entry.kind == "image" for entry in env.layout if entry.width)
     if not continuous and not pictures:
         return replace(loaded, undecided=None)
@@ -335,6 +338,7 @@ def policy_of(config: RunConfig, checkpoint: Path | None, env: VectorEnv) -> Pol
     else:
         values = value_width(config.algorithm, config.policy)
         policy = start_policy(config.policy, config.actor_rollout_ref.model, env, values, config.trainer.seed)
+    policy.spaces = spaces_of(env)
     if config.trainer.device != "auto":  # the CPU: whether it pays depends on the network
         policy.to(resolve_device(config.trainer.device))
     actor = config.actor_rollout_ref.actor
@@ -377,7 +381,7 @@ def preprocessing_line(section: EnvConfig) -> str:
 
 def _check_fit(env: VectorEnv, spec: Any) -> None:
     """Refuse to evaluate a policy in environments that do not fit it."""
-    choices = env.actions.choices if isinstance(env.actions, DiscreteActions) else None
+    choices = choices_of(env.actions) or None
     if (env.layout, choices, env.actions.width) == (spec.parts, spec.choices, spec.action_width):
         return
     acts = f"chooses among {spec.choices}" if spec.choices else f"gives {spec.action_width} numbers"
@@ -460,14 +464,18 @@ def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgen
         seed: seed of the noise for sampling actions.
 
     Raises:
-        ValueError: the spaces of the environment cannot be looked up, or a package is missing.
+        ValueError: the checkpoint has no spaces and the environment cannot be made, or a package is missing.
     """
     set_threads(config.trainer.num_threads)
     section = config.env.eval
     options = env_options(section, "env.eval", {}, view_of(config.env.train))
     make = importlib.import_module("tether.control.envs.make")
     policy = load_policy(checkpoint / POLICY)
+    if policy.spaces is None:  # saved by a version that did not save them
+        spaces = make.spaces_of(options)
+    else:
+        spaces = importlib.import_module("tether.control.envs.spaces").spaces_from_json(policy.spaces)
     code = code_of(policy)
     decode = None if code is None else code.decode
     agent_type = importlib.import_module("tether.control.collecting.agent").EnvAgent
-    return agent_type(policy, *make.spaces_of(options), options.id, decode, seed), partial(make.make_one, options)
+    return agent_type(policy, *spaces, options.id, decode, seed), partial(make.make_one, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from tether.checkpoints import find_checkpoint
 from tether.config.schema import AlgorithmConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
 from tether.control.envs.layers import ActionCode, CodedEnv
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.protocol import ContinuousActions, DiscreteActions, MixedActions, VectorEnv, choices_of
 from tether.control.learning.advantages import CRITIC
 from tether.control.learning.rollouts import POLICY
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES, PolicyConfig
@@ -20,6 +21,7 @@ from tether.control.policies.network_policy import SMALLEST, NetworkPolicy
 from tether.control.policies.spec import PolicySpec
 from tether.integrations import integration
 from tether.observations import describe, row_width
+from tether.types import JsonObject
 
 START = "actor_rollout_ref.model.path"
 _WITHOUT_TRANSFORMERS = (ControlPolicy, NetworkPolicy)
@@ -84,6 +86,9 @@ def new_policy(
         raise ValueError(
             f"policy.use_sde: the actions of {env.id} are choices, which have no such noise. Leave it out."
         )
+    if isinstance(actions, MixedActions) and (policy.use_sde or policy.num_action_chunks > 1):
+        key = "use_sde=True" if policy.use_sde else f"num_action_chunks={policy.num_action_chunks}"
+        raise ValueError(f"policy.{key}: the actions of {env.id} are both choices and numbers. Leave it out.")
     _check_mask(env, policy.num_action_chunks)
     pictures = find_pictures(env, policy.model_type) if policy.model_type == "cnn_policy" else ()
     rows = [entry.name for entry in env.layout if entry.name not in pictures and entry.width]
@@ -95,7 +100,7 @@ def new_policy(
     spec = PolicySpec(
         obs_dim=row_width(tuple(entry for entry in env.layout if entry.name not in pictures)),
         layout=env.layout,
-        choices=actions.choices if isinstance(actions, DiscreteActions) else None,
+        choices=choices_of(actions) or None,
         action_width=actions.width,
         num_action_chunks=policy.num_action_chunks,
         value_width=value_width,
@@ -127,11 +132,10 @@ def _check_mask(env: VectorEnv, chunk: int) -> None:
     Raises:
         ValueError: the number of entries is wrong, or the policy chooses actions of several steps at once.
     """
-    actions = env.actions
     for entry in env.layout:
         if entry.kind != "mask":
             continue
-        entries, alternatives = entry.shape[0], sum(actions.choices) if isinstance(actions, DiscreteActions) else 0
+        entries, alternatives = entry.shape[0], sum(choices_of(env.actions))
         if entries != alternatives:
             raise ValueError(
                 f"{env.id}: its observations have {entries} entries of {entry.name}, and its actions {alternatives} "
@@ -237,6 +241,12 @@ def env_for_policy(env: VectorEnv, policy: Policy) -> VectorEnv:
     if code is None or not isinstance(env.actions, ContinuousActions) or env.actions.width != code.action_dim:
         return env
     return CodedEnv(env, code)
+
+
+def spaces_of(env: VectorEnv) -> JsonObject:
+    """Return the spaces of one environment, as they are saved with a policy."""
+    saved: JsonObject = importlib.import_module("tether.control.envs.spaces").spaces_as_json(env.spaces)
+    return saved
 
 
 def code_of(policy: Policy) -> ActionCode | None:

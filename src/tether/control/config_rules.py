@@ -8,7 +8,7 @@ from tether.config.rules.shapes import Rule, multiple
 from tether.config.rules.shared import SHARED_RULES
 from tether.config.schema.algorithm import COMPARES_RESPONSES
 from tether.config.schema.root import RunConfig
-from tether.control.envs.config import EvalEnvConfig, TrainEnvConfig
+from tether.control.envs.config import SELF_RESETTING, EvalEnvConfig, TrainEnvConfig
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.config_rules import NETWORK_RULES
 
@@ -171,7 +171,7 @@ def waiting_environments_are_gymnasiums(cfg: RunConfig) -> Problem | None:
         (EVAL, cfg.env.eval, chunk),
     )
     for role, section, reason in sections:
-        if reason and section.env_type == "envpool":
+        if reason and section.env_type in SELF_RESETTING:
             what = f"{section.env_type} begins episodes by itself, which {reason} does not allow"
             return Problem(f"{role}.env_type", what, "use gymnasium")
         if reason and section.vectorization == "vector":
@@ -195,9 +195,9 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
     test = cfg.env.eval
     if not test.video_cfg.save_video:
         return None
-    if test.env_type != "envpool" and test.vectorization != "vector":
+    if test.env_type not in SELF_RESETTING and test.vectorization != "vector":
         return None
-    key = "env_type" if test.env_type == "envpool" else "vectorization"
+    key = "env_type" if test.env_type in SELF_RESETTING else "vectorization"
     what = f"{getattr(test, key)} shows no pictures for {EVAL}.video_cfg.save_video"
     return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
 

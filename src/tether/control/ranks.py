@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from tether.control.build import ControlRoles, incidents_folder, make_env, pacin
 from tether.control.build_policies import env_for_policy
 from tether.control.collecting.collector import EnvCollector
 from tether.control.envs.config import TrainEnvConfig
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, EnvState, VectorEnv
+from tether.control.envs.protocol import ActionSpec, EnvState, VectorEnv
 from tether.control.learning.flat import SMALLER, FlatEngine
 from tether.control.learning.losses import ControlLoss, Draws, RolloutOutputs, Samples, dealt
 from tether.control.policies.mlp_policy import Policy
@@ -59,6 +59,9 @@ from tether.runtime.objects import is_object
 from tether.runtime.profiling import ProcessTrace
 from tether.runtime.threads import usable_cores
 from tether.types import StateDict
+
+if TYPE_CHECKING:
+    from tether.control.envs.spaces import Spaces
 
 MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 Result = TypeVar("Result")
@@ -249,9 +252,9 @@ class RankEnvs:
     def __init__(self, env: VectorEnv, collector: EnvCollector, policy: Policy) -> None:
         self._env, self._collector, self._policy = env, collector, policy
 
-    def describe(self) -> tuple[str, int, ObsLayout, ContinuousActions | DiscreteActions]:
-        """Return id, number, observation layout and actions of the environments."""
-        return self._env.id, self._env.num_envs, self._env.layout, self._env.actions
+    def describe(self) -> tuple[str, int, ObsLayout, ActionSpec, Spaces]:
+        """Return id, number, observation layout, actions and spaces of the environments."""
+        return self._env.id, self._env.num_envs, self._env.layout, self._env.actions, self._env.spaces
 
     def nbytes(self) -> int:
         """Return `EnvCollector.nbytes`."""
@@ -341,9 +344,9 @@ class ShardedEnvs:
 
     def __init__(self, group: Group, component: str) -> None:
         self._group, self._component = group, component
-        descriptions: list[tuple[str, int, ObsLayout, ContinuousActions | DiscreteActions]] = self.call("describe", ())
-        self.id, _, self.layout, self.actions = descriptions[0]
-        self.counts = [count for _, count, _, _ in descriptions]
+        descriptions: list[tuple[str, int, ObsLayout, ActionSpec, Spaces]] = self.call("describe", ())
+        self.id, _, self.layout, self.actions, self.spaces = descriptions[0]
+        self.counts = [description[1] for description in descriptions]
         self.num_envs = sum(self.counts)
 
     @property

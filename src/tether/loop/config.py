@@ -100,6 +100,10 @@ class TrainerConfig(Section):
     """Training steps, from 1, of which each process writes a trace to the folder profile of the run."""
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
+    record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
+    """Megabytes of samples or episodes that a step records at most, to be looked at; 0: none. (tether's own key.)"""
+    check_memory: Literal["warn", "refuse", "off"] = "warn"
+    """A run that by `tether plan` does not fit into memory: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
     """Check memory, samples and rewards before the first step. (tether's own key.)"""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], EMBODIED_TOO] = "auto"

@@ -31,7 +31,7 @@ from tether.loop.parts import (
     Saver,
     StepProfiler,
 )
-from tether.loop.protocol import RewardTransform, Rollouts, Source
+from tether.loop.protocol import RewardTransform, Rollouts, Source, StepRecorder
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
@@ -118,6 +118,8 @@ class Trainer:
     alarms: Alarms = field(default_factory=Alarms)
     best: BestEvaluation = field(default_factory=BestEvaluation)
     profiler: StepProfiler | None = None
+    recorder: StepRecorder | None = None
+    """Records samples or episodes of a step, for `tether view`."""
     saver: Saver = field(default_factory=Saver)
     on_collapse: OnCollapse = "warn"
     """What to do if an alarm reports that the policy has collapsed: continue, save and stop, or also roll back."""
@@ -144,7 +146,7 @@ class Trainer:
         number, time = self.step_number + 1, Timer(self.loggers.phase, record_function)
         with time("step"):
             experience = self.rollouts.collect(tasks, number, time, self._show("gen"))
-            batch, metrics, policy = experience.batch, dict(experience.metrics), None
+            batch, metrics, policy, updated = experience.batch, dict(experience.metrics), None, None
             if self.old_log_probs == "sampler":
                 batch.old_log_probs = batch.rollout_log_probs
             elif self.old_log_probs == "recomputed":
@@ -182,6 +184,10 @@ class Trainer:
                     metrics |= self._compare_with_sampler(batch)
                 with time("update_weights"):
                     self.rollouts.load_weights(self.actor.engine.export())
+            if self.recorder and self.recorder.is_due:
+                with time("record"):
+                    trained = updated.outputs if updated and learned is batch else None
+                    self.recorder.record(number, experience, policy, trained)
         self.step_number = number
         return metrics | self.rollouts.metrics(experience, policy, time) | {"training/global_step": float(number)}
 

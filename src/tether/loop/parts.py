@@ -328,6 +328,8 @@ class RolloutCorrection:
     """The upper bound of a weight."""
     batch_normalize: bool = False
     """Whether to divide the weights by their mean over the batch."""
+    threshold_lower: float | None = None
+    """The lower bound of a weight; with it, weights outside of the bounds are 0."""
     rejection: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Bounds by mode, as returned by `parse_rejection`."""
     veto_threshold: float | None = None
@@ -347,9 +349,12 @@ class RolloutCorrection:
         if self.importance is not None:
             batch.rollout_is_weights = importance_weights(
                 old, sampler, sampled, level=self.importance, threshold=self.threshold,
-                batch_normalize=self.batch_normalize,
+                threshold_lower=self.threshold_lower, batch_normalize=self.batch_normalize,
             )  # fmt: skip
-            metrics |= importance_metrics(old, sampler, sampled, level=self.importance, threshold=self.threshold)
+            metrics |= importance_metrics(
+                old, sampler, sampled, level=self.importance, threshold=self.threshold,
+                threshold_lower=self.threshold_lower,
+            )  # fmt: skip
         accepted = sampled
         if self.rejection:
             accepted = rejection_mask(old, sampler, sampled, self.rejection)

@@ -143,6 +143,27 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
         ...
 
 
+class StepRecorder(Protocol):
+    """Records samples or episodes of training steps."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be recorded."""
+        ...
+
+    def record(self, step: int, experience: Any, before: Any, trained: Any) -> None:
+        """Record a finished step.
+
+        Args:
+            step: the training step.
+            experience: the `Experience`, with everything that the step added to it.
+            before: outputs of the policy at the start of the update; None if they were not computed.
+            trained: its outputs for each row of the batch while the update trained on it; None if it did not, or if the
+                engine does not return them.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class CheckpointExtras:
     """What the rollouts add to a checkpoint."""

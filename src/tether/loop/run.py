@@ -21,6 +21,7 @@ from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts import BestEvaluation, CriticWarmup, Rollbacks, StepProfiler
 from tether.loop.preflight import Preflight
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
+from tether.metrics.records import RecordFile
 
 LossByStep = Callable[[int], tuple[AnyLoss, dict[str, float]]]
 
@@ -177,6 +178,12 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler |
             f"trainer.profile_steps: there is no step {last}, the run has {schedule.total_steps}. Name others."
         )
     return StepProfiler(trainer.profile_steps, Path(trainer.default_local_dir) / "profile")
+
+
+def build_recorder(trainer: TrainerConfig, checkpoint: Path | None) -> RecordFile:
+    """Return the file of the samples and episodes of a run, for `tether view`."""
+    resumed = step_of(checkpoint) if checkpoint else None
+    return RecordFile(Path(trainer.default_local_dir), int(1e6 * trainer.record_mb), resumed)
 
 
 def ranks_line(config: RunConfig) -> str:

@@ -10,6 +10,7 @@ __all__ = [
     "digits",
     "disk",
     "event_loop",
+    "file_lock",
     "global_rng",
     "guard",
     "http",

@@ -179,6 +179,11 @@ class SupervisedProcess:
             self._due = self._asked + min(message, self._longest_beat)
         raise self._ended
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The file descriptors of which one becomes readable when `receive` has something to return or to raise."""
+        return () if self._is_closed else (self._channel.connection.fileno(), self._control.fileno())
+
     def stop(self) -> None:
         """Kill the process now; a wait for its answer raises `ProcessEnded`."""
         with contextlib.suppress(OSError):  # closed already

@@ -16,12 +16,15 @@ from typing import Any, TextIO, TypeVar
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
 from rich.segment import Segment
+from rich.table import Table
 
 from tether.runtime.printable import printable
 from tether.runtime.standard_streams import discard, say_that_output_is_lost
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
+_MAX_WIDTH = 1000
+"""Columns of what is printed to a file or a pipe."""
 
 
 def one_line(text: str) -> str:
@@ -50,6 +53,18 @@ class Screen(Console):
         # All text passes here, so this is where it is made printable.
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; lines and tables are fitted to the width of a terminal only, as a file or a pipe has none."""
+        if self.is_terminal or not all(
+            isinstance(item, str) or (isinstance(item, Table) and not item.expand) for item in objects
+        ):
+            return super().print(*objects, **options)
+        width, self.width = self.width, _MAX_WIDTH
+        try:
+            super().print(*objects, **{"soft_wrap": all(isinstance(item, str) for item in objects)} | options)
+        finally:
+            self.width = width
 
     def on_broken_pipe(self) -> None:
         self._fall_silent(BrokenPipeError())

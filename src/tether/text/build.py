@@ -44,6 +44,7 @@ from tether.loop.run import (
     build_best_evaluation,
     build_critic_warmup,
     build_profiler,
+    build_recorder,
     build_rollbacks,
     checkpoint_line,
     find_start,
@@ -84,6 +85,7 @@ from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.preflight import ChatFormat, sample_responses
+from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
 from tether.text.rewards.config import CustomRewardFunctionConfig
 from tether.text.rewards.outcome import (
@@ -177,6 +179,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             best=build_best_evaluation(config.trainer, persistence, checkpoint),
             saver=Saver(config.trainer.async_save),
             profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            recorder=SampleRecorder(build_recorder(config.trainer, checkpoint), inputs.tokenizer),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),

@@ -23,6 +23,7 @@ def bypass_mode(
     loss_type: str = "ppo_clip",
     rollout_is: str | None = None,
     rollout_is_threshold: Positive = 2.0,
+    rollout_is_threshold_lower: Positive | None = None,
     rollout_rs: RejectionBounds | None = None,
     veto_threshold: Positive | None = None,
     clip_ratio_low: NonNegative = 0.2,
@@ -59,7 +60,12 @@ def bypass_mode(
     }
     if rollout_is is not None:
         off_policy |= importance_statistics(
-            log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
+            log_probs.detach(),
+            old_log_probs,
+            response_mask,
+            level=rollout_is,
+            threshold=rollout_is_threshold,
+            threshold_lower=rollout_is_threshold_lower,
         )
     if loss_type == "ppo_clip":
         clipped = vanilla(
@@ -76,7 +82,12 @@ def bypass_mode(
         weights = None
         if rollout_is is not None:
             weights = importance_weights(
-                log_probs.detach(), old_log_probs, response_mask, level=rollout_is, threshold=rollout_is_threshold
+                log_probs.detach(),
+                old_log_probs,
+                response_mask,
+                level=rollout_is,
+                threshold=rollout_is_threshold,
+                threshold_lower=rollout_is_threshold_lower,
             )
         loss = -select(advantages, accepted) * select(log_probs, accepted)
         metrics = ratio_metrics(bounded_log_ratio(log_probs, old_log_probs, accepted), accepted)

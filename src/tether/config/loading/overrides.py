@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -87,5 +88,7 @@ def _key(text: str) -> str:
 def _syntax_hint(text: str) -> str:
     key, equals, value = text.partition("=")
     if equals and value and re.fullmatch(r"[+~]*\w+([.]\w+)*", key):
-        return f"""quote the value, inside quotes for the shell: '{key}="{value}"'"""
+        escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)  # Hydra reads a backslash as one only before a quote
+        quoted = shlex.quote(key + '="' + escaped + '"')
+        return f"quote the value, inside quotes for the shell: {quoted}"
     return "an override is key=value, +key=value, ++key=value or ~key"

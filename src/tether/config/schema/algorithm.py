@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from tether.config.schema.section import (
     EMBODIED,
@@ -90,15 +90,9 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance weights, of each token or of each response."""
     rollout_is_threshold: Annotated[
-        float,
-        Field(gt=0),
-        NullIsUnset(),
-        Says(
-            "a number above 0; to drop what lies outside 'lower_upper', set rollout_rs=token_k1, rollout_rs_threshold"
-        ),
-        WEIGHED,
+        PositiveFloat | str, NullIsUnset(), Says("a number above 0; or 'lower_upper' in quotes"), WEIGHED
     ] = 2.0
-    """Highest weight."""
+    """Highest weight. 'lower_upper', such as '0.5_5.0', sets weights outside of these bounds to 0 (IcePop)."""
     rollout_is_batch_normalize: Annotated[bool, WEIGHED] = False
     """Divide the weights by their mean."""
     rollout_rs: Annotated[tuple[RejectionMode, ...] | None, BeforeValidator(_as_modes)] = None

@@ -96,7 +96,7 @@ class EnvAgent:
         columns = self._chosen[np.arange(count), self._carried_out]
         self._carried_out += 1
         actions = self._codec.decode(columns if self._decode is None else self._decode(columns))
-        return actions[0] if rows is None else actions
+        return next(iter(self._codec.rows(actions))) if rows is None else actions
 
     def _begin(self, count: int, begins: NDArray[np.bool_]) -> None:
         has_state = self._state.shape[1] > 0 or self._chunk > 1

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from tether.batch import EnvBatch, Episode
 from tether.config.schema import AlgorithmConfig
 from tether.control.envs.config import TrainEnvConfig
-from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, VectorEnv
+from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, SteppedInGroups, VectorEnv, choices_of
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
@@ -344,8 +345,12 @@ class EnvCollector:
         rows.valid.fill(True)
         rows.success.fill(False)
         self._reports_success, self._reported = False, {}
+        in_groups: Any = self.env if self.chunk == 1 and len(getattr(self.env, "groups", ())) > 1 else None
         try:
-            finals = self._play(act, noise.numpy(), rows)
+            if in_groups is None:
+                finals = self._play(act, noise.numpy(), rows)
+            else:
+                finals = self._play_ready(in_groups, act, noise.numpy(), rows)
         except ValueError:  # of an action that is not finite, perhaps since what it answers is not: then that is said
             self._refuse(_not_finite(rows, []))
             raise
@@ -370,21 +375,81 @@ class EnvCollector:
                 rows.actions[:, decision], state[:] = act(obs, noise[decision], state)
             step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
             obs = step.obs
-            for name, field in obs.items():
-                rows.obs[name][:, t + 1] = field
-            rows.rewards[:, t] = step.reward
-            rows.terminated[:, t], rows.truncated[:, t] = step.terminated, step.truncated
-            if step.valid is not None:
-                rows.valid[:, t] = step.valid
-            fresh[:] = (fresh & ~rows.valid[:, t]) | step.terminated | step.truncated
-            if step.final_obs is not None:
-                finals += [(n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
-            if step.success is not None:
-                self._reports_success, rows.success[:, t] = True, step.success
-            for name, column in (step.told or {}).items():
-                self._reported.setdefault(name, np.zeros_like(rows.rewards))[:, t] = column
+            finals += self._write(step, rows, t, slice(0, self.env.num_envs))
         self._now = copied(obs)
         return finals
+
+    def _play_ready(self, env: SteppedInGroups, act: Act, noise: Floats, rows: _Rows) -> Finals:
+        """Fill the columns of one epoch as `_play` does, where groups of environments step independently.
+
+        The policy acts for the groups that have finished their step. Before, it waits for others at most as long as
+        acting takes, so that an expensive policy acts for many together. It always acts for all environments, and what
+        it chooses for the others is ignored: so the results are those of `_play`, bit for bit, in whatever order groups
+        finish.
+        """
+        groups, state, fresh = env.groups, self._state, self._fresh
+        obs, everyone = copied(self._now), np.arange(env.num_envs)
+        now = np.zeros(env.num_envs, dtype=np.int64)  # steps that each environment has finished
+        finals: Finals = []
+        ready, stepping = list(range(len(groups))), set[int]()
+        while ready or stepping:
+            begun = time.perf_counter()
+            if ready:
+                for which in (groups[group] for group in ready):
+                    rows.starts[which, now[which.start]] = fresh[which]
+                    state[which][fresh[which]] = 0.0
+                chosen, after = act(obs, noise[np.minimum(now, self.steps - 1), everyone], state)
+            for group in ready:
+                which, t = groups[group], int(now[groups[group].start])
+                rows.actions[which, t], state[which] = chosen[which], after[which]
+                with raised_at(env.id, self._done + t + 1):
+                    env.send_step(group, rows.actions[which, t])
+            stepping |= set(ready)
+            ready = []
+            for group, step in self._finished(env, stepping, time.perf_counter() - begun, int(now.min())):
+                which = groups[group]
+                stepping.remove(group)
+                finals += self._write(step, rows, int(now[which.start]), which)
+                for name, field in step.obs.items():
+                    obs[name][which] = field
+                now[which] += 1
+                if now[which.start] < self.steps:
+                    ready.append(group)
+            ready.sort()
+        self._now = obs
+        return sorted(finals, key=lambda final: (final[1], final[0]))
+
+    def _finished(
+        self, env: SteppedInGroups, stepping: Collection[int], patience: float, t: int
+    ) -> list[tuple[int, EnvStep]]:
+        """Return the groups that finish first, and those that finish at most `patience` seconds later."""
+        left, finished, deadline = set(stepping), list[tuple[int, EnvStep]](), math.inf
+        while left and (now := time.perf_counter()) < deadline:
+            with raised_at(env.id, self._done + t + 1):
+                answers = env.receive_steps(left, deadline - now)
+            self.env_seconds += time.perf_counter() - now
+            finished += answers
+            left -= {group for group, _ in answers}
+            if answers and deadline == math.inf:
+                deadline = time.perf_counter() + patience
+        return finished
+
+    def _write(self, step: EnvStep, rows: _Rows, t: int, which: slice) -> Finals:
+        """Write a step of some environments into their rows; return the final observations to bootstrap."""
+        for name, field in step.obs.items():
+            rows.obs[name][which, t + 1] = field
+        rows.rewards[which, t] = step.reward
+        rows.terminated[which, t], rows.truncated[which, t] = step.terminated, step.truncated
+        if step.valid is not None:
+            rows.valid[which, t] = step.valid
+        self._fresh[which] = (self._fresh[which] & ~rows.valid[which, t]) | step.terminated | step.truncated
+        if step.success is not None:
+            self._reports_success, rows.success[which, t] = True, step.success
+        for name, column in (step.told or {}).items():
+            self._reported.setdefault(name, np.zeros_like(rows.rewards))[which, t] = column
+        if step.final_obs is None:
+            return []
+        return [(which.start + n, t, _row(step.final_obs, n)) for n in self._bootstrapped(step)]
 
     def _step(self, actions: Array, t: int) -> EnvStep:
         start = time.perf_counter()
@@ -411,9 +476,10 @@ class EnvCollector:
 
     def _stuck(self, rows: _Rows) -> list[tuple[int, int, str]]:
         """Return the decisions for which the mask allowed nothing."""
-        if ACTION_MASK not in rows.obs or not isinstance(self.env.actions, DiscreteActions):
+        choices = choices_of(self.env.actions)
+        if ACTION_MASK not in rows.obs or not choices:
             return []
-        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], self.env.actions.choices) & rows.valid
+        nothing = allows_nothing(rows.obs[ACTION_MASK][:, :-1], choices) & rows.valid
         return [(t, n, NOTHING_ALLOWED) for n, t in np.argwhere(nothing).tolist()]
 
     def _refuse(self, bad: list[tuple[int, int, str]]) -> None:

@@ -10,14 +10,15 @@ import numpy as np
 
 from tether.batch import Episode
 from tether.control.collecting.collector import NOTHING_ALLOWED, EpisodeTracker, allows_nothing, broken, raised_at
-from tether.control.envs.protocol import DiscreteActions, Flags, VectorEnv
+from tether.control.envs.protocol import Flags, VectorEnv, choices_of
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation
 from tether.runtime.interrupt import give_up_if_interrupted
 
 WARN_AFTER_STEPS = 20_000
-"""Steps without the end of an episode after which a warning is shown: four times the longest time limit in
-Gymnasium."""
+"""Steps of an episode after which a warning is shown: four times the longest time limit in Gymnasium."""
+MAX_EPISODE_STEPS = 100_000
+"""Steps after which an episode counts as one that never ends: nearly four times the longest of Atari."""
 
 
 def evaluate(
@@ -47,8 +48,8 @@ def evaluate(
         state_width: width of the policy's recurrent state, which is zero at the start of an episode.
 
     Raises:
-        ValueError: a reward or an observation is not finite, or a mask allows nothing; the message names environment
-            and step.
+        ValueError: a reward or an observation is not finite, a mask allows nothing, or an episode does not end; the
+            message names environment and step.
         Interrupted: a signal asked the run to stop and no episode ends.
     """
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
@@ -59,19 +60,26 @@ def evaluate(
     _check(env.id, {}, obs, 0)
     if watch is not None:
         watch()
-    done, last_end, last_number, warned = 0, time.monotonic(), 0, False
+    done, last_end, warned = 0, time.monotonic(), False
+    length = np.zeros(env.num_envs, dtype=np.int64)  # of the episode in progress, where one is still wanted
     while wanted.any():
         give_up_if_interrupted(last_end, "no episode of the evaluation ended")
         state[fresh] = 0.0
         chosen, state = act(obs, None, state)
         stuck = _stuck(env, obs)
-        if done - last_number > WARN_AFTER_STEPS and not warned:
+        if length.max() > WARN_AFTER_STEPS and not warned:
             warned = True
             warnings.warn(
-                f"{env.id}: no episode of the evaluation has ended in {WARN_AFTER_STEPS} steps of each environment. "
-                "Limit them with env.eval.max_episode_steps",
+                f"{env.id}: environment {length.argmax()} has not ended an episode of the evaluation in "
+                f"{WARN_AFTER_STEPS} steps. Limit episodes with env.eval.max_episode_steps",
                 RuntimeWarning,
                 stacklevel=2,
+            )
+        if length.max() > MAX_EPISODE_STEPS:
+            raise ValueError(
+                f"{env.id}: environment {length.argmax()} has not ended an episode of the evaluation in "
+                f"{MAX_EPISODE_STEPS} steps, so the evaluation would never end. Set env.eval.max_episode_steps, which "
+                "truncates longer episodes"
             )
         for actions in np.split(chosen, chunk, axis=1):
             done += 1
@@ -86,12 +94,14 @@ def evaluate(
             success = None if step.success is None else step.success[:, None]
             reported = {name: column[:, None] for name, column in (step.told or {}).items()}
             finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, reported)
+            length += valid
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):
+                length[n] = 0
                 if wanted[n]:
                     wanted[n] -= 1
                     episodes.append(episode)
-            if finished:
-                last_end, last_number = time.monotonic(), done
+                    last_end = time.monotonic()
+            length[wanted == 0] = 0
             if progress is not None and finished:
                 progress(len(episodes), num_episodes)
             if watch is not None:
@@ -110,6 +120,6 @@ def _check(env_id: str, numbers: dict[str, Array], obs: Observation, step: int) 
 
 def _stuck(env: VectorEnv, obs: Observation) -> Flags:
     """Return where nothing is allowed, which is fine for an environment that waits."""
-    if ACTION_MASK in obs and isinstance(env.actions, DiscreteActions):
-        return allows_nothing(obs[ACTION_MASK], env.actions.choices)
+    if ACTION_MASK in obs and (choices := choices_of(env.actions)):
+        return allows_nothing(obs[ACTION_MASK], choices)
     return np.zeros(env.num_envs, dtype=np.bool_)

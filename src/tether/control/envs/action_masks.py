@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tether.control.envs.conversion import ActionCodec
 from tether.control.envs.gymnasium_types import Begun, Env, Info, Raw, Stepped, Wrapper
-from tether.control.envs.protocol import DiscreteActions
+from tether.control.envs.protocol import choices_of
 from tether.observations import ACTION_MASK, ObsLayout
 
 
@@ -76,8 +76,7 @@ def refuse_unread_mask(info: Info, layout: ObsLayout, env_id: str) -> None:
 
 def _choices(env: Env) -> tuple[int, ...]:
     """Return the number of values of each discrete action; empty for continuous ones."""
-    spec = ActionCodec.of(env.action_space, str(env)).spec
-    return spec.choices if isinstance(spec, DiscreteActions) else ()
+    return choices_of(ActionCodec.of(env.action_space, str(env)).spec)
 
 
 def _flat(mask: object) -> NDArray[np.int8]:

@@ -17,7 +17,9 @@ from tether.config.schema.section import (
     Strings,
 )
 
-EnvType = Literal["gymnasium", "envpool", "metaworld", "maniskill", "libero"]
+EnvType = Literal["gymnasium", "envpool", "jax", "tensors", "metaworld", "maniskill", "libero"]
+SELF_RESETTING: tuple[str, ...] = ("envpool", "jax", "tensors")
+"""The env_types that begin episodes by themselves."""
 Vectorization = Literal["auto", "sync", "subprocess", "vector"]
 FILMED = ActsIf(".save_video", on=(True,))
 
@@ -28,7 +30,7 @@ class TrainEnvConfig(Section):
     id: Name | None = None
     """Id in env_type's registry, such as CartPole-v1, or FILE.py:FUNCTION of yours; null: not an embodied run."""
     env_type: EnvType = "gymnasium"
-    """Registry of the id: Gymnasium's, envpool's (environments in C++), or a simulator's own names."""
+    """Registry of the id: Gymnasium's, envpool's, a simulator's; of jax and tensors the id is FILE.py:FUNCTION."""
     total_num_envs: Positive = 8
     """Environments that are stepped together."""
     max_steps_per_rollout_epoch: Positive = 128

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 
 import numpy as np
@@ -17,7 +17,15 @@ from gymnasium import spaces
 from numpy.typing import DTypeLike
 
 from tether.control.envs.gymnasium_types import Begun, Info, Raw, Space, Stepped
-from tether.control.envs.protocol import ActionSpec, ContinuousActions, DiscreteActions, Flags, Floats
+from tether.control.envs.protocol import (
+    ActionSpec,
+    ContinuousActions,
+    DiscreteActions,
+    Flags,
+    Floats,
+    MixedActions,
+    choices_of,
+)
 from tether.observations import ACTION_MASK, TASK, Array, Observation, ObsPart, encode_text
 
 FLAGS = (np.int8, np.uint8, np.bool_)
@@ -60,6 +68,11 @@ class ObservationReader:
         """Read one observation into a row of arrays; raises as `__call__` does."""
         for leaf in self._leaves:
             into[leaf.entry.name][row] = leaf.read(obs, 1)[0]
+
+    @property
+    def fields(self) -> list[tuple[ObsPart, Space]]:
+        """The fields of `layout`, and the space of each."""
+        return [(leaf.entry, leaf.space) for leaf in self._leaves]
 
     def zeros(self, rows: int) -> Observation:
         """Return zeroed arrays for `rows` observations."""
@@ -162,6 +175,12 @@ def is_picture(space: Space) -> bool:
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and 2 <= len(space.shape) <= 4
 
 
+def is_channels_first(shape: Sequence[int]) -> bool:
+    """Whether the last three axes of a picture are channels, height and width."""
+    *_, first, second, third = shape
+    return third > 4 and first < min(second, third)
+
+
 def as_picture(pixels: Array) -> Array:
     """Convert pictures to [rows, height, width, channels].
 
@@ -171,8 +190,7 @@ def as_picture(pixels: Array) -> Array:
     """
     if pixels.ndim == 3:
         return pixels[..., None]
-    *_, first, second, third = pixels.shape
-    if third > 4 and first < min(second, third):
+    if is_channels_first(pixels.shape):
         pixels = np.moveaxis(pixels, -3, -1)
     if pixels.ndim == 4:
         return pixels
@@ -187,6 +205,8 @@ class ActionCodec:
     spec: ActionSpec
     space: Space
     env_id: str
+    parts: Mapping[str | int, tuple[ActionCodec, list[int]]] = field(default_factory=dict)
+    """Of a Dict or Tuple: key -> codec of the part, and its columns of an action."""
 
     @classmethod
     def of(cls, space: Space, env_id: str) -> ActionCodec:
@@ -196,6 +216,8 @@ class ActionCodec:
             ValueError: no policy supports this space.
         """
         match space:
+            case spaces.Dict() | spaces.Tuple() if space.spaces:
+                return cls._of_parts(space, env_id)
             case spaces.Discrete():
                 return cls(DiscreteActions((int(space.n),)), space, env_id)
             case spaces.MultiDiscrete():
@@ -206,22 +228,51 @@ class ActionCodec:
                 bounds = tuple(space.low.reshape(-1).tolist()), tuple(space.high.reshape(-1).tolist())
                 return cls(ContinuousActions(int(np.prod(space.shape)), *bounds), space, env_id)
         raise ValueError(
-            f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, or a Box "
-            "of floats."
+            f"{env_id}: no policy acts in the action space {space}. Use Discrete, MultiDiscrete, MultiBinary, a Box of "
+            "floats, or Dict and Tuple of these."
         )
 
-    def decode(self, actions: Array) -> Array:
+    @classmethod
+    def _of_parts(cls, space: spaces.Dict | spaces.Tuple, env_id: str) -> ActionCodec:
+        named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        codecs: dict[str | int, ActionCodec] = {key: cls.of(one, env_id) for key, one in named}
+        choices = tuple(n for codec in codecs.values() for n in choices_of(codec.spec))
+        numbers = [actions for codec in codecs.values() if (actions := _numbers_of(codec.spec)) is not None]
+        continuous = ContinuousActions(
+            sum(actions.width for actions in numbers),
+            tuple(bound for actions in numbers for bound in actions.low),
+            tuple(bound for actions in numbers for bound in actions.high),
+        )
+        parts, choice, number = {}, 0, len(choices)
+        for key, codec in codecs.items():
+            count = len(choices_of(codec.spec))
+            others = codec.spec.width - count
+            parts[key] = codec, [*range(choice, choice + count), *range(number, number + others)]
+            choice, number = choice + count, number + others
+        spec: ActionSpec = MixedActions(choices, continuous)
+        if not choices or not numbers:
+            spec = DiscreteActions(choices) if choices else continuous
+        return cls(spec, space, env_id, parts)
+
+    def decode(self, actions: Array) -> Raw:
         """Convert actions [N, width] to [N, *shape of the space], clipped to the bounds of a Box.
+
+        Those of a Dict or Tuple become a dict or tuple of the parts' arrays.
 
         Raises:
             ValueError: a value is not finite.
         """
         rows = len(actions)
         match self.space:
+            case spaces.Dict():
+                return {key: codec.decode(actions[:, columns]) for key, (codec, columns) in self.parts.items()}
+            case spaces.Tuple():
+                return tuple(codec.decode(actions[:, columns]) for codec, columns in self.parts.values())
             case spaces.Discrete():
-                return actions[:, 0] + self.space.start
+                return actions[:, 0].astype(np.int64, copy=False) + self.space.start
             case spaces.MultiDiscrete():
-                return actions.reshape(rows, *self.space.shape) + self.space.start
+                chosen = actions.astype(np.int64, copy=False).reshape(rows, *self.space.shape)
+                return chosen + self.space.start
             case spaces.Box():
                 check_finite(actions, self.env_id)
                 shaped = actions.reshape(rows, *self.space.shape)
@@ -230,12 +281,29 @@ class ActionCodec:
                 return bounded.astype(self.space.dtype, copy=False)
         return actions.reshape(rows, *self.space.shape or ()).astype(self.space.dtype)
 
+    def rows(self, decoded: Raw) -> Iterable[Raw]:
+        """Return the single actions of the result of `decode`."""
+        match self.space:
+            case spaces.Dict():
+                by_part = [codec.rows(decoded[key]) for key, (codec, _) in self.parts.items()]
+                return [dict(zip(self.parts, action, strict=True)) for action in zip(*by_part, strict=True)]
+            case spaces.Tuple():
+                by_part = [codec.rows(part) for (codec, _), part in zip(self.parts.values(), decoded, strict=True)]
+                return list(zip(*by_part, strict=True))
+        array: Array = decoded
+        return array
+
     def encode(self, action: Raw) -> Array:
         """Return the row [width] that `decode` converts to this action.
 
         Raises:
             ValueError: the action has the wrong shape.
         """
+        if self.parts:
+            row = np.zeros(self.spec.width, np.int64 if isinstance(self.spec, DiscreteActions) else np.float32)
+            for key, (codec, columns) in self.parts.items():
+                row[columns] = codec.encode(action[key])
+            return row
         array = np.asarray(action)
         if array.shape != (self.space.shape or ()):
             raise ValueError(f"{self.env_id}: an action of shape {array.shape} is none of {self.space}")
@@ -247,8 +315,19 @@ class ActionCodec:
         return array.astype(np.int64).reshape(-1)
 
 
-def check_finite(actions: Array, env_id: str) -> None:
+def _numbers_of(actions: ActionSpec) -> ContinuousActions | None:
+    if isinstance(actions, DiscreteActions):
+        return None
+    return actions.numbers if isinstance(actions, MixedActions) else actions
+
+
+def check_finite(actions: Array, env_id: str, first: int = 0) -> None:
     """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
+
+    Args:
+        actions: of N environments.
+        env_id: name of the environments.
+        first: index of the first of them.
 
     Raises:
         ValueError: names environment and entry.
@@ -257,8 +336,8 @@ def check_finite(actions: Array, env_id: str) -> None:
         return
     for n, entry in np.argwhere(~np.isfinite(actions)):
         raise ValueError(
-            f"{env_id}: entry {entry} of the action for environment {n} is {actions[n, entry]}, and was not carried "
-            "out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
+            f"{env_id}: entry {entry} of the action for environment {first + n} is {actions[n, entry]}, and was not "
+            "carried out. The policy has diverged: lower actor_rollout_ref.actor.optim.lr, or set "
             "actor_rollout_ref.actor.target_kl."
         )
 

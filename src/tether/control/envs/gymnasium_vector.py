@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
+from numpy.typing import NDArray
 
 from tether.control.envs.action_masks import refuse_unread_mask
 from tether.control.envs.conversion import (
@@ -53,7 +54,6 @@ class GymnasiumVectorEnv:
         self.actions = self._codec.spec
         self.layout = self._read.layout
         self.spaces = env.single_observation_space, env.single_action_space
-        """Of the observations and actions of one environment."""
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
 
     def reset(self, seed: int | None) -> Observation:
@@ -138,6 +138,12 @@ class GymnasiumVectorEnv:
             if success is not None:
                 return success
         return None
+
+    def render(self) -> NDArray[np.uint8]:
+        shown = self._env.render()
+        if shown is None or not len(shown):
+            raise ValueError(f"{self.id}: it shows no pictures (render_mode=rgb_array).")
+        return np.asarray(shown[0])
 
     def get_state(self) -> EnvState:
         data, left_out = self._keeper.get()

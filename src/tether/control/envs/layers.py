@@ -49,7 +49,7 @@ class CodedEnv:
     def __init__(self, env: VectorEnv, code: ActionCode) -> None:
         self._env, self._code = env, code
         self.id, self.num_envs, self.layout = env.id, env.num_envs, env.layout
-        self.actions = code.actions
+        self.actions, self.spaces = code.actions, env.spaces
 
     def reset(self, seed: int) -> Observation:
         return self._env.reset(seed)
@@ -115,7 +115,7 @@ class PacedEnv:
         self._first = first
         self._env = env
         self.id, self.num_envs, self.actions = env.id, env.num_envs, env.actions
-        self.layout = env.layout
+        self.layout, self.spaces = env.layout, env.spaces
         self._chunk, self._auto_reset = chunk, auto_reset
         self._seed = self._steps = 0
         self._begun = [0] * self.num_envs

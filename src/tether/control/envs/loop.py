@@ -57,9 +57,10 @@ class SyncVectorEnv:
         self.num_envs = num_envs
         self._envs: Sequence[Env] = [make() for _ in range(num_envs)]
         self._keeper = EnvKeeper(self._envs)
-        self._read = ObservationReader(self._envs[0].observation_space, id)
-        self._codec = ActionCodec.of(self._envs[0].action_space, id)
-        self._is_choice = isinstance(self._envs[0].action_space, gymnasium.spaces.Discrete)
+        self.spaces = self._envs[0].observation_space, self._envs[0].action_space
+        self._read = ObservationReader(self.spaces[0], id)
+        self._codec = ActionCodec.of(self.spaces[1], id)
+        self._is_choice = isinstance(self.spaces[1], gymnasium.spaces.Discrete)
         self._ignore_terminations = ignore_terminations
         self._holds, self._ignore_masks, self._info_metrics = holds, ignore_masks, info_metrics
         self._waiting = np.full(num_envs, holds)
@@ -93,7 +94,7 @@ class SyncVectorEnv:
             valid = ~self._waiting
             for row in (self._reward, self._terminated, self._truncated, self._success):
                 row[self._waiting] = 0
-        for i, action in enumerate(decoded.tolist() if self._is_choice else decoded):
+        for i, action in enumerate(decoded.tolist() if self._is_choice else self._codec.rows(decoded)):
             if valid is not None and not valid[i]:
                 continue
             env = self._envs[i]

@@ -42,6 +42,9 @@ EXTRAS = {
 }  # fmt: skip
 """Module that an environment failed to import -> extra of tether that installs it."""
 
+OWN_BATCHES = ("jax", "tensors")
+"""The env_types whose id is a user's function of environments that are stepped together."""
+
 SCRIPTED = ("metaworld",)
 """The env_types whose adapter has a scripted policy, `scripted`."""
 
@@ -53,6 +56,8 @@ CLIPPING_WRAPPERS = ("ClipReward", "ClipRewardEnv")
 
 CLIPPING_ARGUMENTS = ("reward_clipping", "reward_clip")
 """Names of constructors' parameters that clip rewards: ale_py's and envpool's."""
+
+NO_PICTURES = "It shows no pictures, which env.eval.video_cfg.save_video and `tether play` need (render_mode)."
 
 MODULES = {"MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 """Prefix of ids -> module that registers them."""
@@ -145,9 +150,30 @@ def _make(options: EnvOptions) -> VectorEnv:
     if options.env_type == "envpool":
         adapter = importlib.import_module("tether.control.envs.envpool")
         return adapter.make_envpool(options)
+    if options.env_type in OWN_BATCHES:
+        return _make_batch(options)
     if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
         return batch
     return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
+
+
+def _make_batch(options: EnvOptions) -> VectorEnv:
+    """Make the environments of a user's function, which JAX or a simulator of tensors steps together."""
+    function, where = _own(options), _named(options)
+    if function is None:
+        raise ValueError(
+            f"{where}: {options.role}.env_type={options.env_type} takes a function, as FILE.py:NAME or "
+            "tether.train(env=...)."
+        )
+    _refuse_single_environments(options)
+    batched = options.env_type == "tensors"
+    adapter = importlib.import_module(f"tether.control.envs.{'batched_simulation' if batched else 'jax_envs'}")
+    with _in_time(options):
+        arguments = _arguments(options) if batched else dict(options.init_params)
+        env: Any = _called(function, where, **({"num_envs": options.num_envs} if batched else {}), **arguments)
+    if batched:
+        return adapter.self_resetting(options.id, env, options.num_envs)
+    return adapter.JaxVectorEnv(options.id, env, options.num_envs, options.max_episode_steps)
 
 
 def _make_gymnasium(options: EnvOptions) -> VectorEnv:
@@ -160,7 +186,7 @@ def _make_gymnasium(options: EnvOptions) -> VectorEnv:
     pays = own_code and (options.num_envs >= 8 or spec.entry_point is None)
     if options.vectorization == "auto" and pays and spec.entry_point is not None:
         pays = not spec.additional_wrappers and _has_same_options(options, spec) and _has_same_spaces(options, spec)
-    if options.vectorization == "vector" or (options.vectorization == "auto" and pays):
+    if options.vectorization == "vector" or spec.entry_point is None or (options.vectorization == "auto" and pays):
         if not own_code:
             has_none = spec.vector_entry_point is None
             what = "has no vector code of its own" if has_none else f"cannot do what {options.role} asks for"
@@ -203,7 +229,7 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
     arguments = _arguments(options)
     assert spec.vector_entry_point is not None
     arguments |= without_clipping(options, _defaults(spec.vector_entry_point) | arguments)
-    with _in_time(options):
+    with _in_time(options), _pictures_named():
         vector = gymnasium.make_vec(spec, options.num_envs, vectorization_mode="vector_entry_point", **arguments)
     if vector.num_envs != options.num_envs:
         vector.close()
@@ -215,13 +241,15 @@ def _own_vector(options: EnvOptions, spec: EnvSpec) -> gymnasium.vector.VectorEn
 
 
 def has_vector_code_alone(options: EnvOptions) -> bool:
-    """Whether an id is registered with a vector entry point only.
+    """Whether an id gives vector environments only: by its registration, or since a user's function takes their number.
 
     Raises:
         ValueError: the id is unknown, or a package is missing.
     """
     with _needs_named(options):
-        return options.env_type == "gymnasium" and _find(options).entry_point is None
+        return options.env_type in OWN_BATCHES or (
+            options.env_type == "gymnasium" and _find(options).entry_point is None
+        )
 
 
 def _refuse_single_environments(options: EnvOptions) -> None:
@@ -230,15 +258,15 @@ def _refuse_single_environments(options: EnvOptions) -> None:
     Raises:
         ValueError: such options are set.
     """
+    filmed = "render_mode" in options.init_params  # by the vector environment itself
     needing = {
-        f"{options.role}.vectorization={options.vectorization}": options.vectorization in ("sync", "subprocess"),
+        f"{options.role}.vectorization={options.vectorization}": options.vectorization == "subprocess"
+        or (options.vectorization == "sync" and not filmed),
         f"{options.role}.wrappers": bool(options.wrappers),
         f"{options.role}.ignore_terminations": options.ignore_terminations,
         "a choice of what is seen (drop_observations, frame_stack, action_masks, info_metrics)": options.view != View(),
         "a pacing (num_action_chunks, group_size, auto_reset, use_fixed_reset_state_ids)": options.pacing != Pacing(),
     }
-    if "render_mode" in options.init_params:
-        needing = {"a video (env.eval.video_cfg.save_video)": True}
     if named := [name for name, needs in needing.items() if needs]:
         raise ValueError(
             f"{options.role}.id: {options.id} has vector code alone, and single environments are needed by "
@@ -253,6 +281,9 @@ def spaces_of(options: EnvOptions) -> tuple[gymnasium.Space[Any], gymnasium.Spac
         ValueError: as in `make_vector_env`.
     """
     with _needs_named(options):
+        if options.env_type in OWN_BATCHES:
+            with closing(_make_batch(options)) as batch:
+                return batch.spaces
         if options.env_type == "envpool":
             one = replace(options, num_envs=1, num_workers=1)
             with closing(importlib.import_module("tether.control.envs.envpool").make_envpool(one)) as pool:
@@ -375,20 +406,51 @@ def _new(function: Callable[..., object], where: str, /, **arguments: object) ->
         ValueError: it returned the same environment twice, so that their episodes would be mixed.
     """
     env = function(**arguments)
-    if isinstance(env, gymnasium.Env):
+    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
         if _alive.get(id(env.unwrapped)) is not None:
             raise ValueError(f"{where}: gives the same environment again. Let it make a new one at each call.")
         _alive[id(env.unwrapped)] = env.unwrapped
     return env
 
 
+def _called(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+    """Call a user's function.
+
+    Raises:
+        ValueError: it raised an error.
+    """
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        if isinstance(error, TypeError) and "render_mode" in str(error):
+            raise
+        raise ValueError(f"{where}: a call with {arguments} raised {type(error).__name__}: {error}") from error
+
+
+def _takes_their_number(function: Callable[..., object]) -> bool:
+    """Whether a user's function gives a vector environment: it takes the number of environments."""
+    if isinstance(function, type):
+        return issubclass(function, gymnasium.vector.VectorEnv)
+    return "num_envs" in inspect.signature(function).parameters
+
+
+def _new_vector(function: Callable[..., object], where: str, /, **arguments: object) -> object:
+    env = _called(partial(_new, function, where), where, **arguments)
+    if not isinstance(env, gymnasium.vector.VectorEnv):
+        raise ValueError(
+            f"{where}: takes num_envs and gives {type(env).__name__}; expected a gymnasium.vector.VectorEnv. For a "
+            "gymnasium.Env leave num_envs out."
+        )
+    return env
+
+
 def _check_own(options: EnvOptions) -> None:
-    """If the id names a user's function, make one environment and take one step.
+    """If the id names a user's function of single environments, make one environment and take one step.
 
     Raises:
         ValueError: the environment does not implement Gymnasium's interface.
     """
-    if options.env_type == "gymnasium" and (function := _own(options)):
+    if options.env_type == "gymnasium" and (function := _own(options)) and not _takes_their_number(function):
         with _in_time(options):
             _check_function(options, function)
 
@@ -406,8 +468,13 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
         drawn = isinstance(error, TypeError) and "render_mode" in kwargs
         fix = ". A video needs render_mode as an argument, and render()" if drawn else ""
         raise ValueError(f"{where}: {call} raised {type(error).__name__}: {error}{fix}") from error
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise ValueError(f"{where}: gives a VectorEnv, so it has to take their number as the argument num_envs.")
     if not isinstance(env, gymnasium.Env):
-        raise ValueError(f"{where}: gives {type(env).__name__}; expected a gymnasium.Env")
+        raise ValueError(
+            f"{where}: gives {type(env).__name__}; expected a gymnasium.Env, or with an argument num_envs a "
+            "gymnasium.vector.VectorEnv"
+        )
     for name in ("observation_space", "action_space"):
         if not isinstance(space := getattr(env, name, None), gymnasium.Space):
             raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
@@ -458,7 +525,7 @@ def make_one(options: EnvOptions) -> Env:
         key = f"{options.role}.init_params"
         fix = f"Correct the names in {key}={dict(options.init_params)}, or take them all out: ~{key}."
         if "render_mode" in str(error):
-            fix = "It shows no pictures: turn env.eval.video_cfg.save_video off."
+            fix = NO_PICTURES
         raise ValueError(
             f"{options.role}.init_params: {options.id} does not take its arguments ({error}). {fix}"
         ) from error
@@ -616,7 +683,11 @@ def _find(options: EnvOptions) -> EnvSpec:
     For a function (``file.py:function``, or an object of this process) make a spec.
     """
     module, _, name = options.id.rpartition(":")
-    if function := _own(options):
+    function = _own(options)
+    if function is not None and _takes_their_number(function):
+        make_vector: Any = partial(_new_vector, function, _named(options))
+        return EnvSpec(name, vector_entry_point=make_vector)
+    if function is not None:
         hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
         make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
         return EnvSpec(name, partial(make, **hidden) if hidden else make)
@@ -633,6 +704,17 @@ def _find(options: EnvOptions) -> EnvSpec:
     if name.endswith(".py"):
         fix = f" Of a file give {name}:FUNCTION or {name}:ID."
     raise ValueError(f"{options.role}.id: no environment is registered as {name}.{fix}")
+
+
+@contextmanager
+def _pictures_named() -> Iterator[None]:
+    """Turn the error for a constructor without ``render_mode`` into a ValueError."""
+    try:
+        yield
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        raise ValueError(NO_PICTURES) from error
 
 
 @contextmanager

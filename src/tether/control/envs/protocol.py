@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tether.observations import Array, Observation, ObsLayout
+
+if TYPE_CHECKING:
+    from tether.control.envs.spaces import Spaces
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -39,7 +42,27 @@ class ContinuousActions:
     """Upper bound of each column."""
 
 
-ActionSpec = DiscreteActions | ContinuousActions
+@dataclass(frozen=True)
+class MixedActions:
+    """Choices and continuous actions together; the columns of choices come first, as whole numbers of float32."""
+
+    choices: tuple[int, ...]
+    numbers: ContinuousActions
+
+    @property
+    def width(self) -> int:
+        """Columns of an action."""
+        return len(self.choices) + self.numbers.width
+
+
+ActionSpec = DiscreteActions | ContinuousActions | MixedActions
+
+
+def choices_of(actions: ActionSpec) -> tuple[int, ...]:
+    """Return the number of alternatives of each column that is a choice."""
+    return () if isinstance(actions, ContinuousActions) else actions.choices
+
+
 Saved: TypeAlias = Any
 """Picklable state of an environment, for `set_state`."""
 
@@ -86,6 +109,8 @@ class VectorEnv(Protocol):
     layout: ObsLayout
     """The named arrays of an observation."""
     actions: ActionSpec
+    spaces: Spaces
+    """Of the observations and actions of one environment."""
 
     def reset(self, seed: int) -> Observation:
         """Begin new episodes and return their observations [N, ...]. Equal seeds and actions give equal steps."""
@@ -112,6 +137,23 @@ class VectorEnv(Protocol):
         ...
 
 
+class SteppedInGroups(Protocol):
+    """Environments of which groups step independently of each other."""
+
+    id: str
+    num_envs: int
+    groups: Sequence[slice]
+    """The environments of each group."""
+
+    def send_step(self, group: int, actions: Array) -> None:
+        """Begin a step of a group's environments, with their actions."""
+        ...
+
+    def receive_steps(self, stepping: Collection[int], seconds: float) -> list[tuple[int, EnvStep]]:
+        """Return the finished steps of groups among `stepping`; empty if none finishes within the time."""
+        ...
+
+
 class Renders(Protocol):
     """Environments that can render the first one."""
 
@@ -127,6 +169,7 @@ class HeldEnv(Protocol):
     num_envs: int
     layout: ObsLayout
     actions: ActionSpec
+    spaces: Spaces
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
         """Begin new episodes in some environments; return the observations of all, [N, ...].

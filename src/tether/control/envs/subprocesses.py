@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import select
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tether.control.envs.conversion import check_finite
 from tether.control.envs.loop import SyncVectorEnv
 from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Saved
+from tether.control.envs.spaces import Spaces
 from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.channel import Channel
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
@@ -29,6 +31,8 @@ from tether.types import StateDict
 MakeVector = Callable[[int], SyncVectorEnv]
 """Makes a loop over a number of environments."""
 
+PATIENCE = 1.0
+"""Seconds without an answer after which one process is watched alone."""
 CLOSE_TIMEOUT = 5.0
 """Seconds that the worker processes get to end when the environments are closed."""
 
@@ -84,7 +88,7 @@ class WorkerVectorEnv:
         self._workers = [self._start(one, make_first or make, announces=True)]
         try:
             self._workers += map(self._start, others)
-            self.actions, self.layout = self._announced()
+            self.actions, self.layout, self.spaces = self._announced()
         except BaseException:
             self.close()
             raise
@@ -116,6 +120,37 @@ class WorkerVectorEnv:
             answer = self._result(index)
             steps.append(self._lost(index, answer) if isinstance(answer, str) else answer)
         return _joined(steps)
+
+    @property
+    def groups(self) -> list[slice]:
+        """The environments of each process, which `send_step` and `receive_steps` step independently of the others."""
+        return [worker.rows for worker in self._workers]
+
+    def send_step(self, group: int, actions: Array) -> None:
+        """Begin a step of one process's environments, with their actions."""
+        worker = self._workers[group]
+        check_finite(actions, self.id, worker.rows.start)
+        self._send(worker, ("step", actions))
+
+    def receive_steps(self, stepping: Collection[int], seconds: float) -> list[tuple[int, EnvStep]]:
+        """Return the finished steps of some processes; empty if none finishes within the time.
+
+        Args:
+            stepping: indices of processes that have begun a step.
+            seconds: maximum time to wait for the first one; less than a millisecond is no wait.
+        """
+        poll, owners = select.poll(), dict[int, int]()
+        done = {group for group in stepping if not self._workers[group].process.descriptors}  # it has ended
+        for group in stepping:
+            for descriptor in self._workers[group].process.descriptors:
+                owners[descriptor] = group
+                poll.register(descriptor, select.POLLIN)
+        wait = 0.0 if done else min(seconds, PATIENCE)
+        done |= {owners[descriptor] for descriptor, _ in poll.poll(int(1000 * wait))}
+        if not done and seconds > PATIENCE:
+            done = {next(iter(stepping))}  # `receive` watches its deadline, and signals
+        answers = [(group, self._result(group)) for group in sorted(done)]
+        return [(group, self._lost(group, answer) if isinstance(answer, str) else answer) for group, answer in answers]
 
     def render(self) -> NDArray[np.uint8]:
         self._send(self._workers[0], ("render", None))
@@ -163,15 +198,15 @@ class WorkerVectorEnv:
         for worker in self._workers:
             worker.process.close(end - time.monotonic())
 
-    def _announced(self) -> tuple[ActionSpec, ObsLayout]:
-        """Return the action and observation spaces that the first worker announces."""
+    def _announced(self) -> tuple[ActionSpec, ObsLayout, Spaces]:
+        """Return the actions, observations and spaces that the first worker announces."""
         first = self._workers[0]
         with contextlib.suppress(ProcessEnded):
             first.process.send(b"", self._timeout + CLOSE_TIMEOUT)  # the worker's own deadline is earlier
         answer = self._result(0)
         if isinstance(answer, str):
             raise ValueError(f"{self.id}: the process of {self._names(first)}, making them, {answer}")
-        announced: tuple[ActionSpec, ObsLayout] = answer
+        announced: tuple[ActionSpec, ObsLayout, Spaces] = answer
         return announced
 
     def _start(self, rows: slice, make: MakeVector | None = None, *, announces: bool = False) -> _Worker:
@@ -296,7 +331,7 @@ def _serve(channel: Channel, make: MakeVector, count: int, timeout: float, seed:
         return
     if announces:
         channel.receive()
-        answer((env.actions, env.layout))
+        answer((env.actions, env.layout, env.spaces))
     try:
         channel.beat(timeout)
         while (request := channel.receive()) is not None:

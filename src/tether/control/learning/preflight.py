@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tether.batch import EnvBatch
 from tether.control.collecting.collector import EnvCollector
-from tether.control.envs.protocol import ContinuousActions, DiscreteActions, VectorEnv
+from tether.control.envs.protocol import ActionSpec, ContinuousActions, MixedActions, VectorEnv
 from tether.control.learning.rollouts import EnvRollouts, StartStates
 from tether.control.policies.mlp_policy import ControlPolicy, Policy
 from tether.keyed_random import generator, seed_of
@@ -140,8 +140,10 @@ def step_findings(batch: EnvBatch) -> Iterator[Finding]:
         )
 
 
-def action_findings(actions: Array, spec: ContinuousActions | DiscreteActions) -> Iterator[Finding]:
+def action_findings(actions: Array, spec: ActionSpec) -> Iterator[Finding]:
     """Yield a finding if the environment clips most actions."""
+    if isinstance(spec, MixedActions):
+        actions, spec = actions[..., len(spec.choices) :], spec.numbers
     if isinstance(spec, ContinuousActions) and spec.low:
         columns = actions.reshape(-1, spec.width)
         clipped = float(((columns < spec.low) | (columns > spec.high)).mean())

@@ -21,6 +21,7 @@ from tether.control.policies.micro_batches import backward_in_micro_batches, for
 from tether.control.policies.networks import as_tensors, device_of
 from tether.control.policies.spec import ForwardPass, Memory, ObservationBatch, Observations, RolloutEvaluation
 from tether.observations import Observation
+from tether.types import JsonObject
 
 
 class MemorylessPolicy(nn.Module):
@@ -34,6 +35,8 @@ class MemorylessPolicy(nn.Module):
     state_width = 0
     """There is no recurrent state."""
     normalizer = None
+    spaces: JsonObject | None = None
+    """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
     spec: Any
     """Shape of the policy, a dataclass."""
     head: Any

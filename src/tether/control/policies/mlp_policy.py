@@ -15,17 +15,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tether.control.policies.network_policy import NetworkPolicy
-from tether.control.policies.networks import Actor, Forward, Mlp
+from tether.control.policies.networks import Actor, Forward, Mlp, NetworkActor, device_of
 from tether.control.policies.own_policy import OwnPolicy
 from tether.control.policies.spec import ForwardPass, Memory, ObservationBatch, PolicySpec, RolloutEvaluation
 from tether.integrations import integration
 from tether.observations import ObsPart
 from tether.runtime.disk import read_json, reading
+from tether.types import JsonObject
 
 if TYPE_CHECKING:
     from tether.control.policies.memoryless_policy import MemorylessPolicy
 
 SPEC_FILE, WEIGHTS_FILE = "policy.json", "policy.safetensors"
+SPACES = "spaces"
+"""Key of the spaces of the environment in the spec file, beside the fields of the spec."""
 OTHER_VERSION = "Another version of tether wrote this file; train the policy again with this one"
 
 
@@ -39,6 +42,8 @@ class ControlPolicy(nn.Module):
 
     state_width = 0
     """There is no recurrent state."""
+    spaces: JsonObject | None = None
+    """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
 
     def __init__(self, spec: PolicySpec, seed: int) -> None:
         super().__init__()
@@ -72,9 +77,14 @@ class ControlPolicy(nn.Module):
         if self.normalizer is not None:
             self.normalizer.update(self.row(obs))
 
-    def acting(self) -> Actor:
-        """Return an actor with the current weights."""
-        return Actor(self)
+    def acting(self) -> Actor | NetworkActor:
+        """Return an actor with the current weights, on the device of the policy."""
+        return Actor(self) if device_of(self).type == "cpu" else NetworkActor(self)
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs [N, outputs] for `inputs` of N observations, and the state as it is."""
+        return self.actor(obs), state
 
     def in_numpy(self) -> Forward:
         """Return the actor's outputs in NumPy, as `NetworkPolicy.in_numpy` does."""
@@ -191,9 +201,9 @@ def make_policy(spec: PolicySpec, seed: int) -> ControlPolicy | NetworkPolicy:
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Write the spec as JSON, and the weights with the statistics as safetensors."""
+    """Write the spec and the spaces of the environment as JSON, and the weights with the statistics as safetensors."""
     folder.mkdir()
-    (folder / SPEC_FILE).write_text(json.dumps(asdict(policy.spec), indent=2))
+    (folder / SPEC_FILE).write_text(json.dumps(asdict(policy.spec) | {SPACES: policy.spaces}, indent=2))
     save_file({name: value.detach().clone() for name, value in policy.state_dict().items()}, folder / WEIGHTS_FILE)
 
 
@@ -205,7 +215,10 @@ def load_policy(folder: Path) -> Policy:
     """
     if not (folder / SPEC_FILE).is_file():
         raise ValueError(f"{folder}: no control policy here ({SPEC_FILE} is missing); name a checkpoint of such a run")
-    policy = _empty_policy(folder / SPEC_FILE)
+    fields = read_json(folder / SPEC_FILE, dict, OTHER_VERSION)
+    spaces = fields.pop(SPACES, None)
+    policy = _empty_policy(folder / SPEC_FILE, fields)
+    policy.spaces = spaces
     with reading(folder / WEIGHTS_FILE, OTHER_VERSION):
         _load_weights(policy, folder / WEIGHTS_FILE)
     return policy
@@ -225,9 +238,9 @@ def _load_weights(policy: Policy, file: Path) -> None:
     policy.load_state_dict(weights)
 
 
-def _empty_policy(file: Path) -> Policy:
-    """Return the policy of a spec file, before loading its weights."""
-    fields = {name: _as_tuple(value) for name, value in read_json(file, dict, OTHER_VERSION).items()}
+def _empty_policy(file: Path, saved: JsonObject) -> Policy:
+    """Return the policy of the fields in a spec file, before loading its weights."""
+    fields = {name: _as_tuple(value) for name, value in saved.items()}
     with reading(file, OTHER_VERSION):
         if "layout" not in fields and (fields.get("pictures") or "model_type" in fields):
             raise ValueError(f"{file}: does not name the fields of its observations. {OTHER_VERSION}")

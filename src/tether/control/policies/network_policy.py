@@ -28,6 +28,7 @@ from tether.control.policies.networks import (
     Forward,
     NetworkActor,
     as_array,
+    device_of,
     layers_in_numpy,
     orthogonal_linear,
 )
@@ -47,6 +48,7 @@ from tether.control.policies.spec import (
     picture_of,
 )
 from tether.observations import ACTION_MASK
+from tether.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,9 @@ class NetworkPolicy(nn.Module):
         seed: seed of the initial weights.
     """
 
+    spaces: JsonObject | None = None
+    """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
+
     def __init__(self, spec: PolicySpec, seed: int) -> None:
         super().__init__()
         self.spec = spec
@@ -341,8 +346,9 @@ class NetworkPolicy(nn.Module):
 
     def acting(self) -> Actor | NetworkActor:
         """Return an actor with the current weights."""
-        reads_numbers = self.pictures is None and self.spec.network is None and self.spec.features_extractor is None
-        return Actor(self) if reads_numbers else NetworkActor(self)
+        own = self.spec.network or self.spec.features_extractor
+        in_numpy = self.pictures is None and not own and device_of(self).type == "cpu"
+        return Actor(self) if in_numpy else NetworkActor(self)
 
     def in_numpy(self) -> Forward:
         """Return the actor's outputs and next states in NumPy, with the current weights; not for images."""

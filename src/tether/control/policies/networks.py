@@ -452,7 +452,59 @@ class StateDependentHead(nn.Module):
         return torch.cat([weighted * variance.rsqrt(), torch.zeros_like(squares)], dim=-1)
 
 
-Head = CategoricalHead | GaussianHead | StateDependentHead
+class MixedHead(nn.Module):
+    """Choices and numbers, independent given the observation; the columns and outputs of choices come first.
+
+    Args:
+        choices: number of alternatives of each choice.
+        width: columns of numbers.
+        init_logstd: logarithm of the initial standard deviation of numbers.
+    """
+
+    def __init__(self, choices: tuple[int, ...], width: int, init_logstd: float) -> None:
+        super().__init__()
+        self.chosen, self.numbers = CategoricalHead(choices), GaussianHead(width, init_logstd)
+        self.outputs = self.linear = self.chosen.outputs + width
+        self.width = self.chosen.width + width
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return the noise [*shape, outputs] of both heads."""
+        return torch.cat([head.noise(shape, generator) for head in (self.chosen, self.numbers)], dim=-1)
+
+    def evaluate(self, outputs: Tensor, actions: Tensor) -> Evaluated:
+        """Return log-probabilities and entropies, [..., width] each, of actions [..., width] under outputs [...,
+        outputs]."""
+        logits, means = self._split(outputs, self.chosen.outputs)
+        chosen, numbers = self._split(actions, self.chosen.width)
+        both = self.chosen.evaluate(logits, chosen.long()), self.numbers.evaluate(means, numbers)
+        columns = zip(*((part.log_probs, part.entropy, part.saved) for part in both), strict=True)
+        return Evaluated(*(torch.cat(parts, dim=-1) for parts in columns))
+
+    def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
+        """Return the gradient of the outputs, [B, outputs]; arguments are those of `CategoricalHead.backward`."""
+        saved = self._split(done.saved, self.chosen.outputs)
+        parts = zip(
+            *(
+                self._split(columns, self.chosen.width)
+                for columns in (done.log_probs, done.entropy, actions, log_prob_grad, entropy_grad)
+            ),
+            strict=True,
+        )
+        heads: tuple[CategoricalHead | GaussianHead, ...] = (self.chosen, self.numbers)
+        grads = [
+            head.backward(Evaluated(log_probs, entropy, kept), each.to(dtype), by_log_prob, by_entropy)
+            for head, kept, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
+                heads, saved, (torch.int64, actions.dtype), parts, strict=True
+            )
+        ]
+        return torch.cat(grads, dim=1)
+
+    def _split(self, columns: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Split the columns of both heads; one column is the same for all."""
+        return (columns, columns) if columns.shape[-1] == 1 else (columns[..., :first], columns[..., first:])
+
+
+Head = CategoricalHead | GaussianHead | StateDependentHead | MixedHead
 
 
 def device_of(policy: nn.Module) -> torch.device:
@@ -472,12 +524,24 @@ class Choice:
     """Chooses actions from outputs, with the weights at the time of construction."""
 
     def __init__(self, head: Head) -> None:
-        self._choices = head.choices if isinstance(head, CategoricalHead) else None
-        self._std: FloatArray | None = None if isinstance(head, CategoricalHead) else np.exp(as_array(head.logstd))
+        self._mixed: tuple[Choice, Choice, int] | None = None
         self._means = head.width if isinstance(head, StateDependentHead) else None
+        self._choices: tuple[int, ...] | None = None
+        self._std: FloatArray | None = None
+        if isinstance(head, MixedHead):
+            self._mixed = Choice(head.chosen), Choice(head.numbers), head.chosen.outputs
+        elif isinstance(head, CategoricalHead):
+            self._choices = head.choices
+        else:
+            self._std = np.exp(as_array(head.logstd))
 
     def __call__(self, outputs: FloatArray, noise: FloatArray | None) -> Array:
         """Return actions [N, K * D] for outputs [N, outputs] and the head's noise for N observations."""
+        if self._mixed is not None:
+            chosen, numbers, end = self._mixed
+            noises = (None, None) if noise is None else (noise[:, :end], noise[:, end:])
+            both = chosen(outputs[:, :end], noises[0]), numbers(outputs[:, end:], noises[1])
+            return np.concatenate(both, axis=1, dtype=np.float32, casting="unsafe")
         if self._means is not None:
             means, features = np.split(outputs, [self._means], axis=1)
             if noise is None:
@@ -515,24 +579,30 @@ class Actor:
             row = self._normalize(row)
         outputs, state = self._forward(row, state)
         if self._has_mask:
-            outputs = np.where(obs[ACTION_MASK], outputs, np.float32(FORBIDDEN))
+            allowed = obs[ACTION_MASK]
+            if further := outputs.shape[1] - allowed.shape[1]:  # outputs of numbers
+                allowed = np.pad(allowed, ((0, 0), (0, further)), constant_values=1)
+            outputs = np.where(allowed, outputs, np.float32(FORBIDDEN))
         return self._choose(outputs, noise), state
 
 
 class NetworkActor:
-    """The `Act` of networks that read images, or of user-defined ones; create a new one after an update.
+    """The `Act` of networks that read images, of user-defined ones, and of all on a device other than the CPU.
+
+    Create a new one after an update.
 
     Args:
         policy: a policy on any device.
     """
 
-    def __init__(self, policy: NetworkPolicy) -> None:
+    def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._policy, self._device = policy, device_of(policy)
         self._choose = Choice(policy.head)
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         inputs = self._policy.inputs(as_tensors(obs, self._device))
-        outputs, after = self._policy.act(inputs, torch.from_numpy(state).to(self._device))
+        policy: Any = self._policy  # its inputs are those of its own `act`
+        outputs, after = policy.act(inputs, torch.from_numpy(state).to(self._device))
         return self._choose(outputs.cpu().numpy(), noise), after.cpu().numpy()
 
 

@@ -18,6 +18,7 @@ from tether.control.policies.networks import (
     CategoricalHead,
     GaussianHead,
     Head,
+    MixedHead,
     RunningNormalizer,
     StateDependentHead,
 )
@@ -97,7 +98,7 @@ class PolicySpec:
     obs_dim: int
     """O: numbers in the flat row: all fields except the images that a CNN reads."""
     choices: tuple[int, ...] | None
-    """Number of alternatives of each column of an action; None: actions are numbers."""
+    """Number of alternatives of each column of an action that is a choice, the first ones; None: all are numbers."""
     action_width: int
     """D: columns of an action."""
     num_action_chunks: int = 1
@@ -193,6 +194,8 @@ class PolicySpec:
                 features = self.lstm_dim or self.hidden_dim
                 return StateDependentHead(width, features, self.init_logstd, self.sde_sample_freq)
             return GaussianHead(width, self.init_logstd)
+        if numbers := self.action_width - len(self.choices):
+            return MixedHead(self.choices, numbers, self.init_logstd)
         return CategoricalHead(self.choices * self.num_action_chunks)
 
 
@@ -261,7 +264,10 @@ def masked(outputs: Tensor, obs: Observations) -> Tensor:
     """
     if isinstance(obs, Tensor) or ALLOWED not in obs:
         return outputs
-    return outputs.masked_fill(~obs[ALLOWED], FORBIDDEN)
+    forbidden = ~obs[ALLOWED]
+    if further := outputs.shape[-1] - forbidden.shape[-1]:  # those of numbers
+        forbidden = nn.functional.pad(forbidden, (0, further))
+    return outputs.masked_fill(forbidden, FORBIDDEN)
 
 
 def with_numbers(obs: Observations, numbers: Tensor) -> Observations:

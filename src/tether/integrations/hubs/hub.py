@@ -1,4 +1,4 @@
-"""The protocol of a hub of datasets, and the check of a download against its listing."""
+"""The protocol of a hub of datasets or models, and the check of a download against its listing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a dataset at one revision."""
+    """The files of a repository at one revision."""
 
     revision: str
     """Revision, which differs after any change."""
@@ -35,17 +35,17 @@ class Listing:
 
 
 class Hub(Protocol):
-    """A hub with published datasets. Both methods raise a ValueError if the hub refuses or cannot be reached."""
+    """A hub with published files. Both methods raise a ValueError if the hub refuses or cannot be reached."""
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
-        """Return the files of a dataset at a revision; None: the newest."""
+        """Return the files of a repository at a revision; None: the newest."""
 
     def fetch(self, repository: str, listing: Listing, path: str, to: Path) -> None:
         """Download a file of a listing to a path, resuming an interrupted download."""
 
 
 def asked_for(repository: str, revision: str | None) -> str:
-    """Return the dataset and its revision, as error messages begin."""
+    """Return the repository and its revision, as error messages begin."""
     return f"{repository} at {revision}:" if revision else f"{repository}:"
 
 

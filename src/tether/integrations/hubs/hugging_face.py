@@ -1,10 +1,10 @@
-"""Datasets of the Hugging Face hub, downloaded with its own client."""
+"""Files of the Hugging Face hub, downloaded with its own client."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
@@ -17,7 +17,6 @@ from tether.runtime.hugging_face import asking_hugging_face
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-DATASET = "dataset"
 FIX = "name another hub in HF_ENDPOINT. The same command then goes on where it stopped"
 
 
@@ -32,18 +31,25 @@ class _Unbuffered(io.FileIO):
 
 
 class HuggingFace:
-    """The Hugging Face hub; revisions are resolved to commits."""
+    """The Hugging Face hub; revisions are resolved to commits.
+
+    Args:
+        kind: kind of its repositories, as the hub's client names it.
+    """
+
+    def __init__(self, kind: Literal["dataset", "model"] = "dataset") -> None:
+        self._kind = kind
 
     def listing_of(self, repository: str, revision: str | None) -> Listing:
         with asking_hugging_face(asked_for(repository, revision), FIX):
-            info = HfApi(endpoint=constants.ENDPOINT).dataset_info(
-                repository, revision=revision, files_metadata=True, timeout=30
-            )
+            hub = HfApi(endpoint=constants.ENDPOINT)
+            ask = hub.model_info if self._kind == "model" else hub.dataset_info
+            info = ask(repository, revision=revision, files_metadata=True, timeout=30)
         files = {
             file.rfilename: RemoteFile(
                 file.size or 0, file.lfs.sha256 if file.lfs else None, None if file.lfs else file.blob_id
             )
-            for file in info.siblings or ()
+            for file in getattr(info, "siblings", None) or ()
         }
         return Listing(str(info.sha), files)
 
@@ -55,7 +61,7 @@ class HuggingFace:
             return
         with asking_hugging_face(f"{repository}/{path}:", FIX):
             url = hf_hub_url(
-                repository, path, repo_type=DATASET, revision=listing.revision, endpoint=constants.ENDPOINT
+                repository, path, repo_type=self._kind, revision=listing.revision, endpoint=constants.ENDPOINT
             )
             location = get_hf_file_metadata(url, timeout=30).location
             headers = build_hf_headers() if urlsplit(location).netloc == urlsplit(url).netloc else {}

@@ -17,13 +17,13 @@ from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from huggingface_hub.utils import WeakFileLock
 
 from tether.integrations.hubs.catalogue import Dataset, OutputFile, as_it_is
 from tether.integrations.hubs.hub import Hub, Listing, damage, hub_of, sha256_of
 from tether.integrations.hubs.row import Unusable
 from tether.runtime.digits import many_digits
 from tether.runtime.disk import writing
+from tether.runtime.file_lock import locked
 from tether.text.data.pairs import pair_problems
 from tether.text.data.rows import raise_problems, record_problems
 from tether.types import JsonObject
@@ -73,7 +73,7 @@ def pull_dataset(dataset: Dataset, repository: str, out: Path, cache: Path, revi
             hashes[path] = _download(hub, repository, listing, path, folder / path, say)
     lock = cache / "datasets" / f"{hashlib.sha256(str(out.resolve()).encode()).hexdigest()}.lock"
     with writing(out, "make room, or give another folder with --out"), ExitStack() as stack:
-        stack.enter_context(_locked(lock, f"another process writes to {out}; waiting for it", say))
+        stack.enter_context(locked(lock, f"another process writes to {out}; waiting for it", say))
         _refuse_foreign_files(out, dataset, repository, _note(out))  # again, because the other process may have written
         partial_files: dict[str, Path] = {}
         written: dict[str, JsonObject] = {}
@@ -145,7 +145,7 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
             raise ValueError(f"{to}: {wrong}, so it was changed; it is deleted, pull again")
         return sha256_of(to)
     to.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(to.with_name(f"{to.name}.lock"), f"another process downloads {to}; waiting for it", say):
+    with locked(to.with_name(f"{to.name}.lock"), f"another process downloads {to}; waiting for it", say):
         if not to.exists():  # another process may have downloaded it
             partial = to.with_name(f"{to.name}.partial")
             hub.fetch(repository, listing, path, partial)
@@ -154,18 +154,6 @@ def _download(hub: Hub, repository: str, listing: Listing, path: str, to: Path, 
                 raise ValueError(f"{repository}/{path}: the download {wrong}; it is deleted, pull again")
             partial.rename(to)
     return sha256_of(to)
-
-
-@contextmanager
-def _locked(lock: Path, waiting: str, say: Say) -> Iterator[None]:
-    """Lock other processes out, so that only one downloads a file or writes to a folder."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(WeakFileLock(lock, timeout=0.5))
-        except TimeoutError:
-            say(waiting)
-            stack.enter_context(WeakFileLock(lock))
-        yield
 
 
 def _describe_left_out(left_out: list[str]) -> str:

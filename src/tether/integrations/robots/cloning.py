@@ -13,7 +13,7 @@ import numpy as np
 
 from tether.config import LoadedConfig, RunConfig
 from tether.control.build import env_options, make_env, view_of
-from tether.control.build_policies import code_of, new_policy, saved_policy, value_width
+from tether.control.build_policies import code_of, new_policy, saved_policy, spaces_of, value_width
 from tether.control.envs.protocol import DiscreteActions, VectorEnv
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.mlp_policy import Policy
@@ -122,6 +122,7 @@ def build_cloning(
         scales = scales_of_data(kind, env.layout, obs, actions) if kind in FLOW_TYPES else None
         width, model = value_width(config.algorithm, config.policy), config.actor_rollout_ref.model
         policy = new_policy(config.policy, model, env, width, config.trainer.seed, bounds or scales)
+        policy.spaces = spaces_of(env)
     spec = policy.spec
     if isinstance(spec, VlaSpec):  # a published policy may have its own
         actions = [_bins(spec).encode(columns) for columns in actions]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tether.control.collecting.evaluation import MAX_EPISODE_STEPS
 from tether.control.envs.conversion import ActionCodec, ObservationReader, success_of
 from tether.control.envs.gymnasium_types import Env, Raw
 from tether.control.policies.networks import Act
@@ -102,6 +103,11 @@ def _play(env: Env, env_id: str, codec: ActionCodec, decide: Demonstrator, seed:
             ended = terminated or truncated
             if ended:
                 break
+        if len(rows) > MAX_EPISODE_STEPS:
+            raise ValueError(
+                f"{env_id}: an episode has not ended in {MAX_EPISODE_STEPS} steps. Record it with a time limit, "
+                "such as gymnasium.wrappers.TimeLimit(env, 1000)"
+            )
     solved = np.array([flag is True for flag in success]) if any(flag is not None for flag in success) else None
     seen = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     return Demonstration(recorded(read.layout, seen), np.stack(actions), np.array(rewards, dtype=np.float32), solved)

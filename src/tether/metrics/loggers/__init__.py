@@ -62,6 +62,15 @@ class WarningDisplay(Protocol):
 
 
 @runtime_checkable
+class KeepsWarnings(Protocol):
+    """A logger that writes the messages to the user to a file."""
+
+    def keep_warning(self, message: str) -> None:
+        """Write a warning."""
+        ...
+
+
+@runtime_checkable
 class TakesNotes(Protocol):
     """A logger that logs some things otherwise than they are, and says so."""
 
@@ -98,7 +107,11 @@ class Loggers:
         for display in displays:
             display.warn(message)
         if not displays:
-            _without_display.warning(message)
+            _without_display.warning(message)  # which the files of warnings read, too
+            return
+        for logger in self._loggers.values():
+            if isinstance(logger, KeepsWarnings):
+                logger.keep_warning(message)
 
     def close(self) -> None:
         """Close all loggers, even if one fails."""

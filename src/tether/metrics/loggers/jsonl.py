@@ -1,10 +1,12 @@
 """Every metric and every sample of a run as lines of JSON: `metrics.jsonl` and `samples.jsonl` in its folder.
 
+`events.jsonl` beside them has the starts of the run, each with its configuration, and the warnings.
+
 `tether plot` and other tools read these files. `log` returns after the complete line is in the file, and after it is on
 disk unless lines come faster than one per second. A step has one line: metrics that are logged later, such as the
 duration of its checkpoint, are added to that line. A run that resumes from step N first drops the lines after N, so
-that no step occurs twice; a fresh run moves older files aside. Files that are deleted during the run are written again,
-with all their lines.
+that no step occurs twice, and appends dropped metrics to `discarded.jsonl`; a fresh run moves older files aside.
+Metrics and samples that are deleted during the run are written again, with all their lines.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 
+from tether import __version__
 from tether.metrics.loggers.protocol import RunInfo, Sample, log_failed
 from tether.types import JsonObject
 
@@ -27,17 +30,24 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
+DISCARDED_FILE = "discarded.jsonl"
 
 
 class JsonlLogger:
     """Appends ``{"step": N, "<key>": value, ...}``; non-finite values are written as null."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step)
+        self._metrics = _Lines(run.directory / METRICS_FILE, run.resumed_step, run.directory / DISCARDED_FILE)
         self._samples = _Lines(run.directory / SAMPLES_FILE, run.resumed_step)
         self._last_step = self._metrics.last_step
         if run.resumed_step and self._last_step is None:
             logger.warning("%s has no line of the steps before the resume", run.directory / METRICS_FILE)
+        self._events = _Events(run)
+
+    def keep_warning(self, message: str) -> None:
+        """Append a warning, with the step in which it was shown, to the events."""
+        self._events.add("warning", {"text": message})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line with all metrics, or extend the last line if it is of the same step.
@@ -48,7 +58,7 @@ class JsonlLogger:
         finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
         if step != self._last_step:
             self._metrics.append([{"step": step, **finite}])
-            self._last_step = step
+            self._last_step = self._events.step = step
         elif finite:
             self._metrics.extend(step, finite)
 
@@ -61,7 +71,8 @@ class JsonlLogger:
         self._samples.append([{"step": step, **asdict(sample)} for sample in samples])
 
     def close(self) -> None:
-        """Close both files."""
+        """Close all files."""
+        self._events.close()
         self._metrics.close()
         self._samples.close()
 
@@ -94,10 +105,67 @@ def read_samples(run_directory: Path) -> dict[int, list[JsonObject]]:
     return steps
 
 
-class _Lines:
-    """A file of JSON lines in which every line is complete."""
+def read_events(run_directory: Path) -> list[JsonObject]:
+    """Read the starts and warnings of a run, in order of time; empty if it has none."""
+    path = run_directory / EVENTS_FILE
+    return [record for _, record in _records(path)] if path.is_file() else []
 
-    def __init__(self, path: Path, resumed_step: int | None) -> None:
+
+class _Events(logging.Handler):
+    """Starts and warnings of a run, those that tether logs included. A failure loses an event, and ends nothing."""
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(logging.WARNING)
+        self.step = run.resumed_step or 0
+        self._path = run.directory / EVENTS_FILE
+        if run.resumed_step is None and self._path.exists():
+            with suppress(OSError):
+                self._path.rename(_free_name(self._path))
+        start = {"resumed": run.resumed_step is not None, "version": __version__, "code": code_version()}
+        self.add("start", start | {"total_steps": run.total_steps, "config": run.config})
+        logging.getLogger("tether").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep what any module of tether logs as a warning or an error."""
+        self.add("warning", {"text": record.getMessage()})
+
+    def add(self, kind: str, content: Mapping[str, object]) -> None:
+        """Append an event."""
+        event = {"step": self.step, "time": time.time(), "kind": kind, **content}
+        line = json.dumps(event, default=str, ensure_ascii=False) + "\n"
+        with suppress(OSError), self._path.open("ab") as file:
+            file.write(line.encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        logging.getLogger("tether").removeHandler(self)
+        super().close()
+
+
+def code_version() -> str | None:
+    """Return the commit of the clone that this package is in; None if it is installed without one."""
+    git = Path(__file__).resolve().parents[4] / ".git"
+    try:
+        if git.is_file():  # a worktree names its folder there
+            git = Path(git.read_text().removeprefix("gitdir:").strip())
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head[:12]
+        common = (git / (git / "commondir").read_text().strip()) if (git / "commondir").exists() else git
+        return (common / head.removeprefix("ref: ")).read_text().strip()[:12]
+    except OSError:
+        return None
+
+
+class _Lines:
+    """A file of JSON lines in which every line is complete.
+
+    Args:
+        path: path of the file.
+        resumed_step: step after which lines are dropped; None moves an existing file aside.
+        discarded: the file that dropped lines are appended to.
+    """
+
+    def __init__(self, path: Path, resumed_step: int | None, discarded: Path | None = None) -> None:
         self._path = path
         self._synced = -math.inf
         self.last_step: int | None = None
@@ -107,7 +175,11 @@ class _Lines:
             if path.exists() and resumed_step is None:
                 path.rename(_free_name(path))
             elif path.exists():
-                lines = [(line, record["step"]) for line, record in _records(path) if record["step"] <= resumed_step]
+                read = [(line, record["step"]) for line, record in _records(path)]
+                lines = [(line, step) for line, step in read if step <= resumed_step]
+                if discarded and (dropped := [line for line, step in read if step > resumed_step]):
+                    with discarded.open("ab") as file:
+                        file.write(b"".join(dropped))
                 _write_all(path, b"".join(line for line, _ in lines))
                 self.last_step = lines[-1][1] if lines else None
             self._file = _open(path)

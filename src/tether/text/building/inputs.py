@@ -21,7 +21,7 @@ from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent
-from tether.text.models.load import is_gguf, load_config, load_tokenizer
+from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.turns.tools import ToolPool
 
@@ -74,8 +74,6 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     check_parts_act(data, config.reward_model, datasets)
     check_scoring(config.reward_model, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
-        if is_gguf(path):  # one file has both its tokens and its embeddings
-            continue
         for prompts in datasets:
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
     return Inputs(model_path, critic_path, tokenizer, train, validation)
@@ -95,7 +93,7 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
     for role, model, path in roles:
         key = f"{role}.ulysses_sequence_parallel_size"
         ranks = values_of(config)[key]
-        if ranks == 1 or device_count(config) == 1 or is_gguf(path):
+        if ranks == 1 or device_count(config) == 1:
             continue
         trusted = config.actor_rollout_ref.model.trust_remote_code
         heads = load_config(path, trust_remote_code=trusted).get_text_config().num_attention_heads

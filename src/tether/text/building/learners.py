@@ -50,7 +50,7 @@ from tether.text.learning.packing import Experts, MicroBatching
 from tether.text.models.critic import load_critic
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import enable_gradient_checkpointing
-from tether.text.models.load import is_gguf, load_causal_lm, load_config
+from tether.text.models.load import load_causal_lm, load_config
 from tether.text.models.save import save_tokenizer, write_model
 from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import RolloutConfig
@@ -77,7 +77,7 @@ def check_router_replay(config: RunConfig, policy: Path | str) -> None:
         ValueError: the policy has no experts.
     """
     key, mode = replay_of(config)
-    if mode == "disabled" or is_gguf(policy):  # a GGUF file, which is checked when it is loaded
+    if mode == "disabled":
         return
     trust = config.actor_rollout_ref.model.trust_remote_code
     model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)

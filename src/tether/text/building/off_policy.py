@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.algorithms import TOKEN_SELECTIONS, parse_rejection
+from tether.algorithms import TOKEN_SELECTIONS, parse_rejection, parse_weight_bounds
 from tether.config import RunConfig, replay_of
 from tether.config.schema import AlgorithmConfig, FilterGroupsConfig, RolloutCorrectionConfig
 from tether.loop.config import TrainerConfig
@@ -50,9 +50,11 @@ def build_rollout_correction(correction: RolloutCorrectionConfig) -> RolloutCorr
     options = (correction.rollout_is, correction.rollout_rs, correction.rollout_token_veto_threshold)
     if correction.bypass_mode or not any(options):
         return None
+    threshold_lower, threshold = parse_weight_bounds(correction.rollout_is_threshold)
     return RolloutCorrection(
         importance=correction.rollout_is,
-        threshold=correction.rollout_is_threshold,
+        threshold=threshold,
+        threshold_lower=threshold_lower,
         batch_normalize=correction.rollout_is_batch_normalize,
         rejection=_rejection(correction),
         veto_threshold=correction.rollout_token_veto_threshold,
@@ -84,10 +86,12 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
 
 def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
     """Return the keyword arguments of the policy loss ``bypass_mode`` in addition to those of the clip."""
+    threshold_lower, threshold = parse_weight_bounds(correction.rollout_is_threshold)
     return {
         "loss_type": correction.loss_type,
         "rollout_is": correction.rollout_is,
-        "rollout_is_threshold": correction.rollout_is_threshold,
+        "rollout_is_threshold": threshold,
+        "rollout_is_threshold_lower": threshold_lower,
         "rollout_rs": _rejection(correction),
         "veto_threshold": correction.rollout_token_veto_threshold,
     }

@@ -32,7 +32,7 @@ from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
 from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
-from tether.text.models.load import is_gguf, load_config, load_tokenizer
+from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.rewards.config import (
     CustomRewardFunctionConfig,
@@ -93,8 +93,6 @@ def check_scoring(reward: RewardModelConfig, policy_tokenizer: PreTrainedTokeniz
     path, model = reward_model_path(reward), reward.model
     if path is None:
         return
-    if is_gguf(path):
-        raise ValueError(f"reward_model.model.path={path}: a GGUF file holds no reward model; name a directory")
     settings = load_config(path, trust_remote_code=model.trust_remote_code)
     check_reward_model(f"reward_model.model.path={path}", settings)
     tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(model, path)

@@ -27,7 +27,7 @@ from tether.text.building.named_inputs import server_address, server_python
 from tether.text.building.parts import Sources
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import context_length
-from tether.text.models.load import is_gguf, load_config
+from tether.text.models.load import load_config
 from tether.text.models.model_path import WEIGHT_FILES, weight_files
 from tether.text.models.save import add_older_names
 from tether.text.sampling.config import SERVERS, RolloutConfig
@@ -149,7 +149,7 @@ def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: 
             "actor_rollout_ref.rollout.weight_transfer=nccl: broadcasts from a GPU, and this run trains on "
             f"{device.type}. Set it to auto"
         )
-    if settings.rollout.name not in SERVERS or not settings.rollout.server_urls or is_gguf(model):
+    if settings.rollout.name not in SERVERS or not settings.rollout.server_urls:
         return
     policy = load_config(
         model,
@@ -211,7 +211,7 @@ def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
     name = _load_format(rollout)
     if name == "dummy":
         return
-    if is_object(model) or is_gguf(model):
+    if is_object(model):
         reason = "is not a directory of weights"
     elif name == "safetensors" and isinstance(model, Path) and not _has_safetensors(model):
         reason = "has no *.safetensors files"

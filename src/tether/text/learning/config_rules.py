@@ -186,6 +186,25 @@ def rejection_modes_have_bounds(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def weights_have_bounds(cfg: RunConfig) -> Problem | None:
+    """A weight has an upper bound, which leaves the weight of equal probabilities alone, or two bounds."""
+    correction = cfg.algorithm.rollout_correction
+    if correction.rollout_is is None:
+        return None
+    threshold = correction.rollout_is_threshold
+    bounds = [_number(text) for text in str(threshold).split("_")]
+    if len(bounds) > 2 or min(bounds) == 0 or bounds[0] > bounds[-1]:
+        what = f"{threshold!r} is no bound of weights"
+    elif bounds[-1] < 1 or (len(bounds) == 2 and bounds[0] > 1):
+        what = f"{threshold} changes the weight of a token that both policies give the same probability, which is 1"
+        if len(bounds) == 1:
+            what += " (unquoted, 0.5_5 is the number 0.55)"
+    else:
+        return None
+    fix = "give a number of 1 or above, or 'lower_upper' in quotes"
+    return Problem(f"{CORRECTION}.rollout_is_threshold", what, fix)
+
+
 def rejection_has_one_lower_bound(cfg: RunConfig) -> Problem | None:
     """Only a ratio (k1) has a lower bound, which may stand in either of two keys."""
     correction = cfg.algorithm.rollout_correction
@@ -278,6 +297,7 @@ def groups_are_filtered_before_the_kl(cfg: RunConfig) -> Problem | None:
 
 
 OFF_POLICY_RULES = (
+    weights_have_bounds,
     rejection_modes_have_bounds,
     rejection_has_one_lower_bound,
     bypass_is_said_once,

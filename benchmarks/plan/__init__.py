@@ -1,0 +1,1 @@
+"""Are the plans of `tether plan` right? python -m benchmarks.plan"""

@@ -1,0 +1,156 @@
+"""`tether plan`: what a run needs before it is started."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from tether.config import LoadedConfig
+from tether.integrations import integration
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions
+from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
+from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
+from tether.plan.devices import Device, measured, read_device
+from tether.plan.planning import Plan, Planner
+from tether.plan.report import (
+    Row,
+    as_data,
+    case_table,
+    change_table,
+    gib,
+    host_warning,
+    length_table,
+    memory_table,
+    span,
+    summary,
+    time_table,
+)
+from tether.runtime.terminal import Screen
+
+LoadConfig = Callable[[Sequence[str]], LoadedConfig]
+DOES_NOT_FIT = 1
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of the command."""
+
+    device: str | None = None
+    nodes: int | None = None
+    price: str | None = None
+    as_json: bool = False
+    brief: bool = False
+    given: Assumptions = NOTHING_GIVEN
+
+
+def read_price(text: str | None) -> tuple[float, str] | None:
+    """Return the price of a device for an hour and its currency.
+
+    Raises:
+        ValueError: the number or the currency is missing.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3}|[€$£¥])|([€$£¥])\s*(\d+(?:\.\d+)?)", text.strip())
+    if match is None:
+        why = "names no currency" if re.fullmatch(r"[\d.]+(/h)?", text.strip()) else "is no price"
+        raise ValueError(f"--price {text}: {why}. Write the price of a device for an hour, for example 2.5EUR")
+    return float(match[1] or match[4]), (match[2] or match[3]).upper()
+
+
+def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> tuple[LoadedConfig, Device]:
+    """Load a configuration, verl's script or RLinf's file, with the devices of the options."""
+    device, count = read_device(options.device) if options.device else (measured(), None)
+    more = [] if count is None else [f"trainer.n_gpus_per_node={count}"]
+    more += [] if options.nodes is None else [f"trainer.nnodes={options.nodes}"]
+    more.append(f"trainer.device={'cpu' if device.is_cpu else 'cuda'}")
+    if arguments and arguments[0].endswith(".sh"):
+        script, *rest = arguments
+        yaml, _ = integration("verl", "command").translate(Path(script), rest)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{Path(script).stem}.yaml"
+            file.write_text(yaml, encoding="utf-8")
+            return load([str(file), *more]), device
+    return load([*arguments, *more]), device
+
+
+def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> int:
+    """Print the plan of a run, and return the exit code: 1 if it does not fit."""
+    price = read_price(options.price)
+    if len(arguments) == 1 and Path(arguments[0]).is_dir():
+        return show_comparison(Path(arguments[0]), options)
+    loaded, device = load_for(arguments, options, load)
+    planner = Planner(loaded.config, device, options.given, corrections_of(device))
+    plan = planner.plan()
+    changes = [] if plan.verdict == "fits" else smallest_changes(planner)
+    largest = largest_micro_batch(planner)
+    if options.as_json:
+        typer.echo(json.dumps(as_data(plan, changes, largest), indent=1))
+    else:
+        screen = Screen()
+        for line in summary(plan, price):
+            screen.print(line, soft_wrap=True)
+        if warning := host_warning(plan):
+            screen.print(warning, soft_wrap=True)
+        if changes:
+            screen.print("\nit fits with one of these, by the time that a step then takes:")
+            _print_table(screen, change_table(changes))
+        elif plan.verdict != "fits":
+            screen.print("\nno setting makes it fit: take more devices, larger ones, or a smaller model")
+        if largest:
+            screen.print(f"largest micro-batch that fits: {largest[0]}={largest[1]}", soft_wrap=True)
+        if not options.brief:
+            _print_tables(screen, planner, plan)
+    return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+
+
+def show_comparison(run: Path, options: PlanOptions) -> int:
+    """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
+    device = read_device(options.device)[0] if options.device else measured()
+    found = compare(run, device, corrections_of(device))
+    keep_corrections(device, found.corrections)
+    rows = [
+        (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
+        for phase, (planned, seconds) in found.seconds.items()
+        if planned.middle
+    ]
+    if found.peak:
+        planned_peak, peak = found.peak
+        rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
+    if options.as_json:
+        columns = ("phase", "planned", "measured", "measured / planned")
+        typer.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+        return 0
+    screen = Screen()
+    _print_table(screen, (("phase", "planned", "measured", "/ planned"), rows))
+    screen.print(f"later plans for {device.name} are corrected by these times ({corrections_file()})", soft_wrap=True)
+    return 0
+
+
+def _print_tables(screen: Screen, planner: Planner, plan: Plan) -> None:
+    for title, table in (
+        ("memory", memory_table(plan)),
+        ("time", time_table(plan)),
+        ("what depends on the lengths (--response-mean, --response-tail)", length_table(by_lengths(planner))),
+        *((f"what if: {name}", case_table(cases)) for name, cases in what_if(planner).items()),
+    ):
+        screen.print(f"\n{title}", style="bold")
+        _print_table(screen, table)
+
+
+def _print_table(screen: Screen, table: tuple[Row, Sequence[Row]]) -> None:
+    from rich.table import Table  # slow to import
+
+    columns, rows = table
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    screen.print(shown)

@@ -1,0 +1,142 @@
+"""Results of checks, and what checks share: the device, a folder, a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+from tether.runtime.machine import computes_in_bfloat16
+
+SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>", "<unused>")  # with 256 bytes an even number, for two ranks
+EOS_ID = 2
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(character.isalpha() for character in solution_str) / 8
+"""
+"""The share of letters in a response of eight bytes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found."""
+
+    status: Literal["pass", "fail", "not applicable"]
+    detail: str
+    """What was measured; for a check that does not apply, what would be needed."""
+
+
+def passed(detail: str) -> Outcome:
+    """Return the outcome of a check that holds."""
+    return Outcome("pass", detail)
+
+
+def failed(detail: str) -> Outcome:
+    """Return the outcome of a check that does not hold."""
+    return Outcome("fail", detail)
+
+
+def not_applicable(needs: str) -> Outcome:
+    """Return the outcome of a check that this machine or installation cannot make."""
+    return Outcome("not applicable", needs)
+
+
+def passes_if(holds: bool, detail: str) -> Outcome:
+    """Return the outcome of a comparison."""
+    return passed(detail) if holds else failed(detail)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all checks of a selftest share."""
+
+    device: torch.device
+    folder: Path
+    """An empty folder for files, deleted afterwards."""
+    quick: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that a run computes in on this device."""
+        return torch.bfloat16 if computes_in_bfloat16(self.device) else torch.float32
+
+    @cached_property
+    def inputs(self) -> Path:
+        """Folder with ``model``, ``train.jsonl`` and ``reward.py`` of a tiny run."""
+        folder = self.folder / "inputs"
+        model, tokenizer = random_model(num_hidden_layers=2), _tokenizer()
+        # A third of the bytes ends a response, so that lengths differ.
+        model.generation_config.eos_token_id = [EOS_ID, *range(4, 90)]
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        rows = [
+            {
+                "data_source": "selftest",
+                "prompt": [{"role": "user", "content": f"{number}+{number}?"}],
+                "reward_model": {"style": "rule", "ground_truth": str(2 * number)},
+            }
+            for number in range(8)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "reward.py").write_text(REWARD)
+        return folder
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check by name."""
+
+    name: str
+    run: Callable[[Setting], Outcome]
+    fix: str
+    """What to do if it fails."""
+    quick: bool = True
+    """Whether ``--quick`` runs it, too."""
+
+
+def random_model(
+    *, dtype: torch.dtype = torch.float32, device: torch.device | None = None, seed: int = 0, **sizes: int
+) -> PreTrainedModel:
+    """Return a random Qwen2 that is far from uniform, so that a wrong mask or kernel changes its outputs visibly."""
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": len(SPECIAL_TOKENS) + 256, "num_hidden_layers": 2, **sizes}
+    shape |= {"max_position_embeddings": 1024, "initializer_range": 0.1, "tie_word_embeddings": True}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            Qwen2Config(**shape, pad_token_id=0, eos_token_id=EOS_ID), dtype=dtype
+        )
+    nn.Module.to(model, device)
+    return model.eval()
+
+
+def relative_distance(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference relative to that of the expected tensor."""
+    left, right = value.detach().double().cpu(), expected.detach().double().cpu()
+    return float((left - right).norm() / right.norm().clamp_min(1e-30))
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte."""
+    tokens = (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, start, end, unused = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, additional_special_tokens=[start, unused]
+    )
+    fast.chat_template = TEMPLATE
+    return fast

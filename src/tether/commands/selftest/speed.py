@@ -1,0 +1,168 @@
+"""What this machine can do at most, and how much of it decoding and training use, beside transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tether.batch import TrainBatch
+from tether.commands.selftest.results import Outcome, Setting, passed, passes_if, random_model
+from tether.loop.engine import LossSpec, OptimizerOptions
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs
+from tether.text.learning.packing import MicroBatching
+from tether.text.models.layers import use_tether_attention
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+
+ROWS, PROMPT_TOKENS = 16, 24
+MAX_SECONDS = 5.0
+SLOWEST = 0.5
+"""Share of transformers' speed below which something is broken rather than busy."""
+
+
+def limits(setting: Setting) -> Outcome:
+    """Measure a large matrix product and a read of a large tensor."""
+    rate, bandwidth = _measured_limits(setting)
+    return passed(f"matrix product {rate / 1e9:.0f} GFLOP/s in {setting.dtype}, memory {bandwidth / 1e9:.1f} GB/s")
+
+
+def decoding(setting: Setting) -> Outcome:
+    """Sample from a model of 20M weights with tether and with transformers.generate."""
+    model, theirs = (_model(setting) for _ in range(2))
+    theirs.generation_config.eos_token_id = None
+    new_tokens = 16 if setting.quick else 48
+    ids = _random_ids(ROWS, PROMPT_TOKENS, setting)
+    engine = NativeEngine(model, eos_token_ids=frozenset(), max_num_seqs=ROWS)
+
+    def ours(step: int) -> object:
+        return engine.generate(ids.tolist(), SamplingParams(max_new_tokens=new_tokens), NoiseKey(seed=0, step=step))
+
+    def generate(step: int) -> object:
+        # Its type says that a model of transformers may have no generate.
+        sample = cast("Callable[..., object]", theirs.generate)
+        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        return sample(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, pad_token_id=0, **lengths)
+
+    entries = _linear_entries(theirs)
+
+    def least(rate: float, bandwidth: float) -> float:
+        step = max(2 * entries * ROWS / rate, entries * setting.dtype.itemsize / bandwidth)
+        return 2 * entries * ROWS * PROMPT_TOKENS / rate + (new_tokens - 1) * step
+
+    return _compared(setting, ours, generate, ROWS * new_tokens, least)
+
+
+def training(setting: Setting) -> Outcome:
+    """Compute the gradient of the policy loss with tether, and the plain loop's with transformers."""
+    model, theirs = _model(setting), _model(setting)
+    rows = ROWS // 2 if setting.quick else ROWS
+    length = 40 if setting.quick else 120
+    narrow = None if setting.dtype == torch.float32 else setting.dtype
+    use_tether_attention(model.float())
+    engine: LocalEngine[PolicyOutputs] = LocalEngine(
+        model, MicroBatching(max_rows=rows), OptimizerOptions(lr=1e-3), compute_dtype=narrow
+    )
+    batch = _batch(setting, rows, length)
+    weights = torch.ones(rows, length, device=setting.device)
+    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1).to(setting.device)
+
+    def ours(step: int) -> object:
+        return engine.accumulate_gradients(batch, LossSpec(PolicyForward(), PolicyLoss()))
+
+    def plain(step: int) -> object:
+        theirs.zero_grad()
+        logits = theirs(ids).logits[:, PROMPT_TOKENS - 1 : -1]
+        log_probs = logits.float().log_softmax(-1).gather(-1, ids[:, PROMPT_TOKENS:, None]).squeeze(-1)
+        loss = -(torch.exp(log_probs - log_probs.detach()) * weights).mean()
+        loss.backward()
+        return loss
+
+    tokens = rows * (PROMPT_TOKENS + length)
+    return _compared(setting, ours, plain, tokens, lambda rate, _: 6 * _linear_entries(theirs) * tokens / rate)
+
+
+def _compared(
+    setting: Setting,
+    ours: Callable[[int], object],
+    theirs: Callable[[int], object],
+    tokens: int,
+    least: Callable[[float, float], float],
+) -> Outcome:
+    """Compare the fastest of a few calls; `least` returns the seconds that FLOP/s and bytes/s allow."""
+    limits = [_measured_limits(setting)]
+    seconds, plain = (_fastest(setting, call) for call in (ours, theirs))
+    limits.append(_measured_limits(setting))  # again, because other work on the machine comes and goes
+    share = least(*map(max, zip(*limits, strict=True))) / seconds
+    return passes_if(
+        plain / seconds >= SLOWEST,
+        f"{tokens / seconds:.0f} tokens/s, {plain / seconds:.1f} times transformers, "
+        f"{share:.0%} of the limit that was measured beside it",
+    )
+
+
+def _model(setting: Setting) -> PreTrainedModel:
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 2}
+    layers = 4 if setting.quick else 8
+    return random_model(dtype=setting.dtype, vocab_size=8192, num_hidden_layers=layers, device=setting.device, **sizes)
+
+
+def _linear_entries(model: PreTrainedModel) -> int:
+    """Return the number of weights in matrix products; the tied embedding counts as the output layer."""
+    return sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+
+
+def _random_ids(rows: int, length: int, setting: Setting) -> Tensor:
+    return torch.randint(300, 8192, (rows, length), generator=torch.Generator().manual_seed(0)).to(setting.device)
+
+
+def _batch(setting: Setting, rows: int, length: int) -> TrainBatch:
+    ids = _random_ids(rows, PROMPT_TOKENS + length, setting).cpu()
+    return TrainBatch(
+        uid=torch.arange(rows),
+        prompt_ids=ids[:, :PROMPT_TOKENS],
+        prompt_length=torch.full((rows,), PROMPT_TOKENS),
+        response_ids=ids[:, PROMPT_TOKENS:],
+        response_length=torch.full((rows,), length),
+        response_mask=torch.ones(rows, length, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(rows, length),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        advantages=torch.ones(rows, length),
+        batch_size=[rows],
+    )
+
+
+def _measured_limits(setting: Setting) -> tuple[float, float]:
+    """Return FLOP/s of a large matrix product in the dtype of runs, and the bytes/s of reading a large tensor."""
+    size, large = (1024, 1 << 25) if setting.quick or setting.device.type == "cpu" else (8192, 1 << 28)
+    left, right = (torch.randn(size, size, device=setting.device).to(setting.dtype) for _ in range(2))
+    numbers = torch.ones(large, device=setting.device)
+    product = min(_seconds(setting, lambda _: left @ right, step) for step in range(6))
+    read = min(_seconds(setting, lambda _: numbers.sum(), step) for step in range(4))
+    return 2 * size**3 / product, numbers.nbytes / read
+
+
+def _fastest(setting: Setting, call: Callable[[int], object]) -> float:
+    """Return the seconds of the fastest call: of three, or of as many as fit into a few seconds."""
+    spent = [_seconds(setting, call, 0)]
+    while len(spent) < 3 and sum(spent) < MAX_SECONDS:
+        spent.append(_seconds(setting, call, len(spent)))
+    return min(spent)
+
+
+def _seconds(setting: Setting, call: Callable[[int], object], step: int) -> float:
+    _wait(setting)
+    start = time.perf_counter()
+    call(step)
+    _wait(setting)
+    return time.perf_counter() - start
+
+
+def _wait(setting: Setting) -> None:
+    if setting.device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,106 @@
+"""Environments written in JAX: one is given, N are vectorized, compiled and reset here."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from tether.control.envs.conversion import FIX, ActionCodec, ObservationReader, described, read_flags, read_rewards
+from tether.control.envs.gymnasium_types import Raw, Space
+from tether.control.envs.protocol import EnvState, EnvStep, Saved
+from tether.observations import Array, Observation, copied
+
+
+class JaxEnv(Protocol):
+    """One environment as pure functions, which `jax.vmap` and `jax.jit` transform."""
+
+    observation_space: Space
+    action_space: Space
+
+    def reset(self, key: Raw) -> tuple[Raw, Raw]:
+        """Return the first observation of an episode, and the state, any tree of arrays."""
+        ...
+
+    def step(self, key: Raw, state: Raw, action: Raw) -> tuple[Raw, Raw, Raw, Raw, Raw]:
+        """Return the observation after an action, the state, the reward, and whether the episode terminated or was
+        truncated."""
+        ...
+
+
+class JaxVectorEnv:
+    """Implements `VectorEnv` for a `JaxEnv`: the step that ends an episode begins the next one.
+
+    Environment i of seed s draws from the key s + i.
+
+    Args:
+        id: name of the environment in error messages.
+        env: one environment.
+        num_envs: number of environments.
+        max_episode_steps: time limit, which truncates; None: only the environment ends episodes.
+    """
+
+    def __init__(self, id: str, env: JaxEnv, num_envs: int, max_episode_steps: int | None = None) -> None:
+        self.id, self.num_envs = id, num_envs
+        self.spaces = env.observation_space, env.action_space
+        self._read, self._codec = ObservationReader(self.spaces[0], id), ActionCodec.of(self.spaces[1], id)
+        self.layout, self.actions = self._read.layout, self._codec.spec
+        begin, advance = jax.vmap(env.reset), jax.vmap(env.step)
+
+        def reset(keys: Raw) -> Raw:
+            keys = jax.vmap(jax.random.split)(keys)
+            obs, state = begin(keys[:, 0])
+            return obs, (keys[:, 1], jnp.zeros(num_envs, jnp.int32), state)
+
+        def step(carried: Raw, actions: Raw) -> Raw:
+            keys, steps, state = carried
+            keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
+            last, after, reward, terminated, truncated = advance(keys[:, 0], state, actions)
+            steps = steps + 1
+            truncated = truncated | (steps >= (max_episode_steps or np.iinfo(np.int32).max))
+            ended = terminated | truncated
+            first, fresh = begin(keys[:, 1])
+
+            def choose(new: Raw, old: Raw) -> Raw:
+                return jnp.where(ended.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+            obs, state = jax.tree.map(choose, (first, fresh), (last, after))
+            carried = keys[:, 2], jnp.where(ended, 0, steps), state
+            return carried, obs, last, reward, terminated, truncated
+
+        self._reset, self._step = jax.jit(reset), jax.jit(step)
+        self._carried: Raw = None
+
+    def reset(self, seed: int) -> Observation:
+        keys = jax.vmap(jax.random.PRNGKey)(np.arange(seed, seed + self.num_envs) % 2**31)
+        obs, self._carried = self._reset(keys)
+        return self._observe(obs)
+
+    def step(self, actions: Array) -> EnvStep:
+        self._carried, obs, last, reward, terminated, truncated = self._step(self._carried, self._codec.decode(actions))
+        ends = read_flags(terminated, "`terminated`", self.id, self.num_envs)
+        cuts = read_flags(truncated, "`truncated`", self.id, self.num_envs)
+        final_obs = self._observe(last) if (ends | cuts).any() else None
+        return EnvStep(
+            self._observe(obs), read_rewards(reward, self.id, self.num_envs), ends, cuts, final_obs=final_obs
+        )
+
+    def get_state(self) -> EnvState:
+        return EnvState(jax.tree.map(np.asarray, self._carried))
+
+    def set_state(self, data: Saved) -> None:
+        self._carried = data
+
+    def close(self) -> None:
+        pass
+
+    def _observe(self, raw: Raw) -> Observation:
+        try:
+            return copied(self._read(jax.tree.map(np.asarray, raw), self.num_envs))
+        except ValueError as error:
+            raise ValueError(
+                f"{self.id}: the observations {described(raw)} are not {self.num_envs} rows of {self.spaces[0]} "
+                f"({error}). {FIX}"
+            ) from error

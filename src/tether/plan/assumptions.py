@@ -1,0 +1,76 @@
+"""What a configuration does not say and a plan needs: lengths of responses, rows of the data, seconds of the reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tether.config import RunConfig
+from tether.plan.timing import Lengths
+
+ROWS = {"gsm8k": 7473, "math": 7500, "dapo": 17398, "full_hh_rlhf": 112052, "eurus": 455261}
+"""Training rows of published data sets, by a word in their paths."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What was given on the command line; None: a default."""
+
+    prompt: float | None = None
+    mean: float | None = None
+    tail: float | None = None
+    rows: int | None = None
+    reward: float = 0.0
+    """Seconds of waiting for rewards in a step."""
+
+
+NOTHING_GIVEN = Assumptions()
+
+
+def lengths_of(config: RunConfig, given: Assumptions) -> Lengths:
+    """Return the lengths of a run; unless given, half of the limits on average, and a tail at the limit.
+
+    Raises:
+        ValueError: the lengths contradict each other or the configuration.
+    """
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    limit = rollout.response_length
+    prompt = given.prompt if given.prompt is not None else data.max_prompt_length / 2
+    mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
+    tail = given.tail if given.tail is not None else float(limit)
+    for option, value in (("--prompt-mean", prompt), ("--response-mean", mean), ("--response-tail", tail)):
+        if value <= 0:
+            raise ValueError(f"{option} {value:g}: is not a number of tokens above 0")
+    if prompt > data.max_prompt_length:
+        raise ValueError(f"--prompt-mean {prompt:g}: is above data.max_prompt_length={data.max_prompt_length}")
+    if tail > limit:
+        raise ValueError(f"--response-tail {tail:g}: is above data.max_response_length={limit}")
+    if mean > tail:
+        which = "--response-tail" if given.tail is not None else "data.max_response_length"
+        raise ValueError(f"--response-mean {mean:g}: is above {which}={tail:g}")
+    return Lengths(prompt, mean, tail, limit)
+
+
+def rows_of_data(config: RunConfig, given: Assumptions) -> int | None:
+    """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
+    data = config.data
+    if given.rows is not None:
+        rows = given.rows
+    else:
+        counts = [_rows(file) for file in data.train_files]
+        if not counts or None in counts:
+            return None
+        rows = sum(count for count in counts if count)
+    return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+
+
+def _rows(file: str) -> int | None:
+    path = Path(file).expanduser()
+    if path.is_file() and path.suffix == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for line in lines if line.strip())
+    if path.is_file() and path.suffix == ".parquet":
+        from pyarrow.parquet import read_metadata
+
+        return int(read_metadata(path).num_rows)
+    return next((count for word, count in ROWS.items() if word in file.lower()), None)

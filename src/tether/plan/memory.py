@@ -1,0 +1,308 @@
+"""Memory of a device in each phase of a step, by part. All formulas count bytes.
+
+Legend: N = weights of a model, R = those outside of its layers (embedding and head), L = those of its largest layer,
+V = vocabulary, H = hidden size, I = MLP width, T = tokens in a micro-batch, s = shards, c = bytes of a number in the
+forward pass (2 in bfloat16, 4 in float32).
+
+What an engine keeps is read off its code: `tether.text.learning.engines` (masters, gradients and moments in float32),
+`tether.text.sampling.kv_cache`, `tether.kernels.vocabulary_chunks`. Activations are the tensors that PyTorch saves for
+the backward pass of a transformers layer. ``python -m benchmarks.plan`` compares the sums with what is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from tether.plan.architecture import Architecture
+
+Parts = dict[str, float]
+"""Name of a part -> its bytes."""
+MASTER, SUM, MOMENTS = 4, 4, 8
+"""Bytes of a float32 weight, of the sum of its gradients, and of AdamW's two moments."""
+LOGITS_AT_ONCE = {"cpu": 1 << 21, "gpu": 1 << 26}
+"""Logits of a chunk of the vocabulary (`tether.kernels.vocabulary_chunks.default_chunk_size`)."""
+PER_LOGIT = 14
+"""Bytes of a logit in the backward pass: float32 logits, probabilities and gradient, and the latter in bfloat16."""
+MIB, GIB = 2**20, 2**30
+
+
+class Layout(Protocol):
+    """The parallel sizes of a model that Megatron trains (`tether.integrations.megatron.layout.MegatronLayout`)."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def expert_ranks(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    def layers_by_stage(self, layers: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a run on its devices."""
+
+    role: str
+    sizes: Architecture
+    ranks: int = 1
+    """Number of devices that hold it."""
+    shards: int = 1
+    """Number of devices that share a copy with FSDP2; with one device it is not sharded."""
+    sharded: bool = False
+    layout: Layout | None = None
+    """Megatron's sizes; None: FSDP2, or one device."""
+    trained: bool = True
+    has_head: bool = True
+    """False for a critic or a reward model, whose head is a vector."""
+    number: int = 2
+    """Bytes of a number in the forward pass: c."""
+    adapter: int = 0
+    """Number of weights of LoRA adapters; 0: all weights are trained."""
+    recompute: bool = True
+    fused: bool = False
+    """Whether norms and MLPs are one kernel each, which save less for the backward pass."""
+    on_cpu: bool = False
+    sequence: int = 1
+    """Number of devices that share each row of tokens."""
+    reshard: bool = True
+    weights_rest_on_host: bool = False
+    gradients_are_freed: bool = True
+    optimizer_rests_on_host: bool = False
+    on_host: bool = False
+    """Whether weights, gradients and optimizer state are always on the host."""
+    shares_optimizer: bool = True
+    """Megatron's distributed optimizer."""
+    whole_logits: bool = False
+    """Whether all logits of a micro-batch exist at once, as in engines without chunks of the vocabulary."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights: N."""
+        return self.sizes.parameters if self.has_head else self.sizes.critic_parameters
+
+    @property
+    def outside(self) -> int:
+        """Number of weights outside of the layers: R."""
+        return self.parameters - self.sizes.in_layers
+
+    @property
+    def learned(self) -> int:
+        """Number of weights that are trained."""
+        return (self.adapter or self.parameters) if self.trained else 0
+
+    @property
+    def held(self) -> int:
+        """Number of weights with the adapters."""
+        return self.parameters + self.adapter
+
+
+def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: bool = True) -> list[tuple[float, int]]:
+    """Return for the fullest rank pairs of a number of weights, and of the ranks that hold the same ones.
+
+    Tensor parallelism divides matrices, embedding and head; pipeline parallelism divides the layers, with the
+    embedding on the first stage and the head on the last; expert parallelism divides the experts, which are held by the
+    ranks that are left beside expert, expert-tensor and pipeline parallelism.
+    """
+    vocabulary, first = sizes.embedding / layout.tensor, sizes.dense_layers
+    router = (sizes.experts * sizes.hidden) + (sizes.hidden if sizes.shared_gate else 0) if sizes.experts else 0
+
+    def shared(index: int) -> float:
+        wide = sizes.intermediate if not sizes.experts or index < first else sizes.shared_width
+        matrices = sizes.attention + 3 * sizes.hidden * wide
+        return matrices / layout.tensor + sizes.small + (router if index >= first else 0)
+
+    found, start = [], 0
+    counts = layout.layers_by_stage(sizes.layers)
+    for stage, count in enumerate(counts):
+        layers = range(start, start + count)
+        start += count
+        dense = sum(map(shared, layers))
+        dense += vocabulary if stage == 0 else 0
+        dense += (vocabulary if has_head else sizes.hidden) + sizes.hidden if stage == len(counts) - 1 else 0
+        mixtures = sum(1 for index in layers if sizes.experts and index >= first)
+        experts = mixtures * sizes.experts * sizes.expert / (layout.expert * layout.expert_ranks)
+        holders = ranks // (layout.tensor * layout.pipeline)
+        of_experts = ranks // (layout.expert * layout.expert_ranks * layout.pipeline)
+        found.append([(dense, holders), (experts, max(1, of_experts))])
+    return max(found, key=lambda pairs: sum(number for number, _ in pairs))
+
+
+def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int) -> float:
+    """Return the bytes of weights, sums of gradients and optimizer on the fullest rank, with the distributed optimizer.
+
+    A weight costs c bytes itself, 4 for the sum of its gradients, 8 for two moments, and 4 for a master where c is 2;
+    the last two are shared among the ranks that hold the same weight.
+    """
+    own = MOMENTS + (MASTER if number == 2 else 0)
+    return sum(count * (number + SUM + own / holders) for count, holders in megatron_held(sizes, layout, ranks))
+
+
+def at_rest(model: Model) -> tuple[Parts, Parts]:
+    """Return what a model keeps on its device and on the host while another one runs."""
+    device, host, role = Parts(), Parts(), model.role
+    weights = host if model.on_host or model.weights_rest_on_host else device
+    optimizer = host if model.on_host or model.optimizer_rests_on_host else device
+    if model.layout:
+        pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
+        count = sum(number for number, _ in pairs)
+        weights[f"{role} weights"] = count * model.number
+        if model.trained:
+            own = MOMENTS + (MASTER if model.number == 2 else 0)
+            shared = sum(number / (holders if model.shares_optimizer else 1) for number, holders in pairs)
+            optimizer[f"{role} optimizer"] = own * shared
+            if not model.gradients_are_freed:
+                device[f"{role} gradients"] = SUM * count
+        return device, host
+    shards = model.shards if model.sharded else 1
+    if model.sharded:
+        weights[f"{role} weights"] = model.held * (MASTER if model.trained else model.number) / shards
+    else:
+        weights[f"{role} weights"] = model.held * model.number
+        if model.trained and model.number == 2:
+            weights[f"{role} masters"] = MASTER * model.held
+    if model.trained:
+        optimizer[f"{role} optimizer"] = MOMENTS * model.learned / shards
+    return device, host
+
+
+def _returns(model: Model) -> Parts:
+    """Return what comes to the device while the model runs, because it rests on the host."""
+    if not model.weights_rest_on_host or model.on_host:
+        return {}
+    return {name: size for name, size in at_rest(model)[1].items() if "optimizer" not in name}
+
+
+def saved_per_token(model: Model) -> float:
+    """Return the bytes that a layer saves for its backward pass, for each token."""
+    sizes, c = model.sizes, model.number
+    queries, keys = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
+    norm = (2 if model.fused else 4 if c == 2 else 3) * c * sizes.hidden  # without a kernel also a copy in float32
+    attention = c * (2 * queries + 2 * keys) + 4 * sizes.heads
+    mlp = (2 if model.fused else 4) * c * sizes.mlp_width
+    if not model.fused:
+        attention += c * queries  # the heads' outputs, once more as the input of a product
+    if sizes.experts:
+        mlp += 3 * c * sizes.active_experts * sizes.hidden  # the token at each of its experts, before and after
+    if not model.layout:
+        return sizes.norms * norm + attention + mlp
+    tensor = model.layout.tensor
+    return sizes.norms * norm / (tensor if model.layout.sequence_parallel else 1) + (attention + mlp) / tensor
+
+
+def _transient(model: Model) -> float:
+    """Return the bytes of one layer's temporary tensors, for each token: the MLP's and the residual stream's."""
+    tensor = model.layout.tensor if model.layout else 1
+    return model.number * (3 * model.sizes.mlp_width / tensor + 2 * model.sizes.hidden)
+
+
+def logits(model: Model, tokens: float, *, update: bool) -> float:
+    """Return the bytes of the logits that exist at a time; a critic has none."""
+    if not model.has_head:
+        return 0.0
+    vocabulary = model.sizes.vocabulary / (model.layout.tensor if model.layout else 1)
+    each = PER_LOGIT if update else 10
+    if model.whole_logits:
+        return each * tokens * vocabulary
+    most = LOGITS_AT_ONCE["cpu" if model.on_cpu else "gpu"]
+    return each * tokens * min(vocabulary, max(256.0, most / max(1.0, tokens)))
+
+
+def inference(model: Model, tokens: float) -> Parts:
+    """Return what a forward pass without gradients adds to what the model keeps."""
+    tokens, role = tokens / model.sequence, model.role
+    parts = _returns(model)
+    parts[f"{role} activations"] = tokens * (_transient(model) + 3 * model.number * model.sizes.hidden)
+    parts[f"{role} logits"] = logits(model, tokens, update=False)
+    if model.sharded:
+        parts[f"{role} gathered weights"] = model.number * (model.outside + 2 * model.sizes.largest_layer)
+    return parts
+
+
+def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
+    """Return what an update adds to what the model keeps: the largest of the moments of a backward pass.
+
+    Args:
+        model: the model.
+        tokens: tokens in a micro-batch.
+        in_flight: micro-batches whose activations a pipeline's first stage keeps.
+    """
+    moments = _moments(model, tokens / model.sequence, in_flight)
+    largest = max(moments, key=lambda parts: sum(parts.values()))
+    parts = _returns(model) | _gradients(model)
+    if model.optimizer_rests_on_host and not model.on_host:
+        parts |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
+    return parts | {f"{model.role} {name}": size for name, size in largest.items() if size}
+
+
+def _gradients(model: Model) -> Parts:
+    """Return the sums of gradients on the device, where `at_rest` does not count them."""
+    name = f"{model.role} gradients"
+    if model.layout:
+        pairs = megatron_held(model.sizes, model.layout, model.ranks, has_head=model.has_head)
+        return {name: SUM * sum(number for number, _ in pairs)} if model.gradients_are_freed else {}
+    if model.on_host:
+        return {}
+    return {name: SUM * model.learned / (model.shards if model.sharded else 1)}
+
+
+def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
+    """Return the parts at the loss, in the first layer's backward pass, and when the embedding's gradient is summed."""
+    sizes, c = model.sizes, model.number
+    layers = max(model.layout.layers_by_stage(sizes.layers)) if model.layout else sizes.layers
+    boundary = c * sizes.hidden / (model.layout.tensor if model.layout and model.layout.sequence_parallel else 1)
+    if model.recompute:
+        kept, active = tokens * boundary * layers * in_flight, tokens * saved_per_token(model)
+    else:
+        kept, active = tokens * saved_per_token(model) * layers * in_flight, 0.0
+    full = not model.adapter
+    head = sizes.embedding if model.has_head and not model.layout else 0
+    embedding = 0 if model.layout else sizes.embedding
+    head_gradient = c * head if full else 0.0
+    at_loss = {
+        "activations": kept + tokens * (2 * boundary + 8 * sizes.hidden),
+        "logits": logits(model, tokens, update=True),
+        "whole gradients": head_gradient,
+    }
+    in_layer = {
+        "activations": kept + active + tokens * _transient(model),
+        "whole gradients": head_gradient if model.sharded or sizes.tied else 0.0,
+    }
+    at_end = {
+        "activations": tokens * 2 * boundary,
+        "whole gradients": c * (head + embedding) * (1 if model.sharded or sizes.tied else 0.5) if full else 0.0,
+    }
+    if not model.sharded:
+        return [at_loss, in_layer, at_end]
+    outside, layer = model.outside, sizes.largest_layer
+    at_loss["gathered weights"] = c * (outside + layer)
+    in_layer["gathered weights"] = c * (outside + 2 * layer)
+    if full:
+        in_layer["whole gradients"] += c * layer
+        in_layer["sums over devices"] = MASTER * layer
+        at_end["whole gradients"] = c * outside
+        at_end["sums over devices"] = MASTER * outside
+    return [at_loss, in_layer, at_end]
+
+
+def kv_cache(sizes: Architecture, slots: int, length: int, number: int) -> float:
+    """Return the bytes of keys and values of sequences that are sampled at a time, all as long as they may become."""
+    return slots * -(-length // 32) * 32 * sizes.kv_per_token * number
+
+
+def total(parts: Mapping[str, float]) -> float:
+    """Return the sum of parts."""
+    return sum(parts.values())
+
+
+Phase = Literal[
+    "load", "sampling", "log_probs", "reference", "values", "reward", "update_critic", "update_actor", "transfer",
+    "checkpoint",
+]  # fmt: skip

@@ -1,0 +1,623 @@
+"""The plan of a text run: which models stand on which devices, what each phase needs there, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from types import SimpleNamespace
+
+from tether.config import (
+    RunConfig,
+    asks_reference,
+    device_count,
+    full_kl_in_reward,
+    models_of,
+    placed,
+    reference_runs_with_actor,
+    uses_megatron,
+)
+from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFsdpConfig
+from tether.integrations import integration
+from tether.plan import memory
+from tether.plan.architecture import Architecture, architecture_of
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data
+from tether.plan.devices import GIB, Cluster, Device
+from tether.plan.memory import Model, Parts, total
+from tether.plan.timing import (
+    CALIBRATED,
+    CPU,
+    DRAWN,
+    GPU,
+    SERVER,
+    SPREAD,
+    Lengths,
+    decode_step,
+    forward_work,
+    gather_seconds,
+    overlapped,
+    products_seconds,
+    simulate,
+)
+from tether.text.rewards.config import ScoringModelConfig
+from tether.text.sampling.config import SERVERS
+
+OVERHEAD = {"cpu": 0.75 * GIB, "gpu": 0.6 * GIB}
+"""The process: on a CPU what torch, transformers and the kernels take (measured), on a GPU CUDA's context."""
+COMMUNICATION = 0.6 * GIB
+"""NCCL's buffers, where several GPUs work together."""
+SLACK = {"cpu": 0.02, "gpu": 0.05}
+"""Share of what a phase adds that the allocator cannot use again."""
+HOST_PROCESS = 2.5 * GIB
+"""Host memory of a process that drives a GPU: torch's libraries, CUDA's context, rows."""
+NEAR = 0.1
+"""Between 90 and 110 % of a device's memory the verdict is to try."""
+SLICE = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds, with what they vary between."""
+
+    low: float
+    middle: float
+    high: float
+
+    def __add__(self, other: Interval) -> Interval:
+        return Interval(self.low + other.low, self.middle + other.middle, self.high + other.high)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices with the same models."""
+
+    devices: range
+    models: tuple[str, ...]
+    phases: Mapping[str, Parts]
+    """Phase -> part -> bytes of one device."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most memory."""
+        return max(self.phases, key=lambda phase: total(self.phases[phase]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Needs of a run."""
+
+    cluster: Cluster
+    groups: tuple[Group, ...]
+    host: Parts
+    """Bytes of the host memory of a machine."""
+    checkpoint: float
+    """Bytes of a checkpoint on disk."""
+    kept: int | None
+    """Number of checkpoints on disk at the end; None if unknown."""
+    times: Mapping[str, Interval]
+    """Phase -> seconds of a step."""
+    step: Interval
+    idle: float
+    """Share of the samplers' time in which the longest responses are waited for."""
+    tokens: float
+    """Tokens of a step, prompts and responses."""
+    steps: int | None
+    lengths: Lengths
+    actor: Architecture
+
+    @cached_property
+    def fullest(self) -> Group:
+        """The devices that need most memory."""
+        return max(self.groups, key=lambda group: total(group.phases[group.peak_phase]))
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest device."""
+        return total(self.fullest.phases[self.fullest.peak_phase])
+
+    @property
+    def share(self) -> float:
+        """The peak as a share of a device's memory."""
+        return self.peak / (self.cluster.device.memory * GIB)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits: fits, try, or does not fit."""
+        if self.share <= 1 - NEAR:
+            return "fits"
+        return "try" if self.share <= 1 + NEAR else "does not fit"
+
+    @property
+    def hours(self) -> Interval | None:
+        """Hours of all steps; None if the number of steps is unknown."""
+        if self.steps is None:
+            return None
+        low, middle, high = (self.steps * s / 3600 for s in (self.step.low, self.step.middle, self.step.high))
+        return Interval(low, middle, high)
+
+
+Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Applies the formulas to a configuration.
+
+    Args:
+        config: a checked configuration.
+        device: the kind of its devices.
+        given: what the configuration does not say.
+        corrections: phase -> measured seconds / planned ones, of earlier runs on this device.
+    """
+
+    config: RunConfig
+    device: Device
+    given: Assumptions = NOTHING_GIVEN
+    corrections: Mapping[str, float] | None = None
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The devices; processes of a CPU share its memory and its rates."""
+        config, device = self.config, self.device
+        per_node = config.trainer.n_gpus_per_node
+        if device.is_cpu:
+            processes = per_node
+            device = replace(
+                device,
+                memory=device.memory / processes,
+                teraflops=device.teraflops / processes,
+                bandwidth=device.bandwidth / processes,
+            )
+        return Cluster(device, per_node, max(1, ceil(device_count(config) / per_node)))
+
+    @cached_property
+    def policy(self) -> Architecture:
+        """Sizes of the policy."""
+        return self._sizes(self.config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+
+    def _sizes(self, path: str, key: str) -> Architecture:
+        return architecture_of(path, key)
+
+    @cached_property
+    def models(self) -> dict[str, Model]:
+        """The models that learn or score, by role."""
+        config, settings = self.config, self.config.actor_rollout_ref
+        found = {"actor": self._model("actor", self.policy, settings.actor)}
+        if config.critic.enable:
+            sizes = self._sizes(config.critic.model.path, "critic.model.path")
+            found["critic"] = self._model("critic", sizes, config.critic)
+        if (asks_reference(config) or reference_runs_with_actor(config)) and not settings.model.lora_rank:
+            found["reference"] = self._model("reference", self.policy, settings.ref)
+        path = config.reward_model.model.path
+        if "reward_model" in models_of(config) and path:
+            sizes = self._sizes(path, "reward_model.model.path")
+            found["reward_model"] = self._model("reward_model", sizes, config.reward_model.model)
+        return found
+
+    def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
+        config, devices = self.config, len(placed(self.config).get(name, placed(self.config)["actor"]))
+        actor = config.actor_rollout_ref.model
+        trained = isinstance(role, ActorConfig | CriticConfig)
+        fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
+        own = config.critic.model if isinstance(role, CriticConfig) else actor
+        kind = config.actor_rollout_ref.actor.fsdp_config.dtype if name == "reference" else fsdp.dtype
+        number = {"auto": 2 if self.device.bfloat16 else 4, "bfloat16": 2, "float32": 4}[kind]
+        model = Model(
+            name.replace("_", " "),
+            sizes,
+            ranks=devices,
+            trained=trained,
+            has_head=name in ("actor", "reference"),
+            number=number,
+            adapter=sizes.adapter(actor.lora_rank) if name == "actor" and actor.lora_rank else 0,
+            recompute=own.enable_gradient_checkpointing,
+            fused=self.device.is_cpu and number == 2,
+            on_cpu=self.device.is_cpu,
+        )
+        if uses_megatron(config) and not isinstance(role, ScoringModelConfig):
+            return self._of_megatron(model, name, role)
+        moved = fsdp.param_offload or fsdp.offload_policy or getattr(fsdp, "optimizer_offload", False)
+        whole = name == "reference" and reference_runs_with_actor(config)
+        if whole or (devices == 1 and not moved):
+            return model
+        shards = devices if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, devices)
+        return replace(
+            model,
+            sharded=True,
+            shards=shards,
+            sequence=getattr(role, "ulysses_sequence_parallel_size", 1),
+            reshard=fsdp.reshard_after_forward,
+            weights_rest_on_host=fsdp.param_offload,
+            on_host=fsdp.offload_policy,
+            optimizer_rests_on_host=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload,
+        )
+
+    def _of_megatron(self, model: Model, name: str, role: ActorConfig | CriticConfig | RefConfig) -> Model:
+        sizes, arch = role.megatron, model.sizes
+        section = {"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.ref", "critic": "critic"}[name]
+        layouts = integration("megatron", "layout")
+        layout = layouts.layout_of(sizes, section)
+        named = {
+            "num_attention_heads": arch.heads,
+            "num_key_value_heads": arch.kv_heads,
+            "vocab_size": arch.vocabulary,
+            "hidden_size": arch.hidden,
+            "intermediate_size": arch.intermediate,
+            "num_hidden_layers": arch.layers,
+        }
+        if arch.latent:
+            named["kv_lora_rank"] = arch.latent.kv_rank
+        if arch.experts:
+            named |= {"num_experts": arch.experts, "moe_intermediate_size": arch.expert_width}
+            named |= {"shared_expert_intermediate_size": arch.shared_width}
+        layouts.check(layout, SimpleNamespace(**named), model.ranks, f"{section}.megatron.")
+        trained = not isinstance(role, RefConfig)
+        return replace(
+            model,
+            layout=layout,
+            sequence=layout.context,
+            weights_rest_on_host=sizes.param_offload,
+            gradients_are_freed=trained and bool(getattr(sizes, "grad_offload", True)),
+            optimizer_rests_on_host=trained and bool(getattr(sizes, "optimizer_offload", False)),
+            shares_optimizer=bool(getattr(sizes, "use_distributed_optimizer", True)),
+        )
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Tokens of prompts and responses."""
+        return lengths_of(self.config, self.given)
+
+    @property
+    def rows(self) -> int:
+        """Responses of a step."""
+        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+
+    def replicas(self, model: Model) -> int:
+        """Return the number of groups of devices that have rows of their own."""
+        split = model.layout.tensor * model.layout.pipeline if model.layout else 1
+        return max(1, model.ranks // (split * model.sequence))
+
+    def micro_tokens(self, model: Model, *, dynamic: bool, rows: int, tokens: int, packed: bool, mini: int) -> float:
+        """Return the most tokens of a micro-batch: rows as long as they may become, which share their prompts."""
+        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        prompt, response = data.max_prompt_length, rollout.response_length
+        if dynamic:
+            return float(max(tokens * model.sequence, prompt + response))
+        rows = max(1, min(rows, ceil(mini * rollout.n / self.replicas(model))))
+        return ceil(rows / rollout.n) * prompt + rows * response if packed else float(rows * (prompt + response))
+
+    def _update_tokens(self, model: Model, role: ActorConfig | CriticConfig) -> float:
+        section = self.config.critic.model if isinstance(role, CriticConfig) else self.config.actor_rollout_ref.model
+        return self.micro_tokens(
+            model,
+            dynamic=role.use_dynamic_bsz,
+            rows=role.ppo_micro_batch_size_per_gpu,
+            tokens=role.ppo_max_token_len_per_gpu,
+            packed=section.use_remove_padding or bool(model.layout),
+            mini=role.ppo_mini_batch_size,
+        )
+
+    def _inference_tokens(self, name: str) -> float:
+        config, settings, model = self.config, self.config.actor_rollout_ref, self.models[name]
+        packed, mini = settings.model.use_remove_padding or bool(model.layout), config.data.train_batch_size
+        if name in ("actor", "reference"):
+            section = settings.rollout if name == "actor" else settings.ref
+            limits = (
+                section.log_prob_use_dynamic_bsz,
+                section.log_prob_micro_batch_size_per_gpu,
+                section.log_prob_max_token_len_per_gpu,
+            )
+        elif name == "critic":
+            critic, packed = config.critic, config.critic.model.use_remove_padding or bool(model.layout)
+            limits = (
+                critic.use_dynamic_bsz,
+                critic.forward_micro_batch_size_per_gpu,
+                critic.forward_max_token_len_per_gpu,
+            )
+        else:
+            reward = config.reward_model
+            limits = (reward.use_dynamic_bsz, reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu)
+        dynamic, rows, tokens = limits
+        return self.micro_tokens(model, dynamic=dynamic, rows=rows, tokens=tokens, packed=packed, mini=mini)
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether old log-probs are a phase; with one optimizer step for each rollout the update gives them."""
+        config, actor = self.config, self.config.actor_rollout_ref.actor
+        once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+        read = config.algorithm.use_kl_in_reward or config.algorithm.use_pf_ppo
+        waits = config.trainer.critic_warmup > 1
+        return not once or read or waits or config.algorithm.rollout_correction.rollout_is is not None
+
+    def groups(self) -> tuple[Group, ...]:
+        """Return the devices of the run with what each phase needs there."""
+        by_devices: dict[range, list[str]] = {}
+        for name, devices in placed(self.config).items():
+            by_devices.setdefault(devices, []).append(name)
+        return tuple(
+            Group(devices, tuple(names), self._phases(names)) for devices, names in sorted(by_devices.items(), key=str)
+        )
+
+    def _phases(self, names: list[str]) -> dict[str, Parts]:
+        kind = "cpu" if self.device.is_cpu else "gpu"
+        here = {name: model for name, model in self.models.items() if name in names}
+        base: Parts = {"process": OVERHEAD[kind]}
+        if kind == "gpu" and self.cluster.count > 1:
+            base["communication"] = COMMUNICATION
+        resting, on_host = Parts(base), Parts()
+        for model in here.values():
+            device, host = memory.at_rest(model)
+            resting |= device
+            on_host |= host
+        if self.device.is_cpu:
+            resting |= on_host
+        if "sampler" in names and self._has_copy:
+            resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
+        added: dict[str, Parts] = {"load": self._loading(here)}
+        if "sampler" in names or (self.served and "actor" in names):
+            added["sampling"] = self._sampling(resting)
+        if "actor" in here:
+            actor = here["actor"]
+            if self.recomputes_log_probs:
+                added["log_probs"] = memory.inference(actor, self._inference_tokens("actor"))
+            added["update_actor"] = memory.update(
+                actor,
+                self._update_tokens(actor, self.config.actor_rollout_ref.actor),
+                actor.layout.pipeline if actor.layout else 1,
+            )
+            added["transfer"] = self._transfer(actor)
+            added["checkpoint"] = {"gathered weights": memory.MASTER * self.policy.embedding} if actor.sharded else {}
+        for name, phase in (("reference", "reference"), ("critic", "values"), ("reward_model", "reward")):
+            if name in here:
+                added[phase] = memory.inference(here[name], self._inference_tokens(name))
+        if "critic" in here:
+            critic = here["critic"]
+            added["update_critic"] = memory.update(critic, self._update_tokens(critic, self.config.critic))
+        first_step = {"load"}
+        return {
+            phase: _with_slack(
+                {
+                    part: size
+                    for part, size in resting.items()
+                    if not (phase in first_step and part.endswith("optimizer"))
+                },
+                parts,
+                SLACK[kind],
+            )
+            for phase, parts in added.items()
+        }
+
+    def _loading(self, here: Mapping[str, Model]) -> Parts:
+        """Return what the model that is loaded last needs besides: a float32 copy, or a layer if it is sharded."""
+        if self.device.is_cpu or not here:
+            return {}
+        return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in here.values()))}
+
+    @property
+    def served(self) -> bool:
+        """Whether servers sample."""
+        return self.config.actor_rollout_ref.rollout.name in SERVERS
+
+    @property
+    def _has_copy(self) -> bool:
+        """Whether the native sampler has its own copy of the weights."""
+        actor, config = self.models["actor"], self.config
+        separate = placed(config).get("sampler") != placed(config)["actor"]
+        return separate or actor.sharded or bool(actor.layout) or config.trainer.async_mode != "off"
+
+    @cached_property
+    def sampler(self) -> Model:
+        """The policy as it samples."""
+        kind = self.config.actor_rollout_ref.rollout.dtype
+        number = {"auto": self.models["actor"].number, "bfloat16": 2, "float32": 4}[kind]
+        return replace(self.models["actor"], sharded=False, layout=None, number=number, trained=False, adapter=0)
+
+    @cached_property
+    def samplers(self) -> int:
+        """Number of copies of the policy that sample."""
+        devices = placed(self.config).get("sampler", placed(self.config)["actor"])
+        if not self.served:
+            return len(devices)
+        return max(1, len(devices) // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+
+    def _sampling(self, resting: Parts) -> Parts:
+        config, rollout, sizes = self.config, self.config.actor_rollout_ref.rollout, self.policy
+        length = config.data.max_prompt_length + rollout.response_length
+        if self.served and not rollout.server_urls:
+            share = rollout.gpu_memory_utilization * self.device.memory * GIB
+            weights = self.sampler.number * sizes.parameters / rollout.tensor_model_parallel_size
+            least = weights + memory.kv_cache(sizes, 1, length, self.sampler.number) + 1.5 * GIB
+            return {"server (gpu_memory_utilization)": max(share, least)}
+        if self.served:
+            return {}
+        slots = max(1, min(rollout.max_num_seqs, ceil(self.rows / self.samplers)))
+        prompts = ceil(slots / rollout.n) * config.data.max_prompt_length
+        forward = memory.inference(self.sampler, prompts)
+        return {
+            "KV cache": memory.kv_cache(sizes, slots, length, self.sampler.number),
+            "sampler activations": forward["actor activations"],
+            "sampler logits": 10.0 * slots * sizes.vocabulary,
+        }
+
+    def _transfer(self, actor: Model) -> Parts:
+        """Return what gathering the largest weight, and sending a slice to servers, needs."""
+        parts = Parts()
+        if actor.sharded or actor.layout:
+            parts["gathered weights"] = float(actor.number * self.policy.embedding)
+        if self.served:
+            parts["weights on their way"] = 2.0 * SLICE
+        return parts
+
+    def host(self) -> Parts:
+        """Return the bytes of a machine's memory that are not its devices'."""
+        parts, per_node = Parts(), self.cluster.per_node
+        if self.device.is_cpu:
+            return parts
+        parts["processes"] = HOST_PROCESS * per_node
+        for model in self.models.values():
+            for name, size in memory.at_rest(model)[1].items():
+                parts[name] = size * min(per_node, model.ranks)
+        whole = [model for model in self.models.values() if not model.sharded and not model.layout]
+        if whole:
+            parts["a model on its way to the device"] = max(memory.MASTER * float(model.held) for model in whole)
+        if self.config.trainer.async_save and self.config.trainer.save_freq > 0:
+            parts["copy of a checkpoint"] = self.checkpoint() * per_node / self.cluster.count
+        return parts
+
+    def checkpoint(self) -> float:
+        """Return the bytes of a checkpoint: float32 weights, and AdamW's moments of what is trained."""
+        trained = [model for model in self.models.values() if model.trained]
+        return float(sum(memory.MASTER * model.held + memory.MOMENTS * model.learned for model in trained))
+
+    def steps(self) -> int | None:
+        """Return the number of steps of the run; None if the rows of its data are unknown."""
+        trainer, rows = self.config.trainer, rows_of_data(self.config, self.given)
+        if trainer.total_training_steps is not None:
+            return trainer.total_training_steps
+        return None if rows is None else trainer.total_epochs * max(1, rows // self.config.data.train_batch_size)
+
+    def plan(self) -> Plan:
+        """Return the plan."""
+        times, idle = self._times()
+        steps, trainer = self.steps(), self.config.trainer
+        kept: int | None = 1
+        if trainer.save_freq > 0:
+            saved = None if steps is None else steps // trainer.save_freq + bool(steps % trainer.save_freq)
+            kept = trainer.max_actor_ckpt_to_keep or saved
+        elif trainer.save_freq == 0:
+            kept = 0
+        return Plan(
+            self.cluster,
+            self.groups(),
+            self.host(),
+            self.checkpoint(),
+            kept,
+            times,
+            step_of(times, self.config.trainer.async_mode),
+            idle,
+            self.rows * (self.lengths.prompt + self.lengths.mean),
+            steps,
+            self.lengths,
+            self.policy,
+        )
+
+    def _times(self) -> tuple[dict[str, Interval], float]:
+        config, models = self.config, self.models
+        seconds: dict[str, float] = {}
+        seconds["gen"], idle = self._generation()
+        if self.given.reward:
+            seconds["reward"] = self.given.reward
+        if self.recomputes_log_probs:
+            seconds["old_log_prob"] = self._forward("actor")
+        for name, phase in (("reference", "ref"), ("critic", "values"), ("reward_model", "reward_model")):
+            if name in models:
+                seconds[phase] = self._forward(name)
+        if config.actor_rollout_ref.model.lora_rank and asks_reference(config):
+            seconds["ref"] = self._forward("actor")
+        if "critic" in models:
+            seconds["update_critic"] = self._update("critic", config.critic)
+        seconds["update_actor"] = self._update("actor", config.actor_rollout_ref.actor)
+        if full_kl_in_reward(config) and "old_log_prob" in seconds:
+            seconds["old_log_prob"] *= 2
+        seconds["update_weights"] = self._weights_transfer()
+        return {phase: self._interval(phase, value) for phase, value in seconds.items()}, idle
+
+    def _interval(self, phase: str, seconds: float) -> Interval:
+        factor = (self.corrections or {}).get(phase)
+        low, high = SPREAD if factor is None else CALIBRATED
+        middle = seconds * (factor or 1.0)
+        return Interval(low * middle, middle, high * middle)
+
+    def _generation(self) -> tuple[float, float]:
+        """Return the seconds of sampling, and the idle share of the samplers."""
+        rollout, lengths = self.config.actor_rollout_ref.rollout, self.lengths
+        rows = max(1, ceil(self.rows / self.samplers))
+        efficiency = CPU if self.device.is_cpu else SERVER if self.served else GPU
+        shards = rollout.tensor_model_parallel_size if self.served else 1
+        step = decode_step(self.sampler, self.cluster.device, efficiency, shards)
+        drawn = lengths.draw(min(rows, DRAWN))
+        sampled = simulate(drawn, rollout.max_num_seqs, step, lengths.prompt)
+        prompts = rows / rollout.n * lengths.prompt
+        work = forward_work(self.policy, prompts, prompts * lengths.prompt / 2, 0)
+        prefill = products_seconds(work, self.policy, self.cluster, shards, efficiency)
+        return sampled.seconds * rows / len(drawn) + prefill, sampled.idle
+
+    def _work(self, name: str, packed: bool, share: int) -> float:
+        """Return the operations of a forward pass over all rows; `share` rows of a prompt compute it once."""
+        lengths, rows, model = self.lengths, self.rows, self.models[name]
+        response = lengths.mean if packed else (lengths.mean + lengths.tail) / 2  # padded to the longest of a few
+        prompts = rows / (share if packed else 1)
+        tokens = prompts * lengths.prompt + rows * response
+        pairs = rows * (lengths.prompt + response) ** 2 / 2
+        targets = rows * response if model.has_head else 0.0
+        return forward_work(model.sizes, tokens, pairs, targets)
+
+    def _sharing(self, rows: int, *, dynamic: bool) -> int:
+        n = self.config.actor_rollout_ref.rollout.n
+        return n if dynamic else max(1, min(n, rows))
+
+    def _forward(self, name: str) -> float:
+        model, settings = self.models[name], self.config.actor_rollout_ref
+        packed = self.config.critic.model.use_remove_padding if name == "critic" else settings.model.use_remove_padding
+        share = self._sharing(
+            settings.rollout.log_prob_micro_batch_size_per_gpu, dynamic=settings.rollout.log_prob_use_dynamic_bsz
+        )
+        products = self._products(model, self._work(name, packed or bool(model.layout), share))
+        passes = self._micro_batches(model, self._inference_tokens(name))
+        return overlapped(products, gather_seconds(model, self.cluster, passes, 0))
+
+    def _micro_batches(self, model: Model, tokens: float) -> int:
+        each = self.rows * (self.lengths.prompt + self.lengths.mean) / self.replicas(model)
+        return max(1, ceil(each / tokens))
+
+    def _products(self, model: Model, work: float) -> float:
+        efficiency = CPU if self.device.is_cpu else GPU
+        seconds = products_seconds(work, model.sizes, self.cluster, model.ranks, efficiency)
+        if model.layout and model.layout.pipeline > 1:
+            pieces = max(1, self._micro_batches(model, self._update_tokens(model, self.config.actor_rollout_ref.actor)))
+            seconds *= 1 + (model.layout.pipeline - 1) / pieces
+        return seconds * (1.0 if model.ranks == 1 else 1.05 if self.config.trainer.balance_batch else 1.15)
+
+    def _update(self, name: str, role: ActorConfig | CriticConfig) -> float:
+        model, config = self.models[name], self.config
+        section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
+        packed = section.use_remove_padding or bool(model.layout)
+        share = self._sharing(role.ppo_micro_batch_size_per_gpu, dynamic=role.use_dynamic_bsz)
+        passes = (2 if model.adapter else 3) + (1 if model.recompute else 0)
+        products = self._products(model, passes * self._work(name, packed, share))
+        micro = self._micro_batches(model, self._update_tokens(model, role))
+        gathered = gather_seconds(model, self.cluster, micro * (2 if model.reshard else 1), micro)
+        minis = ceil(config.data.train_batch_size / role.ppo_mini_batch_size)
+        shards = model.shards if model.sharded else max(1, self.replicas(model) if model.layout else 1)
+        optimizer = minis * 28 * model.learned / shards / (self.cluster.device.bandwidth * 1e9 * 0.5)
+        if model.on_host or model.optimizer_rests_on_host:  # over PCIe and back
+            optimizer += 2 * minis * 8 * model.learned / shards / 20e9
+        if model.weights_rest_on_host or model.on_host:
+            optimizer += 2 * 4 * model.held / shards / 20e9
+        return role.ppo_epochs * (overlapped(products, gathered) + optimizer)
+
+    def _weights_transfer(self) -> float:
+        actor, device = self.models["actor"], self.cluster.device
+        size = float(actor.number * self.policy.parameters)
+        if not self._has_copy and not self.served:
+            return 0.0
+        rate = device.bandwidth / 4 if device.is_cpu else device.link if self.cluster.nodes == 1 else device.network
+        return size / (min(rate, 20.0 if self.served else rate) * 1e9)
+
+
+def step_of(times: Mapping[str, Interval], mode: str) -> Interval:
+    """Return the seconds of a step; with asynchronous runs sampling and learning take place at the same time."""
+    sampling = [interval for phase, interval in times.items() if phase in ("gen", "reward")]
+    learning = [interval for phase, interval in times.items() if phase not in ("gen", "reward")]
+    zero = Interval(0.0, 0.0, 0.0)
+    first, second = sum(sampling, zero), sum(learning, zero)
+    if mode == "off":
+        return first + second
+    return Interval(max(first.low, second.low), max(first.middle, second.middle), max(first.high, second.high))
+
+
+def _with_slack(resting: Parts, added: Parts, slack: float) -> Parts:
+    parts = resting | added
+    lost = slack * (total(added) - added.get("server (gpu_memory_utilization)", 0.0))
+    return parts | ({"allocator": lost} if lost else {})

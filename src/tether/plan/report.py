@@ -1,0 +1,158 @@
+"""A plan as text and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tether.plan.changes import Case, Change
+from tether.plan.devices import GIB, host_memory
+from tether.plan.memory import Parts, total
+from tether.plan.planning import Interval, Plan
+
+SMALL = 0.01
+"""Parts below this share of the phase are not listed."""
+Row = Sequence[str]
+
+
+def gib(size: float) -> str:
+    """Return bytes as GiB."""
+    return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
+
+
+def span(interval: Interval, unit: str = "s") -> str:
+    """Return an interval as text."""
+    return f"{_short(interval.low)} to {_short(interval.high)} {unit}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
+
+
+def cause(plan: Plan) -> str:
+    """Return the sentence that says where the peak is and what most of it is."""
+    group = plan.fullest
+    parts = group.phases[group.peak_phase]
+    first, *others = sorted(parts, key=lambda name: -parts[name])[:3]
+    largest = f"{first} ({gib(parts[first])})"
+    rest = " and ".join(f"{name} ({gib(parts[name])})" for name in others)
+    where = "" if len(plan.groups) == 1 else f" on devices {group.devices[0]} to {group.devices[-1]}"
+    return f"The peak is in {group.peak_phase}{where}: most of it is {largest}, then {rest}."
+
+
+def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
+    """Return the table of phases and their parts."""
+    rows = []
+    for group in plan.groups:
+        for phase, parts in group.phases.items():
+            listed = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
+            whole = total(parts)
+            text = ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed if size >= SMALL * whole)
+            devices = f"{group.devices[0]}-{group.devices[-1]} " if len(plan.groups) > 1 else ""
+            rows.append((f"{devices}{phase}", gib(whole), text))
+    return ("phase", "a device", "of which, GiB"), rows
+
+
+def time_table(plan: Plan) -> tuple[Row, list[Row]]:
+    """Return the table of seconds by phase."""
+    rows = [(phase, span(interval)) for phase, interval in plan.times.items()]
+    return ("phase", "seconds of a step"), [*rows, ("step", span(plan.step))]
+
+
+def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
+    """Return the lines in front of the tables."""
+    cluster = plan.cluster
+    device = cluster.device
+    lines = [
+        f"{plan.actor.named}: {plan.actor.parameters / 1e9:.2f}B weights; {cluster.count} x {device.name} "
+        f"({device.memory:.0f} GiB each)",
+        f"{plan.verdict}: {gib(plan.peak)} of {device.memory:.1f} GiB, {plan.share:.0%}. {cause(plan)}",
+    ]
+    disk = "unknown number of" if plan.kept is None else str(plan.kept)
+    host = f"host memory of a machine {gib(total(plan.host))}; " if plan.host else ""
+    lines.append(f"{host}a checkpoint takes {gib(plan.checkpoint)} of disk, {disk} kept at the end")
+    rate = Interval(*(plan.tokens / s for s in (plan.step.high, plan.step.middle, plan.step.low)))
+    lines.append(f"a step of {plan.tokens:,.0f} tokens takes {span(plan.step)}: {span(rate, 'tokens/s')}")
+    if plan.hours is None:
+        lines.append("the number of steps is not known: give --rows, the rows of data.train_files")
+    else:
+        energy = device.watts * cluster.count / 1000
+        run = f"{plan.steps} steps: {span(plan.hours, 'hours')}"
+        if energy:
+            used = Interval(*(energy * h for h in (plan.hours.low, plan.hours.middle, plan.hours.high)))
+            run += f", {span(used, 'kWh')}"
+        if price:
+            each, currency = price
+            paid = [each * cluster.count * h for h in (plan.hours.low, plan.hours.middle, plan.hours.high)]
+            run += f", {span(Interval(*paid), currency)}"
+        lines.append(run)
+    return lines
+
+
+def change_table(changes: Iterable[Change]) -> tuple[Row, list[Row]]:
+    """Return the table of changes that make the run fit."""
+    rows = [(c.text, gib(c.plan.peak), span(c.plan.step), c.note) for c in changes]
+    return ("change", "peak", "step", ""), rows
+
+
+def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
+    """Return a what-if table; * marks the Pareto line."""
+    rows = [
+        (c.what, gib(c.plan.peak), c.plan.verdict, span(c.step), f"{c.device_seconds:,.0f}", "*" if c.best else "")
+        for c in cases
+    ]
+    return ("", "peak", "verdict", "step", "device x s", "best"), rows
+
+
+def length_table(plans: Iterable[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
+    """Return how much depends on the lengths of responses."""
+    rows = [(what, span(plan.step), f"{plan.idle:.0%}") for what, plan in plans]
+    return ("responses: mean, tail", "step", "samplers idle"), rows
+
+
+def host_warning(plan: Plan) -> str | None:
+    """Return a sentence if this machine's memory is less than the host's part of the plan."""
+    need = total(plan.host)
+    if plan.cluster.device.is_cpu or need <= host_memory() * GIB:
+        return None
+    return f"a machine needs {gib(need)} of host memory, more than this one has"
+
+
+def _data(parts: Parts) -> dict[str, float]:
+    return {name: round(size) for name, size in parts.items()}
+
+
+def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | None) -> dict[str, object]:
+    """Return the plan as plain data; sizes are bytes, times [low, middle, high] in seconds."""
+    cluster = plan.cluster
+    return {
+        "verdict": plan.verdict,
+        "peak_bytes": round(plan.peak),
+        "device_bytes": round(cluster.device.memory * GIB),
+        "cause": cause(plan),
+        "device": cluster.device.name,
+        "devices": cluster.count,
+        "parameters": plan.actor.parameters,
+        "memory": [
+            {
+                "devices": [group.devices[0], group.devices[-1]],
+                "models": list(group.models),
+                "phases": {phase: _data(parts) for phase, parts in group.phases.items()},
+            }
+            for group in plan.groups
+        ],
+        "host_bytes": _data(plan.host),
+        "checkpoint_bytes": round(plan.checkpoint),
+        "checkpoints_kept": plan.kept,
+        "seconds": {phase: list(_triple(interval)) for phase, interval in (*plan.times.items(), ("step", plan.step))},
+        "tokens_per_step": plan.tokens,
+        "steps": plan.steps,
+        "hours": list(_triple(plan.hours)) if plan.hours else None,
+        "samplers_idle": plan.idle,
+        "changes": [{"values": dict(c.values), "peak_bytes": round(c.plan.peak), "seconds": list(_triple(c.plan.step)),
+                     "note": c.note} for c in changes],
+        "largest_micro_batch": dict([largest]) if largest else None,
+    }  # fmt: skip
+
+
+def _triple(interval: Interval) -> tuple[float, float, float]:
+    return interval.low, interval.middle, interval.high

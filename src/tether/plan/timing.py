@@ -1,0 +1,180 @@
+"""Time of each phase of a step: a roofline with efficiencies that have a source, and a simulation of sampling.
+
+A phase takes as long as its products at the device's rate, or its bytes at the rate of memory or of the links, times
+what is usually lost. Each result is an interval, because that loss varies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from tether.plan.architecture import Architecture
+from tether.plan.devices import Cluster, Device
+from tether.plan.memory import Model
+
+SPREAD = (0.7, 1.45)
+"""Uncalibrated, a phase takes between these multiples of its estimate."""
+CALIBRATED = (0.85, 1.2)
+"""The same after a run on the machine was compared."""
+TAIL = 0.99
+"""The quantile of the lengths that is asked for."""
+DRAWN = 4096
+"""Most lengths that are simulated; more sequences are in proportion."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's rates that are reached."""
+
+    products: float
+    """Of dense products, for a model with a large hidden size."""
+    half_at: float
+    """Hidden size at which half of that is reached; 0: at any."""
+    bandwidth: float
+    """Of the memory's rate while a token is decoded."""
+    per_layer: float
+    """Seconds of a layer of a decoded token that no roofline has: launches."""
+    source: str
+
+    def of_products(self, hidden: int) -> float:
+        """Return the share for a model of a hidden size."""
+        return self.products * hidden / (hidden + self.half_at)
+
+
+CPU = Efficiency(
+    0.58, 0, 0.6, 0.0, "docs/evidence/performance.md: training 59 to 61 % and decoding 71 % of the limit on two cores"
+)
+GPU = Efficiency(
+    0.5, 2500, 0.6, 1.3e-4,
+    "prime-rl's BENCHMARKS.md: Qwen3-0.6B reaches 11 % on an H100, verl and Megatron 30 to 40 % at 7B and more; "
+    "decoding: docs/guides/gpu.md, 3.7 to 5.3 ms for 24 to 30 layers on an H200",
+)  # fmt: skip
+SERVER = Efficiency(0.5, 2500, 0.6, 3e-5, "vLLM's own benchmarks: about 60 % of the memory's rate, with CUDA graphs")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses. The mean and the 99 % quantile of responses cannot be known before a run."""
+
+    prompt: float
+    mean: float
+    tail: float
+    limit: int
+    """Most tokens of a response."""
+
+    def draw(self, count: int, seed: int = 0) -> list[int]:
+        """Draw lengths of responses from a log-normal distribution with this mean and quantile, cut at the limit."""
+        ratio = max(1.0, self.tail / self.mean)
+        z = NormalDist().inv_cdf(TAIL)
+        # tail / mean = exp(z sigma - sigma^2 / 2), of which the smaller root is the distribution that is meant.
+        sigma = z - math.sqrt(max(0.0, z * z - 2 * math.log(ratio)))
+        mu = math.log(self.mean) - sigma**2 / 2
+        draw = random.Random(seed)
+        return [max(1, min(self.limit, round(draw.lognormvariate(mu, sigma)))) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A simulated rollout of one sampler."""
+
+    seconds: float
+    idle: float
+    """Share of its slots x time in which no sequence was sampled."""
+
+
+def simulate(lengths: Sequence[int], slots: int, step: Callable[[int, float], float], prompt: float) -> Sampled:
+    """Simulate continuous batching: a sequence that ends makes room for the next one.
+
+    Args:
+        lengths: tokens of each response.
+        slots: sequences that are sampled at a time.
+        step: seconds of a decoded token for so many rows, each of so many tokens.
+        prompt: tokens of a prompt.
+    """
+    waiting = list(reversed(lengths))
+    ends: list[int] = []  # decoding step in which a sequence ends
+    while waiting and len(ends) < slots:
+        heapq.heappush(ends, waiting.pop())
+    slots = len(ends)
+    now, seconds, used = 0, 0.0, 0.0
+    while ends:
+        first, rows = ends[0], len(ends)
+        took = (first - now) * step(rows, prompt + sum(lengths) / len(lengths) / 2)
+        seconds, used, now = seconds + took, used + took * rows, first
+        while ends and ends[0] == now:
+            heapq.heappop(ends)
+            if waiting:
+                heapq.heappush(ends, now + waiting.pop())
+    return Sampled(seconds, 1 - used / (slots * seconds) if seconds else 0.0)
+
+
+def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: int = 1) -> Callable[[int, float], float]:
+    """Return the seconds of one decoded token for so many rows with so many tokens each.
+
+    Args:
+        model: the policy.
+        device: a device that samples.
+        efficiency: what is reached of its rates.
+        shards: devices that share the sampler's model.
+    """
+    sizes, c = model.sizes, model.number
+    weights = sizes.active_in_layers + sizes.embedding
+    rate = device.teraflops * 1e12 * efficiency.of_products(sizes.hidden)
+
+    def seconds(rows: int, length: float) -> float:
+        read = weights
+        if sizes.experts:  # each row has its own experts, until all of them are read
+            share = 1 - (1 - sizes.active_experts / sizes.experts) ** rows
+            read = sizes.embedding + sizes.in_layers * share + sizes.attention * sizes.layers * (1 - share)
+        cache = rows * length * sizes.kv_per_token
+        memory = c * (read + cache) / (device.bandwidth * 1e9 * efficiency.bandwidth)
+        products = 2 * rows * weights / rate
+        return max(memory, products) / shards + efficiency.per_layer * sizes.layers
+
+    return seconds
+
+
+def forward_work(sizes: Architecture, tokens: float, pairs: float, targets: float) -> float:
+    """Return the floating-point operations of a forward pass.
+
+    Args:
+        sizes: the model's.
+        tokens: tokens in the layers.
+        pairs: pairs of tokens of which one sees the other.
+        targets: tokens whose logits are computed; 0 for a critic.
+    """
+    attention = 4 * sizes.heads * sizes.head_size * sizes.layers * pairs
+    return 2 * sizes.active_in_layers * tokens + attention + 2 * sizes.embedding * targets
+
+
+def products_seconds(work: float, sizes: Architecture, cluster: Cluster, ranks: int, efficiency: Efficiency) -> float:
+    """Return the seconds of floating-point operations that are shared among devices."""
+    return work / (ranks * cluster.device.teraflops * 1e12 * efficiency.of_products(sizes.hidden))
+
+
+def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -> float:
+    """Return the seconds in which weights are gathered and gradients are summed over the shards.
+
+    Args:
+        model: a sharded model.
+        cluster: its devices.
+        passes: how often all weights are gathered.
+        sums: how often all gradients are summed.
+    """
+    if not model.sharded or model.shards == 1:
+        return 0.0
+    device = cluster.device
+    # Between machines each device sends its part; within one the links are faster.
+    rate = device.link if model.shards <= cluster.per_node else device.network
+    share = (model.shards - 1) / model.shards
+    return share * (passes * model.number * model.parameters + sums * 4 * model.learned) / (rate * 1e9)
+
+
+def overlapped(products: float, sent: float) -> float:
+    """Return the seconds of products beside which data is sent, most of it at the same time."""
+    return max(products, sent) + 0.15 * min(products, sent)

@@ -1,0 +1,69 @@
+"""A run beside its plan, the correction that it leaves, and the warning of `tether train`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tether.commands.train import memory_warning, train
+from tether.config import load_config
+from tether.plan.comparison import compare, corrections_of, keep_corrections
+from tether.plan.devices import Device
+from tether.plan.planning import Planner
+
+SETTINGS = (
+    "data.train_files=[gsm8k.parquet]",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=8",
+    "trainer.device=cpu",
+)
+HERE = Device("a machine", 16, 0.4, 50, 12, is_cpu=True)
+
+
+def test_a_run_beside_its_plan_corrects_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
+    loaded = load_config(None, [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m"])
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_3/run.yaml").write_text(loaded.to_yaml())
+    lengths = {"response_length/mean": 100.0, "response_length/max": 200.0, "prompt_length/mean": 60.0}
+    lines = [
+        {
+            "step": step,
+            "timing_s/gen": seconds,
+            "timing_s/update_actor": 50.0,
+            "perf/cpu_memory_peak_gb": 3.0,
+            **lengths,
+        }
+        for step, seconds in ((1, 99.0), (2, 10.0), (3, 12.0), (4, 14.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = compare(tmp_path, HERE, {})
+    planned, measured = found.seconds["gen"]
+    assert measured == 12.0, "the median without the first step"
+    assert found.corrections["gen"] == pytest.approx(12.0 / planned.middle)
+    assert found.peak
+    assert found.peak[1] == 3.0 * 2**30
+    keep_corrections(HERE, found.corrections)
+    again = compare(tmp_path, HERE, corrections_of(HERE))
+    assert again.seconds["gen"][0].middle == pytest.approx(12.0)
+    assert again.corrections == pytest.approx(found.corrections), "a correction is of the plan without corrections"
+    assert corrections_of(Device("another", 1, 1, 1, 1)) == {}
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timing_s/gen": 1.0}\n')
+    with pytest.raises(ValueError, match=r"has no global_step_N/run\.yaml; a run is compared once it has saved"):
+        compare(tmp_path, HERE, {})
+
+
+def test_training_warns_or_refuses_before_a_model_that_does_not_fit_is_loaded() -> None:
+    words = [*SETTINGS, "actor_rollout_ref.model.path=qwen2.5-72b"]
+    config = load_config(None, words).config
+    warning = memory_warning(config)
+    assert warning
+    assert warning.startswith("this run does not fit: ")
+    assert Planner(config, HERE).plan().verdict == "does not fit"
+    with pytest.raises(ValueError, match=r"^this run does not fit: "):
+        train(load_config(None, [*words, "trainer.check_memory=refuse"]))
+    assert memory_warning(load_config(None, [*words, "trainer.check_memory=off"]).config) is None
+    assert memory_warning(load_config(None, [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m"]).config) is None

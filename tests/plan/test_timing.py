@@ -1,0 +1,74 @@
+"""Time: the simulation of sampling against schedules worked by hand, and what has to hold for any lengths."""
+
+import statistics
+
+import pytest
+
+from tether.plan.architecture import KNOWN
+from tether.plan.devices import DEVICES, read_device
+from tether.plan.memory import Model
+from tether.plan.timing import GPU, Lengths, decode_step, forward_work, simulate
+
+
+def one_second(rows: int, length: float) -> float:
+    return 1.0
+
+
+def test_a_sequence_that_ends_makes_room_for_the_next() -> None:
+    # Two slots: 3 beside 1, then 2 in the free slot, which ends with the first.
+    sampled = simulate([3, 1, 2], 2, one_second, prompt=0)
+    assert (sampled.seconds, sampled.idle) == (3.0, 0.0)
+    # The longest comes last and runs alone for 3 of 4 seconds: 5 of 8 slot-seconds are used.
+    alone = simulate([1, 4], 2, one_second, prompt=0)
+    assert (alone.seconds, alone.idle) == (4.0, pytest.approx(3 / 8))
+
+
+def test_no_schedule_is_faster_than_full_slots_or_the_longest_response() -> None:
+    lengths = Lengths(prompt=0, mean=200, tail=900, limit=1000).draw(500)
+    sampled = simulate(lengths, 64, one_second, prompt=0)
+    assert max(max(lengths), sum(lengths) / 64) <= sampled.seconds <= sum(lengths) / 64 + max(lengths)
+    assert 0 < sampled.idle < 1
+
+
+def test_drawn_lengths_have_the_mean_and_the_tail_that_were_asked_for() -> None:
+    drawn = sorted(Lengths(prompt=0, mean=300, tail=1500, limit=100_000).draw(20_000))
+    assert statistics.mean(drawn) == pytest.approx(300, rel=0.05)
+    assert drawn[int(0.99 * len(drawn))] == pytest.approx(1500, rel=0.1)
+    assert max(Lengths(prompt=0, mean=300, tail=400, limit=320).draw(1000)) <= 320
+
+
+def test_operations_of_a_forward_pass() -> None:
+    sizes = KNOWN["smollm2-135m"]
+    layers = 2 * sizes.active_in_layers * 10 + 2 * sizes.embedding * 5
+    assert forward_work(sizes, 10, 50, 5) == layers + 4 * 9 * 64 * 30 * 50
+
+
+def test_a_decoded_token_reads_the_weights_once_and_its_cache() -> None:
+    sizes, device = KNOWN["qwen2.5-7b"], DEVICES["h100-80g"]
+    step = decode_step(Model("actor", sizes), device, GPU)
+    weights = 2 * (sizes.active_in_layers + sizes.embedding)
+    rate = 3350e9 * GPU.bandwidth
+    assert step(1, 0) == pytest.approx(weights / rate + 28 * GPU.per_layer)
+    cache = 64 * 1000 * sizes.kv_per_token * 2
+    assert step(64, 1000) - step(1, 0) == pytest.approx(cache / rate)
+
+
+def test_devices_of_a_table_and_ones_own() -> None:
+    assert read_device("h100-80g:8") == (DEVICES["h100-80g"], 8)
+    own, count = read_device("memory=24,teraflops=120,bandwidth=900:2")
+    assert (own.memory, own.teraflops, own.bandwidth, count) == (24, 120, 900, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100", "--device h100: h100 is not known. Did you mean "),
+        ("h100-80g:x", "--device h100-80g:x: 'x' is no number of devices"),
+        ("memory=24,teraflops=120", "--device memory=24,teraflops=120: bandwidth is missing"),
+        ("memory=x,teraflops=120,bandwidth=1", "--device: 'memory=x' is not memory or "),
+    ],
+)
+def test_a_device_that_is_unknown_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message.replace(".", r"\.")) as error:
+        read_device(text)
+    assert "\n" not in str(error.value)
