@@ -452,8 +452,8 @@ def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankG
             f"{PARTS}.{name}", section, resolve_device(config.trainer.device), config.data.chat_template_date
         )
     if isinstance(section, IntegrationPart):
-        module, own = integration(section.kind, "rewards"), integration_config(config.integrations, section.kind)
-        rewards: Rewards = module.build_rewards(own, _num_workers(config.reward_model), config.reward_model.timeout)
+        module, keys = integration(section.kind, "rewards"), integration_config(config.integrations, section.kind)
+        rewards: Rewards = module.build_rewards(keys, _num_workers(config.reward_model), config.reward_model.timeout)
         return rewards
     if isinstance(section, RulesPart):
         return _build_rules(config.custom_reward_function, config.reward_model)

@@ -152,8 +152,8 @@ def _problems_of(path: str, kind: str, section: Mapping[str, object]) -> list[Pr
     try:
         read = _adapter(kind).validate_python(section)
     except ValidationError as error:
-        part = _PARTS.get(kind, IntegrationPart)
-        return [section_problem(path, part, f"a part of kind {kind}", detail) for detail in error.errors()]
+        fields = _PARTS.get(kind, IntegrationPart)
+        return [section_problem(path, fields, f"a part of kind {kind}", detail) for detail in error.errors()]
     if not isinstance(read, JudgePart):
         return []
     problems = []

@@ -26,8 +26,8 @@ def integrations_are_installed_and_used(cfg: RunConfig) -> Problem | None:
     """A section of an integration belongs to a part of the reward."""
     if part_problems(cfg.reward_model.parts):
         return None
-    parts = read_parts(cfg.reward_model.parts).values()
-    used = {part.kind for part in parts if isinstance(part, IntegrationPart)}
+    sections = read_parts(cfg.reward_model.parts).values()
+    used = {section.kind for section in sections if isinstance(section, IntegrationPart)}
     return next(iter(integration_problems(cfg.integrations, used)), None)
 
 
