@@ -118,7 +118,7 @@ def write_text(
             logger.log_samples(step, validation_samples(logged["critic/score/mean"]))
             logged["val-core/math/acc/mean@1"] = round(20 * min(max(logged["critic/score/mean"], 0), 1)) / 20
         logger.log(step, logged)
-        _record(recorder, step, rows, rng, texts)
+        record_step(recorder, step, rows, rng, texts)
     logger.close()
     return folder
 
@@ -139,7 +139,7 @@ def validation_samples(share: float) -> list[Sample]:
     ]
 
 
-def _record(recorder: RecordFile, step: int, rows: list, rng: np.random.Generator, texts: Any) -> None:
+def record_step(recorder: RecordFile, step: int, rows: list, rng: np.random.Generator, texts: Any) -> None:
     count = len(rows)
     rewards = np.array([reward for _, reward, _ in rows], dtype=np.float32)
     groups = np.array([prompt for prompt, _, _ in rows], dtype=np.int32)

@@ -44,6 +44,7 @@ EXTRAS = {
     "reasoning-gym": ("quickstart", "procedural tasks with verifiers: data.train_files=reasoning_gym:TASK"),
     "gguf": ("quickstart", "models from GGUF files, among them those of tether model pull"),
     "matplotlib": ("quickstart", "tether plot"),
+    "uvicorn": ("view", "tether view in a browser"),
     "liger-kernel": ("cuda-kernels", "fused norms and gated MLPs on CUDA"),
     "flash-attn": ("cuda-kernels", "attention over packed sequences on CUDA"),
     "ray": ("ray", "several devices: trainer.n_gpus_per_node, trainer.nnodes"),

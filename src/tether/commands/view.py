@@ -45,7 +45,7 @@ def view(
 ) -> None:
     """Show what runs did: curves, samples, tokens, episodes, and advice.
 
-    For example: tether view checkpoints/tether/gsm8k; or tether view RUN --step 40 --sort -reward --json
+    For example: tether view RUN --step 40 --sort -reward --limit 5 --json
     """
     from tether.view.run import RunFolder, find_runs
 

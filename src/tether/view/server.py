@@ -73,14 +73,15 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         text = json.dumps(value, default=str, allow_nan=False)
         return respond(text.encode(), "application/json", status)
 
-    def page(request: Request) -> Response:
+    # Coroutines, which answer one after the other: runs are read and cached without locks.
+    async def page(request: Request) -> Response:
         name = request.path_params.get("name") or "index.html"
         file = STATIC / name
         if not secrets.compare_digest(request.path_params["token"], token) or file not in STATIC.iterdir():
             return respond(b"not found", "text/plain", 404)
         return respond(file.read_bytes(), TYPES[file.suffix])
 
-    def ask(request: Request) -> Response:
+    async def ask(request: Request) -> Response:
         if not secrets.compare_digest(request.path_params["token"], token):
             return respond(b"not found", "text/plain", 404)
         for run in runs:
@@ -90,7 +91,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         except (ValueError, KeyError, IndexError) as error:
             return as_json({"error": str(error)}, 400)
 
-    def video(request: Request) -> Response:
+    async def video(request: Request) -> Response:
         index, name = int(request.path_params["run"]), request.path_params["name"]
         if not secrets.compare_digest(request.path_params["token"], token) or index >= len(runs):
             return respond(b"not found", "text/plain", 404)

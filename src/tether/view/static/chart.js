@@ -14,8 +14,8 @@ function svg(tag, attributes = {}, content) {
   return element;
 }
 
-function ticks(low, high, count) {
-  const raw = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(raw));
+function ticks(low, high, count, whole = false) {
+  const raw = Math.max((high - low) / count || 1, whole ? 1 : 0), power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= raw);
   const found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + 1e-9 * step; at += step) found.push(Math.abs(at) < step / 1e6 ? 0 : at);
@@ -33,7 +33,7 @@ function path(x, y, at) {
 }
 
 // Series are {name, x, y, low, high, color, dash, title}; marks are {step, kind, text, until}.
-export function chart({ series, marks = [], height = 130, stacked = false, wide = false, label = "", onPick, cursor }) {
+export function chart({ series, marks = [], height = 130, stacked = false, wide = false, label = "", onPick, cursor, domain }) {
   const shown = series.filter((one) => one.x.length), width = wide ? Math.max(320, Math.min(innerWidth, 1600) - 60) : 460;
   const box = h("div", { class: "chart" });
   const legend = h("div", { class: "legend" }, shown.map((one, index) => {
@@ -52,7 +52,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
   const values = [...layers.flat(), ...shown.flatMap((one) => [...(one.low ?? []), ...(one.high ?? [])])].filter((v) => v != null && Number.isFinite(v));
   let low = stacked ? 0 : Math.min(...values), high = Math.max(...values);
   if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
-  const first = x.reduce((a, b) => Math.min(a, b)), last = x.reduce((a, b) => Math.max(a, b));
+  const [first, last] = domain ?? [x.reduce((a, b) => Math.min(a, b)), x.reduce((a, b) => Math.max(a, b))];
   const at = {
     x: (value) => MARGIN.left + (width - MARGIN.left - MARGIN.right) * (last === first ? 0.5 : (value - first) / (last - first)),
     y: (value) => MARGIN.top + (height - MARGIN.top - MARGIN.bottom) * (1 - (value - low) / (high - low)),
@@ -62,7 +62,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
     picture.append(svg("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: at.y(tick), y2: at.y(tick) }));
     picture.append(svg("text", { x: MARGIN.left - 5, y: at.y(tick) + 4, "text-anchor": "end" }, number(tick, 3)));
   }
-  for (const tick of ticks(first, last, width / 90)) picture.append(svg("text", { x: at.x(tick), y: height - 4, "text-anchor": at.x(tick) > width - 24 ? "end" : "middle" }, number(tick, 4)));
+  for (const tick of ticks(first, last, width / 90, x.every(Number.isInteger))) picture.append(svg("text", { x: at.x(tick), y: height - 4, "text-anchor": at.x(tick) > width - 24 ? "end" : "middle" }, number(tick, 4)));
   for (const mark of marks.filter((one) => one.step >= first && one.step <= last)) {
     const end = mark.until ?? mark.step;
     picture.append(mark.kind === "discarded"

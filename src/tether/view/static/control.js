@@ -59,7 +59,7 @@ export async function episode(overview, state, ask, go) {
   };
   at.addEventListener("input", () => seek(at.value, true));
   const add = (title, series, marks = drop) => {
-    const picture = chart({ series: series.filter(Boolean), marks, label: "step of the episode", height: 105, onPick: (value) => seek(value, true), cursor: 0 });
+    const picture = chart({ series: series.filter(Boolean), marks, label: "step of the episode", height: 105, domain: [0, steps], onPick: (value) => seek(value, true), cursor: 0 });
     charts.push(picture);
     return h("section", { class: "card" }, h("h3", {}, title), picture);
   };

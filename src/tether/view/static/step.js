@@ -97,9 +97,14 @@ export async function sample(overview, state, ask, go) {
   } else shown.push(h("p", { class: "faint" }, one.why_no_tokens), h("h2", {}, "Conversation"), turn({ role: "user", content: one.prompt }), turn({ role: "assistant", content: one.response }));
   if (one.cut) shown.push(h("p", { class: "faint" }, `${one.cut} more characters of the response are not recorded; trainer.record_mb bounds them.`));
   if (earlier.length > 1) shown.push(h("h2", {}, `The same prompt through the run: ${earlier.length} samples`),
-    chart({ series: [{ name: "reward", x: earlier.map((row) => row.step), y: earlier.map((row) => row.reward) }], height: 90, wide: true, onPick: (at) => { const row = earlier.find((other) => other.step === at); return go({ step: row.step, sample: row.row, token: null }); } }),
+    chart({ series: [meanByStep(earlier)], label: "step", height: 90, wide: true, onPick: (at) => { const row = earlier.find((other) => other.step === at); return go({ step: row.step, sample: row.row, token: null }); } }),
     h("h3", {}, `Words of step ${first.step} and of step ${last.step}`), wordDiff(first.response, last.response));
   return shown;
+}
+
+function meanByStep(rows) {
+  const by = Map.groupBy(rows.filter((row) => row.reward != null), (row) => row.step);
+  return { name: "mean reward of the prompt", x: [...by.keys()], y: [...by.values()].map((list) => list.reduce((sum, row) => sum + row.reward, 0) / list.length) };
 }
 
 function turn(message) {

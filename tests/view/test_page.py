@@ -1,0 +1,201 @@
+"""The page in a headless Chromium: Debian's, driven by Playwright. Both are looked for, and the tests skip without."""
+
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.golden import Golden
+from tests.view.hostile import KINDS, PAYLOADS, write_hostile
+from tests.view.planted import healthy, record_step, text_config, write_text
+from tether.metrics.loggers.jsonl import JsonlLogger
+from tether.metrics.loggers.protocol import RunInfo
+from tether.metrics.records import RecordFile, unpack
+from tether.view.export import write_page
+from tether.view.run import RunFolder, find_runs
+from tether.view.server import make_app
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+uvicorn = pytest.importorskip("uvicorn")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a page of runs; at the end no page has reported an error."""
+    servers, contexts, problems = [], [], list[str]()
+
+    def open_page(folder: Path, address: str = "", width: int = 1200, scheme: str = "light") -> Any:
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(make_app(find_runs([folder]), "token"), log_level="warning"))
+        thread = threading.Thread(target=lambda: server.run([listening]), daemon=True)
+        thread.start()
+        servers.append((server, thread))
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.goto(f"http://127.0.0.1:{listening.getsockname()[1]}/token/{address}")
+        drawn(page)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join(10)
+    assert problems == []
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait until a condition holds in the page, whose policy refuses Playwright's own way of asking."""
+    for _ in range(200):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"not within 10 seconds: {condition}")
+
+
+def drawn(page: Any) -> None:
+    page.wait_for_selector("main[data-drawn], #error")
+    until(page, "document.querySelector('#error') !== null || main.dataset.drawn.startsWith(location.hash)")
+    assert page.locator("#error").count() == 0, page.locator("#error").inner_text()
+
+
+def go(page: Any, address: str) -> None:
+    page.evaluate("address => { location.hash = address }", address)
+    drawn(page)
+
+
+def test_a_sample_shows_the_stored_values_and_follows_links_and_keys(opened: Callable[..., Any], planted: Path) -> None:
+    run = RunFolder(planted / "never")
+    first, second = sorted(row["row"] for row in run.record("tokens", 40)["rows"])
+    page = opened(planted / "never", f"#step=40&sample={first}&token=3&by=ratio")
+    raw = next(row for row in run.record("tokens", 40)["rows"] if row["row"] == first)
+    for name in ("advantages", "values", "entropy"):
+        go(page, f"#step=40&sample={first}&token=3&by={name}")
+        shown = page.evaluate("[...document.querySelectorAll('#strip span')].map(token => Number(token.dataset.value))")
+        assert shown == unpack(raw["values"][name]).tolist()
+    assert page.locator("#strip .masked").count() == 3
+    assert page.locator("#strip .here").get_attribute("data-token") == "3"
+    page.keyboard.press("j")
+    until(page, "document.querySelector('#strip .here')?.dataset.token === '4'")
+    page.reload()
+    drawn(page)
+    assert page.locator("#strip .here").get_attribute("data-token") == "4"
+    page.keyboard.press("k")
+    until(page, "document.querySelector('#strip .here')?.dataset.token === '3'")
+    page.locator("#strip span").nth(7).click()
+    until(page, "location.hash.includes('token=7')")
+    page.keyboard.press("l")
+    until(page, f"location.hash.includes('sample={second}')")
+    page.keyboard.press("h")
+    until(page, f"location.hash.includes('sample={first}')")
+    page.keyboard.press("u")
+    until(page, "location.hash.includes('view=step')")
+    page.hover("main h1")
+    go(page, f"#step=40&sample={first}")
+    page.locator("#strip span").nth(2).hover()
+    assert f"id {unpack(raw['response_ids'])[2]}" in page.locator("#tip").inner_text()
+    assert page.locator("#exact .text").evaluate("one => one.textContent") == raw["prompt"] + raw["response"]
+
+
+def test_what_a_model_writes_is_shown_as_text(opened: Callable[..., Any], tmp_path: Path) -> None:
+    page = opened(write_hostile(tmp_path / "hostile"), "#step=1")
+    escaped = json.loads(json.dumps(PAYLOADS[:100]))
+    texts = page.evaluate(
+        "[...document.querySelectorAll('main table')][0].querySelectorAll('tbody tr').length === 100 &&"
+        "[...document.querySelectorAll('main tbody tr')].slice(0, 100).map(row =>"
+        " JSON.stringify(row.children[3].textContent))"
+    )
+    assert [json.loads(text) for text in texts] == escaped
+    for row in range(len(KINDS)):
+        go(page, f"#step=1&sample={row}")
+        pieces = page.evaluate(
+            "[...document.querySelectorAll('#strip span')].map(one => JSON.stringify(one.textContent))"
+        )
+        assert [json.loads(piece) for piece in pieces] == [PAYLOADS[row], PAYLOADS[row + 1]]
+        assert page.locator("main img, main script, main iframe, main style, main a[href^=javascript]").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    go(page, "#view=trend")
+    assert page.evaluate("window.harmed") is None
+
+
+def test_a_running_run_is_followed(opened: Callable[..., Any], tmp_path: Path) -> None:
+    page = opened(write_text(tmp_path / "run", steps=5), "#view=trend")
+    assert page.locator("#state").inner_text() == "step 5"
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", text_config(), 9, resumed_step=5))
+    logger.log(6, healthy(6, np.random.default_rng(0)) | {"my/metric": 42.0})
+    rows = [(prompt, 1.0, {}) for prompt in range(4)]
+    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0), None)
+    until(page, "document.querySelector('#state').textContent === 'step 6'")
+    page.fill("input[type=search]", "my/metric")
+    assert page.locator("#found .card").count() == 1
+    logger.close()
+
+
+@pytest.mark.slow
+def test_every_page_of_every_kind_of_run_is_drawn(opened: Callable[..., Any], golden: Golden, planted: Path) -> None:
+    """Wide and narrow, light and dark, without a page that is wider than the screen."""
+    text = ["", "#view=step", "#view=samples", "#view=prompts", "#view=validation", "#view=group&step=2&group=0"]
+    control = ["", "#view=step", "#view=tasks"]
+    run = RunFolder(golden.folder)
+    of_golden = text if run.kind == "text" else control
+    for folder, addresses in ((golden.folder, of_golden), (planted / "fell", text), (planted / "robot", control)):
+        for width, scheme in ((400, "dark"), (1600, "light")):
+            page = opened(folder, addresses[0], width, scheme)
+            assert page.locator(".panel").count() == 6
+            for address in addresses:
+                go(page, address or "#view=trend")
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (folder.name, address)
+    page = opened(planted / "compared")
+    assert "b_0 (mean of 4) is better" in page.locator(".verdict").inner_text()
+
+
+@pytest.mark.slow
+def test_an_episode_has_one_cursor_for_film_and_curves(opened: Callable[..., Any], planted: Path) -> None:
+    page = opened(planted / "robot", "#step=20&sample=0")
+    length = int(page.locator("main input[type=range]").get_attribute("max")) + 1
+    assert int(page.locator("#film").get_attribute("data-frames")) == length + 1
+    assert "step 37" in page.locator("#drop").inner_text()
+    until(page, "document.querySelector('#cursor').textContent.startsWith('step37')")
+    positions = page.evaluate("[...document.querySelectorAll('svg .cursor')].map(line => line.getAttribute('x1'))")
+    assert len(set(positions)) == 1
+    page.locator("main input[type=range]").fill("12")
+    until(page, "location.hash.includes('token=12')")
+    assert page.locator("#cursor").inner_text().startswith("step")
+
+
+@pytest.mark.slow
+def test_an_exported_page_opens_from_the_disk(browser: Any, planted: Path, tmp_path: Path) -> None:
+    write_page([RunFolder(planted / "fell")], tmp_path / "page.html")
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    requests = list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto((tmp_path / "page.html").as_uri())
+    drawn(page)
+    assert page.locator(".panel").count() == 6
+    row = RunFolder(planted / "fell").record("tokens", 100)["rows"][0]["row"]
+    go(page, f"#step=100&sample={row}")
+    assert page.locator("#strip span").count() > 10
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    context.close()
