@@ -23,15 +23,16 @@ PACKAGE = ROOT / "src/tether"
 LEVELS = {
     "integrations": -2, "spelling": -2, "types": -2, "batch": -1, "observations": -1, "keyed_random": -1,
     "loss_requirements": -1, "runtime": -1, "metrics": 0, "config": 1, "algorithms": 1, "kernels": 1, "checkpoints": 2,
-    "plan": 2, "loop": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
+    "plan": 2, "loop": 3, "view": 3, "distributed": 4, "text": 5, "control": 5, "commands": 7, "__main__": 8,
 }  # fmt: skip
 INTEGRATION = 6
 """Level of each integration. The table of them, which loads one by its name, stands below all rooms."""
 WITH_FACES = {"algorithms", "checkpoints", "config", "kernels", "metrics", "runtime"}
 """Rooms of the ground floor, from which others import what the faces export; elsewhere a module is named itself.
 Integrations may reach behind a face: RLinf's files are read with the machinery of the configuration."""
-FORBIDDEN = {"config": {"torch"}, "plan": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"}}
-LIGHT = ("tether.config", "tether.commands.cli", "tether.commands.plan")
+FORBIDDEN = {"config": {"torch"}, "plan": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"},
+             "view": {"torch", "transformers", "matplotlib"}}  # fmt: skip
+LIGHT = ("tether.config", "tether.commands.cli", "tether.commands.plan", "tether.view.server", "tether.view.export")
 CONFIG_OF_A_ROOM = re.compile(r"^(text|control|loop)(\.\w+)*\.config(_\w+)?(\.|$)")
 """Sections and rules beside the code that reads them, ``config.py`` and ``config_*.py``. They stand at the level of
 `tether.config`, which lists them, and load nothing of their room."""

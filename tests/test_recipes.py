@@ -34,7 +34,7 @@ def test_every_recipe_has_a_readme() -> None:
 
 
 def test_ppo_on_words_has_all_three_models_and_a_clip_that_acts() -> None:
-    for name in ("quickstart", "gsm8k-smollm2"):
+    for name in ("quickstart", "gsm8k-smollm2", "gsm8k-qwen"):
         config = load(name).config
         assert config.critic.enable
         assert config.algorithm.use_kl_in_reward  # which is what a reference is loaded for
@@ -60,6 +60,21 @@ def test_gsm8k_may_begin_with_the_format() -> None:
     assert scored("#### 7 pens") == (1, 1, 0.5)  # right by the strict rule, which does not ask for the end
     assert scored("#### 8, which is the answer") == (0.05, 0, 0.5)
     assert scored("the answer is 7") == (0, 0, 0)
+
+
+def test_the_twins_of_ppo_on_gsm8k_differ_in_their_algorithm_alone() -> None:
+    ppo, grpo, lora = (
+        load_config(RECIPES / f"gsm8k-qwen/{name}.yaml", []).config for name in ("run", "grpo", "grpo_lora")
+    )
+    answers = [config.data.train_batch_size * config.actor_rollout_ref.rollout.n for config in (ppo, grpo, lora)]
+    assert len(set(answers)) == 1  # so that steps can be compared
+    for twin in (grpo, lora):
+        assert not twin.critic.enable
+        assert twin.custom_reward_function == ppo.custom_reward_function
+        assert twin.data.train_files == ppo.data.train_files
+        assert twin.data.max_response_length == ppo.data.max_response_length
+    assert lora.actor_rollout_ref.model.lora_rank
+    assert lora.actor_rollout_ref.actor.optim.lr > grpo.actor_rollout_ref.actor.optim.lr
 
 
 def arguments_of(script: Path, **environment: str) -> list[str]:

@@ -21,6 +21,7 @@ from tether.checkpoints.store import (
     CheckpointDamaged,
     CheckpointStore,
     DiskFull,
+    find_checkpoint,
     step_of,
     verify,
 )
@@ -278,6 +279,10 @@ def test_resolve(tmp_path: Path) -> None:
     assert store.resolve("resume_path", first) == first
     with pytest.raises(ValueError, match=r"set trainer\.resume_from_path"):
         store.resolve("resume_path")
+    (tmp_path / "chosen").symlink_to("global_step_1")
+    assert store.resolve("resume_path", tmp_path / "chosen") == find_checkpoint(tmp_path / "chosen") == first
+    with contextlib.chdir(first):
+        assert find_checkpoint(Path()) == first
     for wrong in (tmp_path, tmp_path / "global_step_9", tmp_path / "global_step_1" / "actor"):
         with pytest.raises(ValueError, match="not a checkpoint") as error:
             store.resolve("resume_path", wrong)

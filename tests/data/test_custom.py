@@ -13,7 +13,7 @@ from tether.runtime.objects import PREFIX, holding
 from tether.text.building.inputs import build_dataset
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.prompts import PromptDataset, PromptOptions
-from tether.text.data.rows import Rows
+from tether.text.data.rows import SINGLE_TURN, Rows
 
 CODE = '''
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_keys_of_the_data_section_name_the_columns_of_objects_too(
         usual = ["data.train_files=unused", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=unused"]
         config = load_config(None, [*usual, "custom_reward_function.path=unused.py", *own, *more]).config
         with holding({"dataset": objects[kind]()}):
-            return build_dataset(config, tokenizer, files, -1, shuffle=False)
+            return build_dataset(config.data, SINGLE_TURN, tokenizer, files, -1, shuffle=False)
 
     recognised = read(GSM8K)
     assert [(p.messages[0]["content"], p.ground_truth, p.data_source) for p in recognised] == [

@@ -72,7 +72,7 @@ def test_a_run_on_a_cpu_is_refused_before_it_loads_anything() -> None:
     needed = ["data.train_files=rows.parquet", "actor_rollout_ref.model.path=nowhere"]
     config = load_config(None, [*needed, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.weight_transfer=nccl"]).config
     with pytest.raises(ValueError, match=rf"{ROLLOUT}.weight_transfer=nccl: .* this run trains on cpu. Set it to auto"):
-        look_at_servers(config, "nowhere", torch.device("cpu"))
+        look_at_servers(config.actor_rollout_ref, "nowhere", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("before", [None, "0"])

@@ -87,11 +87,18 @@ def test_the_variable_counts_where_nothing_is_configured(
     assert num_threads(7) == 7
 
 
-@pytest.mark.parametrize("variable", ["0", "-1", "two", "1.5", ",2"])
+@pytest.mark.parametrize("variable", ["0", "-1", "two", "1.5", ",2", "100000"])
 def test_a_variable_that_is_no_number_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     with pytest.raises(ValueError, match=f"OMP_NUM_THREADS={variable}: not a number of threads"):
         num_threads()
+
+
+def test_more_threads_than_can_be_started_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_threads: 100000 is not a whole number from 1 to 4096"):
+        load_config(None, ["env.train.id=CartPole-v1", "trainer.num_threads=100000"])
+    with pytest.raises(ValueError, match=r"100000 CPU threads are too many: give at most 4096"):
+        num_threads(100_000)
 
 
 @needs_affinity

@@ -67,7 +67,9 @@ def config_of(inputs: Path, *overrides: str) -> RunConfig:
 
 def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learner[TrainBatch, PolicyOutputs]:
     inputs = build_inputs(config)
-    policy = policy or load_policy(config, inputs.model_path, CPU, None)
+    policy = policy or load_policy(
+        config.actor_rollout_ref.model, inputs.model_path, CPU, None, seed=config.trainer.seed
+    )
     reference = load_reference(config, inputs.model_path, policy, CPU)
     return build_actor(
         config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")), total_steps=3
@@ -160,7 +162,8 @@ def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:
         config = config_of(inputs, *GAE, *overrides)
         read = build_inputs(config)
         critic = build_critic(
-            config, critic_engine(config, load_value_model(config, read.critic_path, CPU), read.tokenizer, 3, tmp_path)
+            config,
+            critic_engine(config, load_value_model(config.critic, read.critic_path, CPU), read.tokenizer, 3, tmp_path),
         )
         assert critic.loss.function == expected, overrides
 

@@ -156,7 +156,7 @@ def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:
     part = {"kind": "judge", "path": str(path), "prompt": "{prompt} {response}", "parser": r"(\S)", "scores": letters}
     parts = {"letters": {"kind": "rules"}, "j": part | {"max_tokens": 24, "dtype": "float32", "weight": 0.5}}
     config = loaded(inputs, tmp_path / "run", parts)
-    judge = build_judge(config, "j", read_parts(config.reward_model.parts)["j"])
+    judge = build_judge("j", read_parts(config.reward_model.parts)["j"], torch.device("cpu"), None)
     texts = [str(2**number) for number in range(12)]
     requests = [RewardRequest("x", text, None, {}, Dialogue([{"role": "user", "content": "?"}], ())) for text in texts]
     found = judge.score([*requests, RewardRequest("x", "long" * 30, None, {}, requests[0].dialogue)])
@@ -174,7 +174,8 @@ def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:
     assert sum(isinstance(outcome, Score) for outcome in found) > 3
     assert "the judge has 96 positions" in found[-1].message
     short = read_parts({"j": part | {"max_tokens": 1}})["j"]
-    cut = [found for found in build_judge(config, "j", short).score(requests) if isinstance(found, RewardError)]
+    terse = build_judge("j", short, torch.device("cpu"), None)
+    cut = [found for found in terse.score(requests) if isinstance(found, RewardError)]
     assert any(re.search(r"answer within 1 tokens; it ends in '\S+'$", error.message) for error in cut)
     step = measured(train(*given(inputs, tmp_path / "run", parts, "reward_model.max_error_rate=1.0")))[1]
     assert 0 <= step["reward/error_rate"] < 1

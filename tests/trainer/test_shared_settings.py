@@ -22,7 +22,7 @@ def engine() -> LocalEngine:
 def test_all_log_probs_are_at_the_temperature_of_the_sampler(config: RunConfig, engine: LocalEngine) -> None:
     """Those before the update, those in it, and the reference's: else a KL compares two distributions of one policy."""
     actor = build_actor(config, engine, total_steps=1)
-    reference = build_reference(config, engine)
+    reference = build_reference(config.actor_rollout_ref, engine)
     forwards = (actor.forward, actor.loss.forward, reference.keywords["forward"])
     assert [forward.temperature for forward in forwards] == [0.7] * 3
 

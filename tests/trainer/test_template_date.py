@@ -129,11 +129,14 @@ def test_everything_that_a_run_writes_by_a_template_has_its_date(clock: Clock, i
         "custom_reward_function.path=null",
     ]  # fmt: skip
     config, tokenizer = load_config(None, overrides).config, load_tokenizer(inputs / "model")
-    dataset = build_dataset(config, tokenizer, ["unused"], -1, shuffle=False)
+    rollout = config.actor_rollout_ref.rollout
+    dataset = build_dataset(config.data, rollout.agent.default_agent_loop, tokenizer, ["unused"], -1, shuffle=False)
     assert dataset[0].messages[0]["content"].endswith("user\n01 Feb 2026 7?<|im_end|>\n")
     assert tokenizer.chat_template == WRITES_THE_DATE
     pool: Any = NoTools()
-    conversations = build_conversations(config, pool, tokenizer, frozenset({EOS_ID}), [dataset])
+    conversations = build_conversations(
+        rollout, config.data, pool, tokenizer, frozenset({EOS_ID}), [dataset], environments_score_alone=False
+    )
     assert conversations is not None
     replies = conversations.template.replies(ASKED, [ASKED])
     assert "user\n01 Feb 2026 7?" in tokenizer.decode(replies)

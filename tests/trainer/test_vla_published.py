@@ -49,14 +49,17 @@ def overrides(out, kind, start, *more):
     return [*KEYS, *RUN, *kinds, *LEVELS[kind], *more]
 
 
+def new_policy(config, value_width):
+    model = config.actor_rollout_ref.model
+    return vla_policies.new_policy(config.policy, model, reach(), value_width, config.trainer.seed)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("openvla", marks=pytest.mark.slow), "openvla_oft"])
 def test_resuming_is_exact_and_adapters_alone_are_trained(kind, folder, tmp_path):
     whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, kind, folder, *START), total=2)
     policy = whole.trainer.rollouts.policy
     assert (policy.spec.low, policy.spec.high) == ((-0.5, -1.0), (0.5, 1.0))
-    fresh = vla_policies.new_policy(
-        load_config(None, overrides(tmp_path / "fresh", kind, folder, *START)).config, reach(), 1
-    )
+    fresh = new_policy(load_config(None, overrides(tmp_path / "fresh", kind, folder, *START)).config, value_width=1)
     before = fresh.state_dict()
     moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert any("lora_" in name for name in moved)
@@ -98,7 +101,7 @@ def test_it_imitates_is_tested_acts_and_is_trained_on(folder, tmp_path):
     call("collect", *KEYS, "--from", tmp_path / "cloned", "-o", tmp_path / "played", "-n", 1)
     call("model", "export", tmp_path / "cloned", "--out", tmp_path / "exported")
     again = [f"{MODEL}.path={tmp_path / 'exported'}", "policy.unnorm_key=tether"]
-    exported = vla_policies.new_policy(load_config(None, [*keys, *again]).config, reach(), 0)
+    exported = new_policy(load_config(None, [*keys, *again]).config, value_width=0)
     assert (exported.spec.low, exported.spec.high) == (cloned.spec.low, cloned.spec.high)
     assert all(
         torch.equal(value, cloned.model.state_dict()[name]) for name, value in exported.model.state_dict().items()

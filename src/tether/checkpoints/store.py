@@ -281,6 +281,7 @@ def find_checkpoint(path: Path) -> Path | None:
     Raises:
         CheckpointDamaged: from `verify` or `CheckpointStore.latest`.
     """
+    path = _without_link(path)
     is_named = NAME.fullmatch(path.name) is not None and os.path.lexists(path)
     checkpoint = path if is_named else CheckpointStore(path).latest()
     if checkpoint is not None:
@@ -323,6 +324,7 @@ def _checkpoints(root: Path) -> list[Path]:
 def _explicit_checkpoint(path: Path | None) -> Path:
     if path is None:
         raise ValueError("trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_<N> folder")
+    path = _without_link(path)
     if not is_checkpoint(path):
         nearby = sorted([*_checkpoints(path), *_checkpoints(path.parent)], key=step_of)
         near = f"Near it: {', '.join(map(str, nearby))}" if nearby else "There is none near it."
@@ -331,6 +333,12 @@ def _explicit_checkpoint(path: Path | None) -> Path:
             f"Name a global_step_<N> folder that has a {MANIFEST}. {near}"
         )
     return path
+
+
+def _without_link(path: Path) -> Path:
+    """Return the checkpoint that a link with another name, or a path such as ``.``, leads to; else the path itself."""
+    target = path.resolve()
+    return target if NAME.fullmatch(target.name) and not NAME.fullmatch(path.name) else path
 
 
 def _remove(path: Path) -> None:

@@ -24,6 +24,7 @@ from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
 from tether.commands.recipes import recipe, recipe_file
 from tether.commands.status import status
+from tether.commands.view import compare, runs, view
 from tether.integrations.reward_models.command import rm_app
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
@@ -52,6 +53,8 @@ reward_app = typer.Typer(name="reward", help="Check a reward before training.", 
 for group in (config_app, critic_app, data_app, model_app, reward_app, rm_app):
     app.add_typer(group)
 app.command()(status)
+for command in (view, runs, compare):
+    app.command()(command)
 app.command()(recipe)
 app.command()(setup)
 app.command(context_settings={"ignore_unknown_options": True})(serve)

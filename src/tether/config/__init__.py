@@ -18,7 +18,7 @@ from tether.config.loading.overrides import Override
 from tether.config.loading.typos import key_written_as
 from tether.config.problems import ConfigError, Problem
 from tether.config.router_replay import replay_of
-from tether.config.schema.root import RunConfig
+from tether.config.schema.root import ActorRolloutRefConfig, RunConfig
 from tether.config.schema.section import Section
 from tether.config.secrets import masked_command
 from tether.config.stored_weights import reads_weights, stored_weights
@@ -27,6 +27,7 @@ from tether.config.support.live_keys import live_keys
 __all__ = [
     "DRAW",
     "NO_DRAW",
+    "ActorRolloutRefConfig",
     "ConfigError",
     "LoadedConfig",
     "Override",

@@ -27,6 +27,7 @@ from tether.config.schema.section import (
     Steps,
     as_strings,
 )
+from tether.runtime.threads import MAX_THREADS
 
 LoggerName = Literal[
     "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
@@ -101,7 +102,7 @@ class TrainerConfig(Section):
     rollout_data_dir: str | None = None
     """Folder for every training sample: a jsonl file a step, which `tether critic pretrain` reads."""
     record_mb: Annotated[float, Field(ge=0), Says("a number, 0 or above"), EMBODIED_TOO] = 2.0
-    """Megabytes of samples or episodes that a step records at most, to be looked at; 0: none. (tether's own key.)"""
+    """Megabytes of samples or episodes that a step records at most, for `tether view`; 0: none. (tether's own key.)"""
     check_memory: Literal["warn", "refuse", "off"] = "warn"
     """A run that by `tether plan` does not fit into memory: warn, refuse, or do not check. (tether's own key.)"""
     preflight: Annotated[bool, EMBODIED_TOO] = True
@@ -120,7 +121,10 @@ class TrainerConfig(Section):
     """Seconds without a sign of life after which a rank counts as lost. (tether's own key.)"""
     balance_batch: Annotated[bool, ON_RANKS] = True
     """Deal rows to devices by the work that they cost, not as many to each as they come. Changes speed, not results."""
-    num_threads: Annotated[Positive | None, EMBODIED_TOO] = None
+    num_threads: Annotated[
+        Annotated[int, Field(gt=0, le=MAX_THREADS), Says(f"a whole number from 1 to {MAX_THREADS}")] | None,
+        EMBODIED_TOO,
+    ] = None
     """CPU threads; null: OMP_NUM_THREADS, else one per usable core. (tether's own key.)"""
 
     @property

@@ -5,4 +5,4 @@ samples and episodes of training; `plot` draws curves. Some of these modules nee
 log do not, so import the module that you need.
 """
 
-__all__ = ["data", "keys", "loggers", "plot", "records", "timing", "validation"]
+__all__ = ["data", "keys", "loggers", "names", "plot", "records", "timing", "validation"]

@@ -360,6 +360,7 @@ TIMING: Mapping[str, MetricInfo] = {
     "timing_s/dump_rollout_generations": MetricInfo("Seconds of writing the samples to trainer.rollout_data_dir."),
     "timing_s/update_critic": MetricInfo("Seconds of updating the critic."),
     "timing_s/update_actor": MetricInfo("Seconds of updating the actor."),
+    "timing_s/record": MetricInfo("Seconds of recording samples or episodes for `tether view`."),
     "timing_s/update_weights": MetricInfo("Seconds of handing new weights to the sampler."),
     "timing_s/testing": MetricInfo("Seconds of validation."),
     "timing_s/save_checkpoint": MetricInfo("Seconds of saving a checkpoint."),

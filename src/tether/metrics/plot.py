@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tether.metrics.keys import describe
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.metrics.names import distinct_names
 from tether.spelling import did_you_mean
 
 Run = dict[int, dict[str, float]]
@@ -49,6 +50,7 @@ STYLE: Any = {
 }
 OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
 """Timings outside of `timing_s/step`."""
+STEP_SECONDS = "timing_s/step"
 SHORTEST_SHARE = 0.005
 """Phases that take less than this fraction of a step are not drawn."""
 SMOOTHED_FROM = 30
@@ -126,7 +128,7 @@ def plot_run(
     if keys is not None:
         panels = [_panel_of(key, panels, logged) for key in keys]
     with mpl.rc_context(STYLE):
-        names = _names(folders)
+        names = distinct_names(folders)
         figure = _draw(panels, runs, [] if mean or len(runs) == 1 else names, title or ", ".join(names), by_env_steps)
         try:
             figure.savefig(out_png, dpi=150, facecolor="white")
@@ -178,19 +180,10 @@ def _panel_of(key: str, defaults: Sequence[Panel], logged: set[str]) -> Panel:
     return Panel(key, textwrap.shorten(info.meaning, 70, placeholder=" …") if info else "", (key,))
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest endings of the folders' paths that are unique."""
-    paths = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(path[-length:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    return names
-
-
 def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], title: str, by_env_steps: bool) -> Figure:
     # A stacked chart uses a second cell for its legend.
-    num_cells = len(panels) + sum(panel.stacked for panel in panels)
+    has_stack = panels[-1].stacked and not names
+    num_cells = len(panels) + has_stack
     columns = num_cells if num_cells < 3 else 2 if num_cells == 4 else 3
     rows = math.ceil(num_cells / columns)
     figure = Figure(figsize=(4.3 * columns, 2.75 * rows + 0.6), layout="constrained")
@@ -209,7 +202,7 @@ def _draw(panels: Sequence[Panel], runs: Sequence[Run], names: Sequence[str], ti
         _draw_panel(cells[index], panel, runs, names)
         if index + columns >= len(panels):
             cells[index].set_xlabel("environment steps" if by_env_steps else "step")
-    if panels[-1].stacked:
+    if has_stack:
         handles, labels = cells[len(panels) - 1].get_legend_handles_labels()
         cells[len(panels)].legend(
             handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(-0.12, 0.5), handlelength=0.9
@@ -236,6 +229,11 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
     axis.text(0, 1.03, unit, transform=axis.transAxes, color=FAINT, fontsize=8.5)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axis.margins(x=0.01)
+    if panel.stacked and names:  # phases of several runs in one stack would be the time of none of them
+        _draw_named(axis, [_series(run, STEP_SECONDS) for run in runs], names, "", LINES[0])
+        axis.legend(loc="best", handlelength=1.6)
+        axis.set_ylim(bottom=0)
+        return
     if panel.stacked:
         _draw_stack(axis, panel, runs)
         return
@@ -279,9 +277,10 @@ def _draw_curves(axis: Axes, series: Sequence[dict[int, float]], color: str, lab
 
 
 def _draw_stack(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    means = [dict(zip(*_mean_curve([_series(run, key) for run in runs]), strict=True)) for key in panel.keys]
-    steps = sorted({step for mean in means for step in mean})
-    layers = [_running_mean(np.array([mean.get(step, 0.0) for step in steps])) for mean in means]
+    """Draw the phases of a run, or their means at the steps of all runs; a run without a phase spends no time in it."""
+    steps = sorted(set.intersection(*(set(_series(run, STEP_SECONDS) or run) for run in runs)))
+    means = [[np.mean([run[step].get(key, 0.0) for run in runs]) for step in steps] for key in panel.keys]
+    layers = [_running_mean(np.nan_to_num(np.array(mean))) for mean in means]
     axis.stackplot(steps, layers, labels=panel.labels, colors=COLORS, alpha=0.8, linewidth=0)
     axis.set_ylim(bottom=0)
 

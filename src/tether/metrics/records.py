@@ -109,9 +109,9 @@ class RecordFile:
         self.max_bytes = max_bytes
         self.seconds = 0.0
         """Time spent on recording so far."""
-        self._path = folder / RECORDS_FILE
+        self._path, self._failed = folder / RECORDS_FILE, False
         self._started: float | None = None
-        self._failed = False
+        """Time of the first step."""
         try:
             self._begin(resumed_step)
         except OSError as error:
@@ -135,10 +135,9 @@ class RecordFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be recorded: recording stays below 1 % of the time since the first question."""
-        now = time.monotonic()
-        self._started = now if self._started is None else self._started
-        elapsed = now - self._started
+        """Whether the next step is to be recorded: recording stays below 1 % of the time of the run."""
+        self._started = self._started or time.monotonic()
+        elapsed = time.monotonic() - self._started
         return bool(self.max_bytes) and not self._failed and self.seconds <= FREE_SECONDS + MAX_TIME_SHARE * elapsed
 
     @contextmanager

@@ -10,6 +10,8 @@ OMP_NUM_THREADS = "OMP_NUM_THREADS"
 OMP_WAIT_POLICY, GOMP_SPINCOUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
 SPINS = 1_500
 """Number of times that a waiting thread checks before it sleeps: 20 to 80 microseconds."""
+MAX_THREADS = 4096
+"""Above this, more than any machine has cores, starting the threads may end the process."""
 CPU_QUOTAS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
@@ -50,14 +52,18 @@ def num_threads(configured: int | None = None) -> int:
     divide it.
 
     Raises:
-        ValueError: ``OMP_NUM_THREADS`` is not a number.
+        ValueError: ``OMP_NUM_THREADS`` is not a number, or there are too many threads.
     """
     if configured is not None:
+        if configured > MAX_THREADS:
+            raise ValueError(f"{configured} CPU threads are too many: give at most {MAX_THREADS}")
         return configured
     variable = os.environ.get(OMP_NUM_THREADS, "").strip()
     if not variable:
         return usable_cores()
     outermost = variable.split(",")[0].strip()  # "4,2" has a number for each level of nested parallelism
-    if not (outermost.isascii() and outermost.isdecimal() and int(outermost) > 0):
-        raise ValueError(f"{OMP_NUM_THREADS}={variable}: not a number of threads. Set it to 1 or more, or unset it")
+    if not (outermost.isascii() and outermost.isdecimal() and 0 < int(outermost) <= MAX_THREADS):
+        raise ValueError(
+            f"{OMP_NUM_THREADS}={variable}: not a number of threads. Set it from 1 to {MAX_THREADS}, or unset it"
+        )
     return int(outermost)

@@ -1,4 +1,14 @@
-"""Builds a text run from all its components."""
+"""Builds a text run from its configuration: `build_run` lists the parts in order, and each is built beside it.
+
+1. `build_inputs`: models, tokenizer and prompts, all checked; `look_at_servers`: servers that are there already.
+2. `build_groups`: processes of several devices. `build_rewards`: what scores.
+3. `build_roles`: policy, critic, reference and sampler. `_collector`: samples and scores.
+4. `_rollouts`: makes the batch of a step. `_sampling_ahead`: samples while the policy learns.
+5. The trainer: rewards are shaped, advantages estimated, the batch corrected and filtered.
+6. `preflight`: what is checked before the first step.
+
+A part is made by a function, or its `from_config`, that takes the sections that it reads.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from tether.algorithms import AdaptiveKLController, FixedKLController
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
 from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, stored_weights, uses_megatron
@@ -22,6 +32,7 @@ from tether.integrations import integration
 from tether.loop.ahead import SamplingAhead, SourceAhead
 from tether.loop.alarms import Alarms, MismatchAlarm, mismatch_tolerance
 from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.parts import Saver
@@ -59,12 +70,13 @@ from tether.text.building.parts import sources_of
 from tether.text.building.rewards import build_rewards, reward_model_path
 from tether.text.building.roles import build_roles
 from tether.text.building.servers import look_at_servers
-from tether.text.building.turns import build_conversations, build_tool_pool
+from tether.text.building.turns import build_conversations, build_tool_pool, scored_by_environments
+from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
 from tether.text.learning.advantages import (
-    KLReward,
     build_advantage_estimator,
     build_greedy_baseline,
+    build_kl_reward,
     build_reward_components,
     build_reward_shaping,
     check_own_functions,
@@ -75,6 +87,7 @@ from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.preflight import ChatFormat, sample_responses
 from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
+from tether.text.rewards.config import CustomRewardFunctionConfig
 from tether.text.rewards.outcome import (
     Abstention,
     Dialogue,
@@ -84,9 +97,11 @@ from tether.text.rewards.outcome import (
     RewardRequest,
     Score,
 )
+from tether.text.rewards.service import Rewards
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
+from tether.text.turns.config import MultiTurnConfig
 from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
 
 STORED = (
@@ -105,7 +120,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         ValueError: the inputs are not usable.
     """
     config = loaded.config
-    check_own_functions(config)
+    check_own_functions(config.algorithm, config.actor_rollout_ref.actor, has_critic=config.critic.enable)
     set_threads(config.trainer.num_threads)
     seed_rng(config.trainer.seed)
     device = resolve_device(config.trainer.device)
@@ -120,57 +135,45 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         formats = decided_formats(loaded.config, device, checkpoint)
         loaded = loaded.with_values(formats, "what this device computes in")
         config = loaded.config
-        tools = build_tool_pool(config)
+        algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+        tools = build_tool_pool(rollout, config.data)
         if tools:
             resources.callback(tools.close)
         inputs = _inputs(config, tools, checkpoint, begin)
-        look_at_servers(config, inputs.model_path, device)
+        look_at_servers(config.actor_rollout_ref, inputs.model_path, device)
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
-        persistence = Persistence(store, identity | _scoring_files(config), loaded.to_yaml(), loaded.has_secrets)
+        saved_identity = identity | _scoring_files(rollout.multi_turn, config.custom_reward_function)
+        persistence = Persistence(store, saved_identity, loaded.to_yaml(), loaded.has_secrets)
         groups = build_groups(config, device, directory / "ranks", resources)
         rewards = build_rewards(config, groups)
         resources.callback(rewards.close)
-        sampler = _sampler(config, len(inputs.train))
+        sampler = _sampler(config.data, algorithm, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
         profiler = build_profiler(config.trainer, schedule)
         steps, incidents = schedule.total_steps, directory / "incidents"
         sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
-        roles = build_roles(config, sources, sampling := sampling_params(config), directory, resources, groups)
-        datasets = list(filter(None, (inputs.train, inputs.validation)))
-        conversations = build_conversations(config, tools, inputs.tokenizer, roles.sampler.eos_token_ids, datasets)
-        rate = config.reward_model.max_error_rate
-        collector = Collector(roles.sampler, rewards, inputs.tokenizer, rate, conversations)
+        roles = build_roles(config, sources, SamplingParams.from_config(rollout), directory, resources, groups)
+        collector = _collector(config, inputs, roles.sampler, rewards, tools)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
         resources.callback(loggers.close)
-        filtration, source = build_policy_filtration(config), PromptSource(inputs.train, sampler)
-        rollouts = TextRollouts(
-            collector=collector,
-            sampling=sampling,
-            dynamic_sampling=build_dynamic_sampling(config, collector, inputs.train, sampler, loggers.warn),
-            greedy_baseline=build_greedy_baseline(config),
-            reward_components=build_reward_components(config),
-            rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
-            evaluation=_evaluation(config, inputs),
-            max_prompt_length=inputs.train.report.max_prompt_length,
-            seed=config.trainer.seed,
-            transfers=groups.all_ranks.transfers.take if groups else dict,
-            weight_transfers=roles.sampler.transfer_metrics if isinstance(roles.sampler, ParityProbe) else dict,
-            check_parity=_proof(config, roles.sampler, inputs.train),
-        )
+        source = PromptSource(inputs.train, sampler)
+        rollouts = _rollouts(config, inputs, collector, sampler, groups, loggers.warn)
         ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
         if ahead:
             resources.callback(ahead.close)
+        shaping = build_reward_shaping(algorithm, config.reward_model, config.data.max_response_length)
+        filtration = build_policy_filtration(algorithm, config.trainer.seed)
         trainer = Trainer(
             source=SourceAhead(ahead) if ahead else source,
             rollouts=ahead or rollouts,
             actor=roles.actor,
             critic=roles.critic,
             reference=roles.reference,
-            reward_transforms=list(filter(None, (build_reward_shaping(config), _kl_reward(config.algorithm)))),
-            estimate_advantages=build_advantage_estimator(config.algorithm),
-            rollout_correction=build_rollout_correction(config.algorithm.rollout_correction),
+            reward_transforms=list(filter(None, (shaping, build_kl_reward(algorithm)))),
+            estimate_advantages=build_advantage_estimator(algorithm),
+            rollout_correction=build_rollout_correction(algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
             critic_warmup=build_critic_warmup(config.trainer),
             best=build_best_evaluation(config.trainer, persistence, checkpoint),
@@ -182,7 +185,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
             schedule=schedule,
             persistence=persistence,
-            mismatch=_mismatch_alarm(config),
+            mismatch=_mismatch_alarm(config.trainer, rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype),
             loggers=loggers,
             old_log_probs=old_log_probs_from(config),
         )
@@ -190,14 +193,61 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if checkpoint:
             trainer.resume(checkpoint)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
-        check = partial(preflight, partial(sample_responses, source, rollouts, _chat_format(config, inputs)), learners)
+        chat_format = _chat_format(config.data, inputs.tokenizer)
+        check = partial(preflight, partial(sample_responses, source, rollouts, chat_format), learners)
         about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 
-def _chat_format(config: RunConfig, inputs: Inputs) -> ChatFormat:
-    data = config.data
-    template = dated_template(inputs.tokenizer, data.chat_template, data.chat_template_date)
+def _collector(
+    config: RunConfig, inputs: Inputs, sampler: RolloutEngine, rewards: Rewards, tools: ToolPool | None
+) -> Collector:
+    """Build what samples responses, in conversations if there are turns, and scores them."""
+    conversations = build_conversations(
+        config.actor_rollout_ref.rollout,
+        config.data,
+        tools,
+        inputs.tokenizer,
+        sampler.eos_token_ids,
+        list(filter(None, (inputs.train, inputs.validation))),
+        environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
+    )
+    return Collector(sampler, rewards, inputs.tokenizer, config.reward_model.max_error_rate, conversations)
+
+
+def _rollouts(
+    config: RunConfig,
+    inputs: Inputs,
+    collector: Collector,
+    prompts: PromptSampler,
+    groups: RankGroups | None,
+    warn: Callable[[str], None],
+) -> TextRollouts:
+    """Build what makes the batch of a step, and evaluates."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    filter_groups, sampler, evaluation = config.algorithm.filter_groups, collector.engine, None
+    if inputs.validation is not None:
+        evaluation = Evaluation(inputs.validation, SamplingParams.for_validation(rollout), data.val_batch_size)
+    return TextRollouts(
+        collector=collector,
+        sampling=SamplingParams.from_config(rollout),
+        dynamic_sampling=build_dynamic_sampling(
+            filter_groups, data.train_batch_size, collector, inputs.train, prompts, warn
+        ),
+        greedy_baseline=build_greedy_baseline(config.algorithm, rollout, config.reward_model, data.max_response_length),
+        reward_components=build_reward_components(config.algorithm),
+        rollout_files=build_rollout_files(config.trainer, inputs.tokenizer),
+        evaluation=evaluation,
+        max_prompt_length=inputs.train.report.max_prompt_length,
+        seed=config.trainer.seed,
+        transfers=groups.all_ranks.transfers.take if groups else dict,
+        weight_transfers=sampler.transfer_metrics if isinstance(sampler, ParityProbe) else dict,
+        check_parity=_proof(config.trainer, sampler, inputs.train),
+    )
+
+
+def _chat_format(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    template = dated_template(tokenizer, data.chat_template, data.chat_template_date)
     return ChatFormat(template, data.apply_chat_template_kwargs)
 
 
@@ -244,7 +294,10 @@ def _sampling_ahead(
 def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Path) -> bool:
     """Whether the stored batches of a checkpoint fit this configuration; warns if not."""
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
-    before, now = read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT), _scoring_files(loaded.config)
+    before, now = (
+        read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT),
+        _scoring_files(loaded.config.actor_rollout_ref.rollout.multi_turn, loaded.config.custom_reward_function),
+    )
     changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
     if changes:
         what = f"the batches that wait in {checkpoint} are sampled again, as they were drawn with other settings"
@@ -252,12 +305,12 @@ def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Pat
     return not changes
 
 
-def _proof(config: RunConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
+def _proof(trainer: TrainerConfig, sampler: RolloutEngine, prompts: PromptDataset) -> Callable[[], None] | None:
     """Return the parity probe of sampler and trainer before the first step; None if a step makes the comparison."""
-    if config.trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
+    if trainer.async_mode == "off" or not isinstance(sampler, ParityProbe):
         return None
     few = [prompts[row].token_ids for row in range(min(MORE_ROWS, len(prompts)))]
-    return partial(sampler.verify, few, NoiseKey(config.trainer.seed, 0))
+    return partial(sampler.verify, few, NoiseKey(trainer.seed, 0))
 
 
 def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, begin: Callable[[str], None]) -> Inputs:
@@ -281,15 +334,14 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
     if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too
         identity[reference[0]] = model_fingerprint(reference[1])
-    if isinstance(scores := reward_model_path(config), Path):
+    if isinstance(scores := reward_model_path(config.reward_model), Path):
         identity["reward_model.model.path"] = model_fingerprint(scores)
     return identity
 
 
-def _scoring_files(config: RunConfig) -> dict[str, str]:
+def _scoring_files(turns: MultiTurnConfig, custom: CustomRewardFunctionConfig) -> dict[str, str]:
     """Return key -> fingerprint of user files that score or answer; they may differ in a resumed run."""
-    turns = config.actor_rollout_ref.rollout.multi_turn
-    named = {"custom_reward_function.path": [config.custom_reward_function.path or ""]}
+    named = {"custom_reward_function.path": [custom.path or ""]}
     if path := turns.tool_config_path:
         tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
         named[f"{TURNS}.tool_config_path"] = [path, *tools]
@@ -300,9 +352,8 @@ def _scoring_files(config: RunConfig) -> dict[str, str]:
     return {key: " ".join(sha256_of([file for file in paths if file.is_file()])) for key, paths in files.items()}
 
 
-def _sampler(config: RunConfig, num_prompts: int) -> PromptSampler:
-    data = config.data
-    size = data.gen_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
+def _sampler(data: DataConfig, algorithm: AlgorithmConfig, num_prompts: int) -> PromptSampler:
+    size = data.gen_batch_size if algorithm.filter_groups.enable else data.train_batch_size
     return PromptSampler(num_prompts, size, shuffle=data.shuffle, seed=data.seed)
 
 
@@ -322,53 +373,7 @@ def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     )
 
 
-def sampling_params(config: RunConfig) -> SamplingParams:
-    """Return the sampling parameters of training responses."""
-    rollout = config.actor_rollout_ref.rollout
-    return SamplingParams(
-        max_new_tokens=rollout.response_length,
-        max_length=rollout.max_model_len,
-        n=rollout.n,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        ignore_eos=rollout.ignore_eos,
-        record_experts=rollout.enable_rollout_routing_replay,
-    )
-
-
-def _evaluation(config: RunConfig, inputs: Inputs) -> Evaluation | None:
-    if inputs.validation is None:
-        return None
-    return Evaluation(inputs.validation, validation_sampling(config), config.data.val_batch_size)
-
-
-def validation_sampling(config: RunConfig) -> SamplingParams:
-    """Return the sampling parameters of validation responses."""
-    rollout = config.actor_rollout_ref.rollout
-    val = rollout.val_kwargs
-    return SamplingParams(
-        max_new_tokens=rollout.response_length,
-        max_length=rollout.max_model_len,
-        n=val.n,
-        temperature=val.temperature if val.do_sample else 0.0,
-        top_k=val.top_k,
-        top_p=val.top_p,
-        record_kept=False,
-    )
-
-
-def _mismatch_alarm(config: RunConfig) -> MismatchAlarm:
-    if config.trainer.async_mode != "off":  # rows of older weights: a large difference is no fault
+def _mismatch_alarm(trainer: TrainerConfig, *formats: str) -> MismatchAlarm:
+    if trainer.async_mode != "off":  # rows of older weights: a large difference is no fault
         return MismatchAlarm(math.inf)
-    formats = (config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
     return MismatchAlarm(mismatch_tolerance(*(DTYPES[name] for name in formats)))
-
-
-def _kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
-    if not algorithm.use_kl_in_reward:
-        return None
-    control = algorithm.kl_ctrl
-    if control.type == "adaptive":
-        return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
-    return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)

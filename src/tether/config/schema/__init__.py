@@ -5,7 +5,7 @@ Marks in a field's annotation (`section`) say when a key acts, what it inherits 
 """
 
 from tether.config.schema.actor import ActorConfig, RefConfig
-from tether.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from tether.config.schema.algorithm import AlgorithmConfig, FilterGroupsConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.engine import ShardConfig, TrainedFsdpConfig
 from tether.config.schema.model import ModelConfig
@@ -15,6 +15,7 @@ __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
     "CriticConfig",
+    "FilterGroupsConfig",
     "ModelConfig",
     "OptimConfig",
     "RefConfig",

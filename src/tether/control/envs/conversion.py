@@ -234,8 +234,8 @@ class ActionCodec:
 
     @classmethod
     def _of_parts(cls, space: spaces.Dict | spaces.Tuple, env_id: str) -> ActionCodec:
-        keys = space.spaces if isinstance(space, spaces.Dict) else range(len(space.spaces))
-        codecs = {key: cls.of(space[key], env_id) for key in keys}
+        named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        codecs: dict[str | int, ActionCodec] = {key: cls.of(one, env_id) for key, one in named}
         choices = tuple(n for codec in codecs.values() for n in choices_of(codec.spec))
         numbers = [actions for codec in codecs.values() if (actions := _numbers_of(codec.spec)) is not None]
         continuous = ContinuousActions(

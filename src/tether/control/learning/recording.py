@@ -24,6 +24,7 @@ MAX_NUMBERS = 64
 """Largest number of entries of an observation that is recorded as numbers."""
 MAX_COMPRESSION = 20
 """Pictures that are larger than so many times the budget are not compressed to see whether they fit."""
+FLOAT32_MAX = np.finfo(np.float32).max
 MAX_PIECES = 4096
 """Pieces of a step in ``columns``; the first ones."""
 
@@ -111,7 +112,7 @@ class _Pieces:
         return {
             "env": row.astype(np.int32),
             "first": first.astype(np.int32),
-            "return": reward.astype(np.float32),
+            "return": np.clip(reward, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32),
             "length": length.astype(np.int32),
             "from_start": starts,
             "terminated": batch.terminated.numpy()[row, end - 1],

@@ -490,10 +490,11 @@ class MixedHead(nn.Module):
             ),
             strict=True,
         )
+        heads: tuple[CategoricalHead | GaussianHead, ...] = (self.chosen, self.numbers)
         grads = [
             head.backward(Evaluated(log_probs, entropy, kept), each.to(dtype), by_log_prob, by_entropy)
             for head, kept, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
-                (self.chosen, self.numbers), saved, (torch.int64, actions.dtype), parts, strict=True
+                heads, saved, (torch.int64, actions.dtype), parts, strict=True
             )
         ]
         return torch.cat(grads, dim=1)

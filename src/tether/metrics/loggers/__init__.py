@@ -9,14 +9,24 @@ from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 from tether.metrics.loggers.headline import VALIDATION, evaluation_score, validation_means
-from tether.metrics.loggers.jsonl import METRICS_FILE, read_metrics, read_samples
+from tether.metrics.loggers.jsonl import (
+    DISCARDED_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    read_metrics,
+    read_samples,
+)
 from tether.metrics.loggers.own import own_logger
 from tether.metrics.loggers.protocol import LogFailed, Logger, RunInfo, Sample
 from tether.runtime.install import pip_install
 from tether.spelling import did_you_mean
 
 __all__ = [
+    "DISCARDED_FILE",
+    "EVENTS_FILE",
     "METRICS_FILE",
+    "SAMPLES_FILE",
     "VALIDATION",
     "LogFailed",
     "Loggers",

@@ -10,12 +10,14 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
+from tether.config.schema import ModelConfig
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
 from tether.text.building.named_inputs import check_turns_act, rows_of
 from tether.text.building.rewards import check_parts_act, check_rewards, check_scoring
 from tether.text.building.turns import check_agents
 from tether.text.data.columns import Columns
+from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent
@@ -52,22 +54,25 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         of_files = reads_weights(config, "critic")
         critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
     _check_heads(config, model_path, critic_path)
-    tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
+    tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
+    agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     train = build_dataset(
-        config, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
+        data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
     )
     validation = None
     if data.val_files:
-        validation = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
+        validation = build_dataset(
+            data, agent, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools
+        )
         validation = validation.held_out_from(train)
     agents = set[tuple[RowAgent, RowAgent]]()
     datasets = list(filter(None, (train, validation)))
     for prompts in datasets:
-        agents |= check_agents(config, prompts, tools)
+        agents |= check_agents(config.actor_rollout_ref.rollout, prompts, tools)
         check_rewards(config, prompts)
-    check_turns_act(config, agents)
-    check_parts_act(config, datasets)
-    check_scoring(config, tokenizer)
+    check_turns_act(config.actor_rollout_ref.rollout.multi_turn, agents)
+    check_parts_act(data, config.reward_model, datasets)
+    check_scoring(config.reward_model, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         for prompts in datasets:
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
@@ -111,9 +116,9 @@ def _check_vocabulary(path: Path | str, prompts: PromptDataset, *, trust_remote_
         )
 
 
-def build_tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
+def build_tokenizer(data: DataConfig, model: ModelConfig, path: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer; its repository's code may run if the data or model section trusts it."""
-    trusted = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
+    trusted = data.trust_remote_code or model.trust_remote_code
     return load_tokenizer(path, trust_remote_code=trusted)
 
 
@@ -139,7 +144,8 @@ def _dated(tokenizer: PreTrainedTokenizerBase, day: str | None) -> PreTrainedTok
 
 
 def build_dataset(
-    config: RunConfig,
+    data: DataConfig,
+    default_agent: str,
     tokenizer: PreTrainedTokenizerBase | None,
     files: Sequence[str],
     max_samples: int,
@@ -151,7 +157,6 @@ def build_dataset(
 
     Without a tokenizer, which a custom dataset requires, they have no token ids.
     """
-    data = config.data
     columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
     template = data.chat_template
     if tokenizer:
@@ -169,7 +174,7 @@ def build_dataset(
             columns=columns,
         )
     else:
-        rows = rows_of(config, files)
+        rows = rows_of(data, files)
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
@@ -180,7 +185,7 @@ def build_dataset(
         chat_template=template,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         control_tokens_as_text=data.control_tokens_as_text,
-        default_agent=config.actor_rollout_ref.rollout.agent.default_agent_loop,
+        default_agent=default_agent,
         tools=tools.schemas if tools else (),
     )
     return PromptDataset(rows, tokenizer, options)

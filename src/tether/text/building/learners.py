@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from tether.batch import TrainBatch
 from tether.config import (
+    ActorRolloutRefConfig,
     RunConfig,
     device_count,
     full_kl_in_loss,
@@ -131,13 +132,18 @@ def micro_batching(
 
 
 def load_policy(
-    config: RunConfig, path: Path | str, device: torch.device, checkpoint: Path | None, *, unread: bool = False
+    model_config: ModelConfig,
+    path: Path | str,
+    device: torch.device,
+    checkpoint: Path | None,
+    *,
+    seed: int,
+    unread: bool = False,
 ) -> PreTrainedModel:
     """Load the policy to train, from the checkpoint if there is one, and with an adapter if ``lora_rank`` is set.
 
-    With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
+    `seed` initializes the adapter. With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
     """
-    model_config = config.actor_rollout_ref.model
     source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else path
     model_class = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
     model = load_causal_lm(
@@ -153,7 +159,7 @@ def load_policy(
         if checkpoint:
             _lora().load_lora(model, checkpoint / "adapter")
         else:
-            torch.manual_seed(config.trainer.seed)  # peft initializes the adapter with the global generator
+            torch.manual_seed(seed)  # peft initializes the adapter with the global generator
             _add_lora(model, model_config)
     if model_config.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -241,7 +247,7 @@ def actor_engine(
     save = _save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model
     return make(
         model,
-        _update_micro(config, actor, packed),
+        _update_micro(actor, packed, sequence_ranks(config, actor)),
         build_optimizer(actor.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
@@ -269,7 +275,7 @@ def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Le
             rollout.temperature,
             packed,
             with_entropy=True,
-            with_sum_pi_squared=asks_for(config, "sum_pi_squared"),
+            with_sum_pi_squared=asks_for(config.algorithm, "sum_pi_squared"),
             with_full_kl=full_kl_in_reward(config),
             experts=RECOMPUTED[replay_of(config)[1]],
         ),
@@ -333,17 +339,15 @@ def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEng
     return make(reference.model, micro, during=reference.during)
 
 
-def build_reference(config: RunConfig, engine: PolicyEngine) -> Reference:
+def build_reference(settings: ActorRolloutRefConfig, engine: PolicyEngine) -> Reference:
     """Return the reference, which computes log-probabilities of the sampled tokens."""
-    settings = config.actor_rollout_ref
     return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
 
 
 def load_value_model(
-    config: RunConfig, path: Path | str, device: torch.device, *, unread: bool = False
+    critic: CriticConfig, path: Path | str, device: torch.device, *, unread: bool = False
 ) -> PreTrainedModel:
     """Load the critic at `path` for training."""
-    critic = config.critic
     model = load_critic(
         path,
         dtype=torch.float32,
@@ -370,7 +374,7 @@ def critic_engine(
     packed = critic.model.use_remove_padding
     return make(
         model,
-        _update_micro(config, critic, packed),
+        _update_micro(critic, packed, sequence_ranks(config, critic)),
         build_optimizer(critic.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -415,7 +419,7 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width:
     )
 
 
-def _update_micro(config: RunConfig, role: ActorConfig | CriticConfig, packed: bool) -> MicroBatching:
+def _update_micro(role: ActorConfig | CriticConfig, packed: bool, ranks: int) -> MicroBatching:
     return micro_batching(
         dynamic=role.use_dynamic_bsz,
         rows=role.ppo_micro_batch_size_per_gpu,
@@ -423,7 +427,7 @@ def _update_micro(config: RunConfig, role: ActorConfig | CriticConfig, packed: b
         packed=packed,
         section="critic" if isinstance(role, CriticConfig) else "actor_rollout_ref.actor",
         kind="ppo",
-        ranks=sequence_ranks(config, role),
+        ranks=ranks,
     )
 
 

@@ -26,15 +26,18 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
+from tether.text.data.config import DataConfig
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
 from tether.text.models.model_path import resolve_model_path
+from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.rewards.config_parts import FunctionPart, JudgePart, check_has_part, part_problems, read_parts
 from tether.text.rewards.custom import ARGUMENTS, LISTS, check_call
 from tether.text.rewards.judge import NUMBER, Judge
 from tether.text.rewards.router import check_source, check_truth, has_tests
 from tether.text.rewards.sandbox import ProgramOptions, Server
-from tether.text.sampling.config import SERVERS
+from tether.text.sampling.config import SERVERS, RolloutConfig
+from tether.text.turns.config import AgentConfig, MultiTurnConfig
 from tether.text.turns.tools import LIBRARY, EnvironmentSpec, ToolSpec, class_problem, read_environments, read_tools
 
 if TYPE_CHECKING:
@@ -71,30 +74,30 @@ NEEDS_TURNS = f"answers in turns. Set {TURNS}.enable=True"
 _NAMED = rf".+\.py:\w+|{LIBRARY}.+"
 
 
-def row_agent(config: RunConfig, row: Row | Prompt) -> RowAgent:
+def row_agent(agent: AgentConfig, row: Row | Prompt) -> RowAgent:
     """Return the agent of a row."""
-    return agent_of(row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop, row.extra_info)
+    return agent_of(row.agent_name or agent.default_agent_loop, row.extra_info)
 
 
-def interactions_of(config: RunConfig) -> Sequence[str]:
+def interactions_of(turns: MultiTurnConfig) -> Sequence[str]:
     """Return the valid names in `extra_info.interaction_kwargs.name` of rows of `tool_agent`.
 
     Raises:
         ValueError: the file of `interaction_config_path` cannot be read.
     """
-    path = config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
+    path = turns.interaction_config_path
     return list(read_environments(path)) if path else []
 
 
-def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | None) -> str:
+def agent_problem(rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None) -> str:
     """Return the problem with the agent named by a row; empty if there is none.
 
     Args:
-        config: configuration of the run.
-        row: row of its data.
+        rollout: section of sampling.
+        row: row of the data.
         interactions: names of `interactions_of`; None: unknown.
     """
-    rollout, name = config.actor_rollout_ref.rollout, row.agent_name
+    name = row.agent_name
     if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
         own_class = "or your own class: FILE.py:CLASS"
         return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own_class}"
@@ -118,17 +121,17 @@ def agent_problem(config: RunConfig, row: Row, interactions: Sequence[str] | Non
     return ""
 
 
-def check_turns_act(config: RunConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
+def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent]]) -> None:
     """Refuse configured turns, tools and interactions that no row of a run uses.
 
     Args:
-        config: configuration of the run.
+        turns: section of the turns.
         agents: the agent of each row, paired with its agent if it were of `tool_agent`.
 
     Raises:
         ValueError: the message says what is configured, and how rows can use it.
     """
-    turns, default = config.actor_rollout_ref.rollout.multi_turn, "actor_rollout_ref.rollout.agent.default_agent_loop"
+    default = "actor_rollout_ref.rollout.agent.default_agent_loop"
     if not turns.enable:
         return
     of_tools = [agent.environment for agent, _ in agents if agent.has_tools]
@@ -202,16 +205,16 @@ def missing_reward_inputs(config: RunConfig) -> list[Problem]:
 def scores_texts_alone(config: RunConfig) -> bool:
     """Whether neither the reward nor the rows require a tokenizer."""
     turns, custom = config.actor_rollout_ref.rollout.multi_turn, config.data.custom_cls
-    return not models_read_replies(config) and not custom.path and not turns.enable
+    return not models_read_replies(config.reward_model) and not custom.path and not turns.enable
 
 
-def models_read_replies(config: RunConfig) -> bool:
+def models_read_replies(reward: RewardModelConfig) -> bool:
     """Whether a reward model or a judge scores replies."""
-    sections = config.reward_model.parts
+    sections = reward.parts
     judges = not part_problems(sections) and any(
         isinstance(section, JudgePart) for section in read_parts(sections).values()
     )
-    return config.reward_model.enable or judges
+    return reward.enable or judges
 
 
 PROGRAMS = "reward_model.sandbox"
@@ -237,6 +240,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.reward_model.enable and config.reward_model.server.url:
         key = "reward_model.server.url"
         yield key, config.reward_model.server.url, partial(check_address, key=key)
+    rollout, reward = config.actor_rollout_ref.rollout, config.reward_model
+    turns = rollout.multi_turn
     sources, agents = set[str](), dict[str, set[tuple[RowAgent, RowAgent]]]()
     if data.custom_cls.path:
         yield "data.custom_cls.path", f"{data.custom_cls.path}:{data.custom_cls.name}", _definition
@@ -245,9 +250,9 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield from (("data.train_files", name, rows) for name in data.train_files)
         yield from (("data.val_files", name, rows) for name in data.val_files)
         if first is None and agents.keys() == {*data.train_files, *data.val_files}:
-            yield TURNS, TURNS, lambda _: check_turns_act(config, set().union(*agents.values()))
+            yield TURNS, TURNS, lambda _: check_turns_act(turns, set().union(*agents.values()))
     if any(map(has_tests, sources)):
-        yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, config)
+        yield PROGRAMS, str(config.reward_model.sandbox), partial(_programs, reward)
     if custom.path:
         named = f"{custom.path}:{custom.name}"
         yield "custom_reward_function.path", named, _definition
@@ -260,26 +265,24 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
                 arguments=LISTS if config.reward_model.reward_manager == "batch" else ARGUMENTS,
             ),
         )
-    yield from _of_parts(config)
-    rollout = config.actor_rollout_ref.rollout
+    yield from _of_parts(reward)
     if rollout.name in SERVERS and not rollout.server_urls:
         yield "actor_rollout_ref.rollout.name", rollout.name, server_python
     elif rollout.name in SERVERS:
         yield from (("actor_rollout_ref.rollout.server_urls", url, server_address) for url in rollout.server_urls)
-    turns, agent = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.rollout.agent
     if turns.tool_config_path:
         yield f"{TURNS}.tool_config_path", turns.tool_config_path, _tools
     if turns.interaction_config_path:
         yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
-    if is_own_function(agent.default_agent_loop):
-        yield "actor_rollout_ref.rollout.agent.default_agent_loop", agent.default_agent_loop, _environment_class
+    if is_own_function(rollout.agent.default_agent_loop):
+        yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     yield from _of_both(config)
 
 
-def _of_parts(config: RunConfig) -> Named:
-    if part_problems(config.reward_model.parts):  # those are reported separately
+def _of_parts(reward: RewardModelConfig) -> Named:
+    if part_problems(reward.parts):  # those are reported separately
         return
-    for name, section in read_parts(config.reward_model.parts).items():
+    for name, section in read_parts(reward.parts).items():
         if isinstance(section, FunctionPart):
             named, key = f"{section.path}:{section.name}", f"reward_model.parts.{name}"
             yield f"{key}.path", named, _definition
@@ -352,25 +355,26 @@ def _rows(
     The data sources that rules score are added to `sources`; the known agents of each source of rows are added to
     `agents`, for `check_turns_act`.
     """
-    kind, turns = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout.multi_turn
-    if kind == "environment" and not turns.enable:
+    kind, rollout = locate(expand(name)[0]).kind, config.actor_rollout_ref.rollout
+    if kind == "environment" and not rollout.multi_turn.enable:
         raise ValueError(f"{name}: an environment, which {NEEDS_TURNS}")
     if kind == "environment":
         agents[name] = {(RowAgent(False, name), RowAgent(False, name))}
     if kind != "file":
         return
-    rows, rules, defined = rows_of(config, name, first), _rules_score(config), set[str]()
+    rows, defined = rows_of(config.data, name, first), set[str]()
+    rules = _rules_score(rollout, config.reward_model, config.custom_reward_function)
     interactions: Sequence[str] | None = None
     with suppress(ValueError):  # reported under its own key
-        interactions = interactions_of(config)
+        interactions = interactions_of(rollout.multi_turn)
     configured = config.reward_model.parts
     sections = {} if part_problems(configured) else read_parts(configured)
     problems, row_agents = list[str](), set[tuple[RowAgent, RowAgent]]()
     for row in (rows[index] for index in range(len(rows))):
         agent = row.agent_name
-        row_agents.add((row_agent(config, row), agent_of(TOOL_AGENT, row.extra_info)))
+        row_agents.add((row_agent(rollout.agent, row), agent_of(TOOL_AGENT, row.extra_info)))
         try:
-            if problem := agent_problem(config, row, interactions):
+            if problem := agent_problem(rollout, row, interactions):
                 raise ValueError(problem)
             if agent is not None and is_own_function(agent) and agent not in defined:
                 _class(EnvironmentSpec(agent))
@@ -389,9 +393,9 @@ def _rows(
         raise ValueError(problems[0] + more)
 
 
-def _programs(config: RunConfig, _: str) -> None:
+def _programs(reward: RewardModelConfig, _: str) -> None:
     """Check that programs can be run on this machine; a server for them is checked later."""
-    sandbox, remote = config.reward_model.sandbox, config.reward_model.sandbox_fusion.url
+    sandbox, remote = reward.sandbox, reward.sandbox_fusion.url
     server = None if remote is None else Server(remote)
     try:
         ProgramOptions(sandbox.languages, unconfined=sandbox.unconfined, server=server).check_machine()
@@ -399,18 +403,16 @@ def _programs(config: RunConfig, _: str) -> None:
         raise ValueError(str(error).removeprefix(PROGRAMS).lstrip(".: ")) from None
 
 
-def _rules_score(config: RunConfig) -> bool:
+def _rules_score(rollout: RolloutConfig, reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
     """Whether only rules score the replies."""
-    rollout, reward = config.actor_rollout_ref.rollout, config.reward_model
-    others = reward.enable or reward.parts or config.custom_reward_function.path
+    others = reward.enable or reward.parts or custom.path
     return not (others or rollout.multi_turn.enable or is_own_function(rollout.agent.default_agent_loop))
 
 
-def rows_of(config: RunConfig, files: str | Sequence[str], first: int | None = None) -> Rows:
+def rows_of(data: DataConfig, files: str | Sequence[str], first: int | None = None) -> Rows:
     """Read sources with the columns of the `data` section, by `load_rows`."""
     from tether.text.data.sources import load_rows  # imported here, because it takes a moment
 
-    data = config.data
     return load_rows(
         files,
         prompt_key=data.prompt_key,

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.algorithms import TOKEN_SELECTIONS, parse_rejection, parse_weight_bounds
 from tether.config import RunConfig, replay_of
-from tether.config.schema import RolloutCorrectionConfig
+from tether.config.schema import AlgorithmConfig, FilterGroupsConfig, RolloutCorrectionConfig
 from tether.loop.config import TrainerConfig
 from tether.loop.loop import OldLogProbs
 from tether.loop.parts import RolloutCorrection
@@ -22,14 +22,14 @@ from tether.text.learning.rollout_files import RolloutFiles
 
 
 def build_dynamic_sampling(
-    config: RunConfig,
+    groups: FilterGroupsConfig,
+    train_batch_size: int,
     collector: Collector,
     dataset: PromptDataset,
     sampler: PromptSampler,
     warn: Callable[[str], None],
 ) -> DynamicSampling | None:
     """Return the replacement of groups without signal; None if ``filter_groups`` is off."""
-    groups = config.algorithm.filter_groups
     if not groups.enable:
         return None
     return DynamicSampling(
@@ -37,7 +37,7 @@ def build_dynamic_sampling(
         dataset,
         sampler,
         metric=groups.metric,
-        num_groups=min(config.data.train_batch_size, len(dataset)),
+        num_groups=min(train_batch_size, len(dataset)),
         max_batches=groups.max_num_gen_batches,
         warn=warn,
     )
@@ -74,8 +74,8 @@ def old_log_probs_from(config: RunConfig) -> OldLogProbs:
     are_read_before = (
         algorithm.use_kl_in_reward
         or algorithm.use_pf_ppo
-        or asks_for(config, "old_log_probs")
-        or asks_for(config, "sum_pi_squared")
+        or asks_for(algorithm, "old_log_probs")
+        or asks_for(algorithm, "sum_pi_squared")
         or build_rollout_correction(algorithm.rollout_correction) is not None
         or actor.policy_loss.loss_mode in TOKEN_SELECTIONS
         or replay_of(config)[1] == "R2"
@@ -97,12 +97,12 @@ def bypass_options(correction: RolloutCorrectionConfig) -> dict[str, object]:
     }
 
 
-def build_policy_filtration(config: RunConfig) -> PolicyFiltration | None:
+def build_policy_filtration(algorithm: AlgorithmConfig, seed: int) -> PolicyFiltration | None:
     """Return PF-PPO's filtration; None if it is off."""
-    if not config.algorithm.use_pf_ppo:
+    if not algorithm.use_pf_ppo:
         return None
-    options = config.algorithm.pf_ppo
-    return PolicyFiltration(options.reweight_method, options.weight_pow, config.trainer.seed)
+    options = algorithm.pf_ppo
+    return PolicyFiltration(options.reweight_method, options.weight_pow, seed)
 
 
 def build_rollout_files(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> RolloutFiles | None:

@@ -24,6 +24,7 @@ from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
 from tether.text.building.loading import DTYPES, load_engine, number_format, on_device
 from tether.text.building.named_inputs import NO_TEMPLATE, judge_of, row_agent
+from tether.text.data.config import DataConfig
 from tether.text.data.prompts import ControlTokens, PromptDataset, dated_template, decode, write_conversation
 from tether.text.data.rows import Row
 from tether.text.learning.engines.local import LocalEngine
@@ -33,7 +34,12 @@ from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.rewards.config import ScoringServerConfig
+from tether.text.rewards.config import (
+    CustomRewardFunctionConfig,
+    RewardModelConfig,
+    ScoringModelConfig,
+    ScoringServerConfig,
+)
 from tether.text.rewards.config_parts import (
     FunctionPart,
     IntegrationPart,
@@ -68,35 +74,34 @@ SCORER = "reward_model"
 """Name of the rank component that runs it."""
 
 
-def reward_model_path(config: RunConfig) -> Path | str | None:
+def reward_model_path(reward: RewardModelConfig) -> Path | str | None:
     """Return the path of the reward model; None if the run has none."""
-    model = config.reward_model
-    return resolve_model_path(str(model.model.path), cache_dir()) if model.enable else None
+    return resolve_model_path(str(reward.model.path), cache_dir()) if reward.enable else None
 
 
-def check_scoring(config: RunConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+def check_scoring(reward: RewardModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a reward model that cannot read the run's responses, without loading weights.
 
     Args:
-        config: configuration of the run, possibly without a reward model.
+        reward: section of the reward, possibly without a model.
         policy_tokenizer: its ids are the model's input if ``input_tokenizer`` is null.
 
     Raises:
         ValueError: it is not a classifier with one output, has no chat template, or its vocabulary is smaller than the
             tokenizer's.
     """
-    path, model = reward_model_path(config), config.reward_model.model
+    path, model = reward_model_path(reward), reward.model
     if path is None:
         return
     settings = load_config(path, trust_remote_code=model.trust_remote_code)
     check_reward_model(f"reward_model.model.path={path}", settings)
-    tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(config, path)
+    tokenizer = policy_tokenizer if model.input_tokenizer is None else _tokenizer(model, path)
     if model.input_tokenizer is not None and not tokenizer.chat_template:
         raise ValueError(f"reward_model.model.path={path}: {NO_TEMPLATE}")
     whose = "the policy's tokenizer" if model.input_tokenizer is None else "its tokenizer"
     check_vocabulary(f"reward_model.model.path={path}", settings, tokenizer, whose)
     if model.input_tokenizer is None:
-        _check_same_tokens(config, path, policy_tokenizer)
+        _check_same_tokens(model, path, policy_tokenizer)
 
 
 def check_vocabulary(what: str, settings: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, whose: str) -> None:
@@ -129,67 +134,66 @@ def build_reward_model(config: RunConfig, groups: RankGroups | None = None) -> R
     Raises:
         ValueError: it cannot be loaded, or the server does not answer.
     """
-    path = reward_model_path(config)
+    reward, path = config.reward_model, reward_model_path(config.reward_model)
     assert path is not None
-    if config.reward_model.server.url is not None:
-        return _served(config, path, config.reward_model.server)
+    reader = _reader(reward, path, config.data.chat_template_date)
+    if reward.server.url is not None:
+        return _served(reward.server, reader, str(reward.model.path))
     engine: Engine[TrainBatch, ScoreOutputs]
     if groups is None:
-        engine = reward_engine(config, resolve_device(config.trainer.device))
+        engine = reward_engine(reward, resolve_device(config.trainer.device))
     else:
         assign = balanced if config.trainer.balance_batch else in_order
         group = groups.of[SCORER]
         engine = ShardedEngine(group, SCORER, Replicas.contiguous(group.size, 1), assign)
-    return ModelRewards(RewardModel(engine, _reader(config, path)))
+    return ModelRewards(RewardModel(engine, reader))
 
 
-def reward_engine(config: RunConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
+def reward_engine(reward: RewardModelConfig, device: torch.device, make: Callable[..., Any] = LocalEngine) -> Any:
     """Build the engine that runs the reward model.
 
     Raises:
         ValueError: the model cannot be loaded.
     """
-    settings, path = config.reward_model, reward_model_path(config)
+    path = reward_model_path(reward)
     assert path is not None
-    dtype = DTYPES[number_format(settings.model.fsdp_config.dtype, device)]
-    model = on_device(load_reward_model(path, dtype=dtype, trust_remote_code=settings.model.trust_remote_code), device)
-    if settings.use_dynamic_bsz:
-        tokens, key = settings.forward_max_token_len_per_gpu, "reward_model.forward_max_token_len_per_gpu"
+    dtype = DTYPES[number_format(reward.model.fsdp_config.dtype, device)]
+    model = on_device(load_reward_model(path, dtype=dtype, trust_remote_code=reward.model.trust_remote_code), device)
+    if reward.use_dynamic_bsz:
+        tokens, key = reward.forward_max_token_len_per_gpu, "reward_model.forward_max_token_len_per_gpu"
         micro = MicroBatching(max_tokens=tokens, key=key)
     else:
-        micro = MicroBatching(settings.micro_batch_size_per_gpu, key="reward_model.micro_batch_size_per_gpu")
+        micro = MicroBatching(reward.micro_batch_size_per_gpu, key="reward_model.micro_batch_size_per_gpu")
     return make(model, micro)
 
 
-def _served(config: RunConfig, path: Path | str, server: ScoringServerConfig) -> RemoteRewards:
+def _served(server: ScoringServerConfig, reader: ConversationReader, model: str) -> RemoteRewards:
     key = "reward_model.server"
     assert server.url is not None
     check_listening(server.url, f"{key}.url")
     secret = secret_from(server.api_key_env, f"{key}.api_key_env")
     endpoint = Endpoint(f"{server.url.rstrip('/')}/classify", secret, server.timeout, server.attempts)
-    name = server.model or str(config.reward_model.model.path)
-    return RemoteRewards(
-        ServedRewardModel(_reader(config, path).written, endpoint, server.api, name), server.max_concurrent
-    )
+    name = server.model or model
+    return RemoteRewards(ServedRewardModel(reader.written, endpoint, server.api, name), server.max_concurrent)
 
 
-def _reader(config: RunConfig, path: Path | str) -> ConversationReader:
-    settings = load_config(path, trust_remote_code=config.reward_model.model.trust_remote_code)
+def _reader(reward: RewardModelConfig, path: Path | str, template_date: str | None) -> ConversationReader:
+    settings = load_config(path, trust_remote_code=reward.model.trust_remote_code)
     text = settings.get_text_config()
-    tokenizer = None if config.reward_model.model.input_tokenizer is None else _tokenizer(config, path)
+    tokenizer = None if reward.model.input_tokenizer is None else _tokenizer(reward.model, path)
     return ConversationReader(
         tokenizer=tokenizer,
         pad_id=settings.pad_token_id,
         vocabulary=text.vocab_size,
-        max_length=config.reward_model.max_length or text.max_position_embeddings,
-        chat_template=None if tokenizer is None else dated_template(tokenizer, None, config.data.chat_template_date),
+        max_length=reward.max_length or text.max_position_embeddings,
+        chat_template=None if tokenizer is None else dated_template(tokenizer, None, template_date),
     )
 
 
-def _check_same_tokens(config: RunConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_same_tokens(model: ScoringModelConfig, path: Path | str, policy_tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse the policy's token ids if the reward model has its own tokenizer and that maps them to other texts."""
     try:
-        tokenizer = _tokenizer(config, path)
+        tokenizer = _tokenizer(model, path)
     except ValueError:  # it does not need a tokenizer
         return
     theirs, policys = _texts(tokenizer), _texts(policy_tokenizer)
@@ -212,8 +216,8 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {id_: token for token, id_ in tokenizer.get_vocab().items()}
 
 
-def _tokenizer(config: RunConfig, path: Path | str) -> PreTrainedTokenizerBase:
-    return load_tokenizer(path, trust_remote_code=config.reward_model.model.trust_remote_code)
+def _tokenizer(model: ScoringModelConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
 def check_judge(key: str, section: JudgePart) -> None:
@@ -232,8 +236,10 @@ def check_judge(key: str, section: JudgePart) -> None:
             raise ValueError(f"{key}.path={path}: its tokenizer has no chat template, by which a judge is asked")
 
 
-def build_judge(config: RunConfig, key: str, section: JudgePart) -> RemoteRewards | ModelRewards:
-    """Build a judge.
+def build_judge(
+    key: str, section: JudgePart, device: torch.device, template_date: str | None
+) -> RemoteRewards | ModelRewards:
+    """Build a judge, whose model, if it runs in this process, is on `device`.
 
     Raises:
         ValueError: as in `check_judge`, or the model cannot be loaded.
@@ -241,10 +247,10 @@ def build_judge(config: RunConfig, key: str, section: JudgePart) -> RemoteReward
     judge = judge_of(key, section)
     if section.path is not None:
         path = resolve_model_path(section.path, cache_dir())
-        engine = load_engine(path, resolve_device(config.trainer.device), section.dtype)
+        engine = load_engine(path, device, section.dtype)
         context = context_length(load_config(path))
         tokenizer = load_tokenizer(path)
-        template = dated_template(tokenizer, None, config.data.chat_template_date)
+        template = dated_template(tokenizer, None, template_date)
         return ModelRewards(model_judge(judge, EngineAnswers(engine, tokenizer, section.max_tokens, context, template)))
     endpoint = Endpoint(
         f"{str(section.base_url).rstrip('/')}/chat/completions",
@@ -350,7 +356,9 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
 
     def by_rule(row: Row) -> bool:
         in_part = rules is None or rules.data_sources is None or row.data_source in rules.data_sources
-        return in_part and row_agent(config, row).environment is None  # an environment scores its rows itself
+        return (
+            in_part and row_agent(config.actor_rollout_ref.rollout.agent, row).environment is None
+        )  # an environment scores its rows itself
 
     def look_at_truth(row: Row) -> None:
         if by_rule(row):
@@ -358,10 +366,10 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
             check_truth(row.data_source, row.ground_truth, row.extra_info, from_columns=row.from_columns)
 
     prompts.check_rows(look_at_truth)
-    check_sources(sources, program_options(config))
+    check_sources(sources, program_options(config.reward_model))
 
 
-def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> None:
+def check_parts_act(data: DataConfig, reward: RewardModelConfig, datasets: Sequence[PromptDataset]) -> None:
     """Refuse a reward for a data source that no row has.
 
     A run on a subset of the rows (`data.train_max_samples`, `data.val_max_samples`) is not checked: other rows may have
@@ -370,9 +378,9 @@ def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> Non
     Raises:
         ValueError: the message names the reward and the source.
     """
-    if config.data.train_max_samples != -1 or config.data.val_max_samples != -1:
+    if data.train_max_samples != -1 or data.val_max_samples != -1:
         return
-    sections = read_parts(config.reward_model.parts)
+    sections = read_parts(reward.parts)
     if all(section.data_sources is None for section in sections.values()):
         return  # saves reading every row
     present: set[str] = set()
@@ -387,21 +395,21 @@ def check_parts_act(config: RunConfig, datasets: Sequence[PromptDataset]) -> Non
                 )
 
 
-def program_options(config: RunConfig) -> ProgramOptions:
+def program_options(reward: RewardModelConfig) -> ProgramOptions:
     """Return the options for running programs in responses."""
-    sandbox, fusion = config.reward_model.sandbox, config.reward_model.sandbox_fusion
+    sandbox, fusion = reward.sandbox, reward.sandbox_fusion
     server = None
     if fusion.url is not None:
-        server = Server(fusion.url, fusion.memory_limit_mb, fusion.max_concurrent // _num_workers(config))
+        server = Server(fusion.url, fusion.memory_limit_mb, fusion.max_concurrent // _num_workers(reward))
     limits = Limits(sandbox.timeout, sandbox.memory_limit_mb, sandbox.max_processes)
     return ProgramOptions(sandbox.languages, sandbox.max_tests, limits, sandbox.unconfined, server)
 
 
-def _num_workers(config: RunConfig) -> int:
+def _num_workers(reward: RewardModelConfig) -> int:
     """Return the number of reward processes: by default one per core, or the maximum requests of a program server."""
-    fusion = config.reward_model.sandbox_fusion
+    fusion = reward.sandbox_fusion
     limit = fusion.max_concurrent if fusion.url is not None else usable_cores()
-    return config.reward_model.num_workers or min(usable_cores(), limit)
+    return reward.num_workers or min(usable_cores(), limit)
 
 
 def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Rewards:
@@ -416,7 +424,11 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     """
     sections = read_parts(config.reward_model.parts)
     if not sections:
-        return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
+        return (
+            build_reward_model(config, groups)
+            if config.reward_model.enable
+            else _build_rules(config.custom_reward_function, config.reward_model)
+        )
     # Models first, so that their errors leave no process behind.
     order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart | IntegrationPart))
     with ExitStack() as stack:
@@ -432,34 +444,41 @@ def _weighted(section: RewardPart, rewards: Rewards) -> WeightedReward:
 
 def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankGroups | None) -> Rewards:
     if isinstance(section, FunctionPart):
-        return _pool(config, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}"))
+        return _pool(
+            config.reward_model, CustomReward(section.path, section.name, section.reward_kwargs, key=f"{PARTS}.{name}")
+        )
     if isinstance(section, JudgePart):
-        return build_judge(config, f"{PARTS}.{name}", section)
+        return build_judge(
+            f"{PARTS}.{name}", section, resolve_device(config.trainer.device), config.data.chat_template_date
+        )
     if isinstance(section, IntegrationPart):
         module, own = integration(section.kind, "rewards"), integration_config(config.integrations, section.kind)
-        rewards: Rewards = module.build_rewards(own, _num_workers(config), config.reward_model.timeout)
+        rewards: Rewards = module.build_rewards(own, _num_workers(config.reward_model), config.reward_model.timeout)
         return rewards
-    return _build_rules(config) if isinstance(section, RulesPart) else build_reward_model(config, groups)
+    if isinstance(section, RulesPart):
+        return _build_rules(config.custom_reward_function, config.reward_model)
+    return build_reward_model(config, groups)
 
 
-def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedRewards:
+def _build_rules(
+    custom: CustomRewardFunctionConfig, reward: RewardModelConfig
+) -> RewardPool | LocalRewards | BatchedRewards:
     """Build the rule or function reward. A function of a file runs in worker processes, an object in this process."""
-    custom = config.custom_reward_function
-    if config.reward_model.reward_manager == "batch":
+    if reward.reward_manager == "batch":
         if is_object(custom.path):
             raise ValueError("reward_model.reward_manager=batch: its function has to be in a file, and not an object")
         named = CustomReward(str(custom.path), custom.name, custom.reward_kwargs)
-        return BatchedRewards(named, timeout=config.reward_model.timeout)
+        return BatchedRewards(named, timeout=reward.timeout)
     if is_object(custom.path):
         function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)
-        return LocalRewards(function, config.reward_model.timeout)
-    return _pool(config, CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None)
+        return LocalRewards(function, reward.timeout)
+    return _pool(reward, CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None)
 
 
-def _pool(config: RunConfig, function: CustomReward | None) -> RewardPool:
+def _pool(reward: RewardModelConfig, function: CustomReward | None) -> RewardPool:
     return RewardPool(
         function,
-        num_workers=_num_workers(config),
-        timeout=config.reward_model.timeout,
-        programs=program_options(config),
+        num_workers=_num_workers(reward),
+        timeout=reward.timeout,
+        programs=program_options(reward),
     )

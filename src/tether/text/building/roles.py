@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from tether.loop.engine import Learner
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.profiling import ProcessTrace
 from tether.text.building.learners import (
+    PolicyEngine,
     Reference,
     Role,
+    ValueEngine,
     actor_engine,
     build_actor,
     build_critic,
@@ -47,11 +49,11 @@ from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
-from tether.text.learning.packing import balanced, in_order
+from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights
-from tether.text.sampling.config import SERVERS
+from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
 from tether.text.sharded import ShardedEngine, ShardedSampler
@@ -67,6 +69,22 @@ class Roles:
     reference: Reference | None
     """The reference; None if no KL uses it."""
     sampler: RolloutEngine
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines in a process, or their handles; None: it does not have the model."""
+
+    actor: PolicyEngine | None = None
+    critic: ValueEngine | None = None
+    reference: PolicyEngine | None = None
+    sampler: NativeEngine | None = None
+    card: PolicyCard | None = None
+    """Describes the policy to servers, if they sample."""
+
+    def by_name(self) -> dict[str, Any]:
+        """Return those that exist, as components of a rank."""
+        return {name: engine for name, engine in vars(self).items() if engine is not None}
 
 
 def build_roles(
@@ -92,30 +110,34 @@ def build_roles(
     """
     if groups is None:
         engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
-        card = engines.get("card")
-        served = card and _served(config, engines["actor"], card, sources, sampling, logs, resources)
-        return _roles(config, engines, served or engines["sampler"], sources.total_steps)
+        sampler: RolloutEngine | None = engines.sampler
+        if engines.card is not None:
+            sampler = _served(config, engines.actor, engines.card, sources, sampling, logs, resources)
+        assert sampler is not None
+        return _roles(config, engines, sampler, sources.total_steps)
     groups.build(build_parts, config, sources)
     assign = balanced if config.trainer.balance_batch else in_order
     separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
     ahead = separate and config.trainer.async_mode != "off"  # samples while the actor is trained
-    engines = {
+    handles: dict[str, Any] = {
         name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
     }
+    engines = Engines(**handles)
     if config.actor_rollout_ref.rollout.name in SERVERS:
         card = _of_first_rank(groups.of["actor"], "card", "read")
         return _roles(
             config,
             engines,
-            _served(config, engines["actor"], card, sources, sampling, logs, resources),
+            _served(config, engines.actor, card, sources, sampling, logs, resources),
             sources.total_steps,
         )
     ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
-    sampler = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
+    on_ranks = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
     if separate:
-        sampler.load_weights(engines["actor"].export())
-    return _roles(config, engines, sampler, sources.total_steps)
+        assert engines.actor is not None
+        on_ranks.load_weights(engines.actor.export())
+    return _roles(config, engines, on_ranks, sources.total_steps)
 
 
 def _of_first_rank(group: Group, component: str, method: str) -> Any:
@@ -145,7 +167,7 @@ def _served(
 ) -> RolloutEngine:
     """Return the sampler that uses servers."""
     learner = build_actor(config, actor, sources.total_steps)
-    return build_servers(config, learner, card, sources, sampling, logs, resources)
+    return build_servers(config.actor_rollout_ref, config.trainer, learner, card, sources, sampling, logs, resources)
 
 
 def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
@@ -174,12 +196,12 @@ def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> d
     if uses_megatron(config):
         models = integration("megatron", "build").megatron_parts(config, sources, names)
     else:
-        models = _engines(config, sources, make, names, sharded=not alone)
+        models = _engines(config, sources, make, names, sharded=not alone).by_name()
     if "sampler" in models:
         models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
     components = models | {"trace": ProcessTrace()}
     if SCORER in names:
-        components[SCORER] = reward_engine(config, sources.device, make(config.reward_model.model))
+        components[SCORER] = reward_engine(config.reward_model, sources.device, make(config.reward_model.model))
     return components
 
 
@@ -204,38 +226,51 @@ def _sharding_of(role: Role) -> ShardConfig:
 
 def _engines(
     config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
-) -> dict[str, Any]:
+) -> Engines:
     """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
     tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
-    components: dict[str, Any] = {}
-    policy, reference = None, None
+    settings = config.actor_rollout_ref
+    engines, policy, reference = Engines(), None, None
     if names & {"actor", "sampler"}:
         unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
-        policy = load_policy(config, sources.model_path, sources.device, sources.checkpoint, unread=unread)
+        policy = load_policy(
+            settings.model,
+            sources.model_path,
+            sources.device,
+            sources.checkpoint,
+            seed=config.trainer.seed,
+            unread=unread,
+        )
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
         reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
     if "actor" in names:
         assert policy is not None
-        components |= _policy_parts(config, policy, reference, sources, make, names, sharded=sharded)
+        engines = _policy_engines(config, policy, reference, sources, make, names, sharded=sharded)
     elif "sampler" in names:
         assert policy is not None
-        components["sampler"] = _native(config, _copy_to_sample(config, policy))
+        engines = Engines(sampler=_native(settings.rollout, _copy_to_sample(settings.actor.fsdp_config.dtype, policy)))
     if "critic" in names:
-        critic = load_value_model(config, sources.critic_path, sources.device, unread=sharded)
-        components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
+        critic = load_value_model(config.critic, sources.critic_path, sources.device, unread=sharded)
+        built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
+        engines = replace(engines, critic=built)
     if "reference" in names and reference is not None:
         make_reference = make(config.actor_rollout_ref.ref)
         if sharded and reference.model is policy:  # with LoRA
-            make_reference = lambda _, micro, during: components["actor"].frozen(micro, during)  # noqa: E731
+            make_reference = partial(_frozen, engines.actor)
         elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
             make_reference = LocalEngine
-        components["reference"] = reference_engine(config, reference, make_reference)
-    return components
+        engines = replace(engines, reference=reference_engine(config, reference, make_reference))
+    return engines
 
 
-def _policy_parts(
+def _frozen(actor: Any, model: PreTrainedModel, micro: MicroBatching, during: Any) -> Any:
+    """Return the reference of a sharded policy with an adapter: the policy itself, whose adapter is off."""
+    return actor.frozen(micro, during)
+
+
+def _policy_engines(
     config: RunConfig,
     policy: PreTrainedModel,
     reference: ReferenceModel | None,
@@ -244,24 +279,23 @@ def _policy_parts(
     names: frozenset[str],
     *,
     sharded: bool,
-) -> dict[str, Any]:
+) -> Engines:
     """Build the actor, with the sampler or the model card for servers."""
     settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
     separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
-    sampling = _copy_to_sample(config, policy) if separate and "sampler" in names else policy
-    components: dict[str, Any] = {"card": PolicyCard.of(policy)} if served else {}  # before it is sharded
+    sampling = _copy_to_sample(settings.actor.fsdp_config.dtype, policy) if separate and "sampler" in names else policy
+    card = PolicyCard.of(policy) if served else None  # before it is sharded
     # Before the sampler, which then shares the weights in their training dtype.
-    components["actor"] = actor_engine(
+    actor = actor_engine(
         config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
     )
     if "sampler" not in names:
         use_tether_attention(policy)  # for training; the native engine does it itself
-        return components
-    return components | {"sampler": _native(config, sampling)}
+        return Engines(actor=actor, card=card)
+    return Engines(actor=actor, sampler=_native(settings.rollout, sampling), card=card)
 
 
-def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
-    rollout = config.actor_rollout_ref.rollout
+def _native(rollout: RolloutConfig, model: PreTrainedModel) -> NativeEngine:
     return NativeEngine(
         model,
         eos_token_ids=eos_token_ids(model),
@@ -271,12 +305,12 @@ def _native(config: RunConfig, model: PreTrainedModel) -> NativeEngine:
     )
 
 
-def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedModel:
+def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the policy in its training dtype, with uninitialized memory for unread weights.
 
     Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
     """
-    dtype, unread = DTYPES[config.actor_rollout_ref.actor.fsdp_config.dtype], has_lazy_weights(policy)
+    dtype, unread = DTYPES[compute_dtype], has_lazy_weights(policy)
 
     def copied(weight: torch.Tensor) -> torch.Tensor:
         room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -285,10 +319,11 @@ def _copy_to_sample(config: RunConfig, policy: PreTrainedModel) -> PreTrainedMod
     return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
 
 
-def _roles(config: RunConfig, engines: dict[str, Any], sampler: RolloutEngine, total_steps: int) -> Roles:
+def _roles(config: RunConfig, engines: Engines, sampler: RolloutEngine, total_steps: int) -> Roles:
+    assert engines.actor is not None
     return Roles(
-        build_actor(config, engines["actor"], total_steps),
-        build_critic(config, engines["critic"]) if "critic" in engines else None,
-        build_reference(config, engines["reference"]) if "reference" in engines else None,
+        build_actor(config, engines.actor, total_steps),
+        build_critic(config, engines.critic) if engines.critic is not None else None,
+        build_reference(config.actor_rollout_ref, engines.reference) if engines.reference is not None else None,
         sampler,
     )

@@ -13,9 +13,10 @@ from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from tether.batch import RolloutBatch, TrainBatch
-from tether.config import RunConfig
+from tether.config import ActorRolloutRefConfig
 from tether.integrations import integration
 from tether.loop.alarms import mismatch_tolerance
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
@@ -74,7 +75,8 @@ class PolicyCard:
 
 
 def build_servers(
-    config: RunConfig,
+    settings: ActorRolloutRefConfig,
+    trainer: TrainerConfig,
     actor: AnyLearner,
     policy: PolicyCard,
     sources: Sources,
@@ -85,7 +87,8 @@ def build_servers(
     """Build an engine that samples with servers, which start at the first request.
 
     Args:
-        config: configuration of the run.
+        settings: section of the policy.
+        trainer: section of the trainer.
         actor: the engine whose weights they receive, and with which they are compared.
         policy: card of its model.
         sources: location of its files, and the training device.
@@ -96,11 +99,10 @@ def build_servers(
     Raises:
         ValueError: the server is not installed, an address is invalid, or weight files are not available.
     """
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    in_turns = config.trainer.async_mode == "off"
+    rollout, model, in_turns = settings.rollout, settings.model, trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
-    where = theirs or _launches(config, policy, sources, logs / rollout.name)
-    api, adapters = _server_api(config, policy.config), _adapters(config)
+    where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, sources, logs / rollout.name)
+    api, adapters = _server_api(settings, policy.config), _adapters(settings)
     servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
@@ -127,20 +129,19 @@ def build_servers(
         log_probs: torch.Tensor = actor.infer(TrainBatch.assemble(rows, torch.zeros(len(rows)))).log_probs
         return log_probs
 
-    formats = (rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype)
+    formats = (rollout.dtype, settings.actor.fsdp_config.dtype)
     every = rollout.parity_freq if in_turns else 0  # the trainer has newer weights by then
     tolerance = mismatch_tolerance(*(DTYPES[name] for name in formats))
     return ParityProbe(engine, log_probs, every=every, tolerance=tolerance, sampling=sampling)
 
 
-def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) -> None:
+def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: torch.device) -> None:
     """Check external servers that are already running, before anything is loaded; others are awaited later.
 
     Raises:
         ValueError: a server is not usable, weights cannot be transferred from the training device, or the policy has no
             files for servers that tether starts.
     """
-    settings = config.actor_rollout_ref
     if settings.rollout.name in SERVERS and not settings.rollout.server_urls:
         _check_files(settings.rollout, model)
     if settings.rollout.name in SERVERS and settings.rollout.weight_transfer == "nccl" and device.type != "cuda":
@@ -155,7 +156,7 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
         trust_remote_code=settings.model.trust_remote_code,
         override_config=settings.model.override_config,
     )
-    api = _server_api(config, policy)
+    api = _server_api(settings, policy)
     for url in settings.rollout.server_urls:
         server = InferenceServer(api, server_address(url), settings.rollout.server_timeout, token_timeout=2.0)
         if server.is_healthy():
@@ -165,22 +166,22 @@ def look_at_servers(config: RunConfig, model: Path | str, device: torch.device) 
                 server.stop()
 
 
-def _adapters(config: RunConfig) -> Adapters | None:
+def _adapters(settings: ActorRolloutRefConfig) -> Adapters | None:
     """Return the transfer of LoRA adapters by files; None if merged weights are sent."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    model, rollout = settings.model, settings.rollout
     in_files = rollout.name == "vllm" and rollout.weight_transfer not in ("distributed", "nccl")
     if model.lora_rank == 0 or model.lora.merge or not in_files:
         return None
     return Adapters(model.lora_rank, model.lora_alpha)
 
 
-def _server_api(config: RunConfig, policy: PreTrainedConfig) -> ServerApi:
-    rollout, model = config.actor_rollout_ref.rollout, policy.get_text_config()
+def _server_api(settings: ActorRolloutRefConfig, policy: PreTrainedConfig) -> ServerApi:
+    rollout, model = settings.rollout, policy.get_text_config()
     sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
     wanted = ServedPolicy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
     tells = rollout.enable_rollout_routing_replay
     if rollout.name == "vllm":
-        return Vllm(wanted, _adapters(config), tells, rollout.weight_transfer)
+        return Vllm(wanted, _adapters(settings), tells, rollout.weight_transfer)
     each = experts_per_token(policy)
     experts = (model.num_hidden_layers, each) if each else None
     sglang: ServerApi = integration("sglang", "api").SGLang(wanted, rollout.weight_transfer, experts, tells)
@@ -245,14 +246,16 @@ def launcher(name: str) -> Callable[[Path, Path, Mapping[str, object], Mapping[s
     return launch
 
 
-def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Path) -> list[Launch]:
+def _launches(
+    settings: ActorRolloutRefConfig, ranks: int, policy: PolicyCard, sources: Sources, logs: Path
+) -> list[Launch]:
     """Return the commands of the servers: one on a CPU, or as many as fit on the run's GPUs.
 
     Raises:
         ValueError: the server is not installed, there are too few devices, or a hub refuses files.
     """
-    rollout, described = config.actor_rollout_ref.rollout, logs / "model"
-    name, tensor_parallel, ranks = rollout.name, rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
+    rollout, described = settings.rollout, logs / "model"
+    name, tensor_parallel = rollout.name, rollout.tensor_model_parallel_size
     python, launch_of = server_python(name), launcher(name)
     policy.config.save_pretrained(described)
     add_older_names(described)
@@ -263,7 +266,7 @@ def _launches(config: RunConfig, policy: PolicyCard, sources: Sources, logs: Pat
     longest, folder = _longest(rollout, policy.config), str(described.absolute())
     on_gpu = sources.device.type == "cuda"
     if name == "vllm":
-        adapters = _adapters(config)
+        adapters = _adapters(settings)
         options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)

@@ -16,7 +16,6 @@ from tether.config import LoadedConfig, RunConfig, with_values
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
-from tether.text.build import sampling_params, validation_sampling
 from tether.text.building.inputs import build_dataset, build_tokenizer
 from tether.text.building.learners import build_critic, critic_engine, load_value_model, update_plan
 from tether.text.building.loading import decided_formats, load_engine
@@ -35,7 +34,7 @@ from tether.text.models.model_path import resolve_model_path
 from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
-from tether.text.sampling.protocol import NoiseKey
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
 
 @contextmanager
@@ -51,17 +50,30 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
             "data.val_files: nothing to evaluate on. Give held-out prompts, for example data.val_files=FILE"
         )
     set_threads(config.trainer.num_threads)
-    tokenizer = build_tokenizer(config, model)
-    with build_tool_pool(config) or nullcontext() as tools:
+    tokenizer = build_tokenizer(config.data, config.actor_rollout_ref.model, model)
+    with build_tool_pool(config.actor_rollout_ref.rollout, config.data) or nullcontext() as tools:
         data = config.data
-        dataset = build_dataset(config, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools)
-        check_agents(config, dataset, tools)
+        agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+        dataset = build_dataset(
+            data, agent, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools
+        )
+        check_agents(config.actor_rollout_ref.rollout, dataset, tools)
         check_rewards(config, dataset)
-        check_scoring(config, tokenizer)
+        check_scoring(config.reward_model, tokenizer)
         dtype, trusted = config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.model.trust_remote_code
         engine = load_engine(model, resolve_device(config.trainer.device), dtype, trust_remote_code=trusted)
-        conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
-        evaluation = Evaluation(dataset, validation_sampling(config), data.val_batch_size)
+        conversations = build_conversations(
+            config.actor_rollout_ref.rollout,
+            data,
+            tools,
+            tokenizer,
+            engine.eos_token_ids,
+            [dataset],
+            environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
+        )
+        evaluation = Evaluation(
+            dataset, SamplingParams.for_validation(config.actor_rollout_ref.rollout), data.val_batch_size
+        )
         with build_rewards(config) as rewards:
             rate = config.reward_model.max_error_rate
             yield evaluation, Collector(engine, rewards, tokenizer, rate, conversations)
@@ -107,20 +119,23 @@ def build_reward_trial(
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     tokenizer = None
     if samples or not scores_texts_alone(config):
-        tokenizer = build_tokenizer(config, resolve_model_path(model.tokenizer_path, cache_dir()))
-    with build_tool_pool(config) or nullcontext() as tools:
+        tokenizer = build_tokenizer(config.data, model, resolve_model_path(model.tokenizer_path, cache_dir()))
+    with build_tool_pool(config.actor_rollout_ref.rollout, config.data) or nullcontext() as tools:
         data = config.data
-        dataset = build_dataset(config, tokenizer, data.train_files, data.train_max_samples, shuffle=False, tools=tools)
-        check_agents(config, dataset, tools)
+        agent = rollout.agent.default_agent_loop
+        dataset = build_dataset(
+            data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=False, tools=tools
+        )
+        check_agents(config.actor_rollout_ref.rollout, dataset, tools)
         if (
             tools
-            and scored_by_environments(config)
-            and all(row_agent(config, prompt).environment for prompt in dataset)
+            and scored_by_environments(config.custom_reward_function, config.reward_model)
+            and all(row_agent(rollout.agent, prompt).environment for prompt in dataset)
         ):
             raise ValueError("every row is scored by its environment alone, so there is no reward to check")
         check_rewards(config, dataset)
         if tokenizer:
-            check_scoring(config, tokenizer)
+            check_scoring(config.reward_model, tokenizer)
         count = min(rows, len(dataset))
         prompts = [dataset[i * len(dataset) // count] for i in range(count)]
         with build_rewards(config) as rewards:
@@ -129,16 +144,24 @@ def build_reward_trial(
                 path = resolve_model_path(model.path, cache_dir())
                 device, trusted = resolve_device(config.trainer.device), model.trust_remote_code
                 engine = load_engine(path, device, rollout.dtype, trust_remote_code=trusted)
-                conversations = build_conversations(config, tools, tokenizer, engine.eos_token_ids, [dataset])
+                conversations = build_conversations(
+                    config.actor_rollout_ref.rollout,
+                    data,
+                    tools,
+                    tokenizer,
+                    engine.eos_token_ids,
+                    [dataset],
+                    environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
+                )
                 collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
                 sampled_prompts = prompts[: max(1, samples // rollout.n)]
                 key = NoiseKey(config.trainer.seed, step=0)
                 scored = collector.collect(
-                    sampled_prompts, sampling_params(config), key, lambda done, _: on_sampled(done)
+                    sampled_prompts, SamplingParams.from_config(rollout), key, lambda done, _: on_sampled(done)
                 )
                 sampled = _probe(scored, list(rewards.durations) or [0.0])
             cut: Callable[[str], str] = str
-            if tokenizer and models_read_replies(config):
+            if tokenizer and models_read_replies(config.reward_model):
                 cut = partial(_cut, tokenizer, data.max_response_length)
             yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None, cut)
 
@@ -185,7 +208,7 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     learner = build_critic(
-        config, critic_engine(config, load_value_model(config, path, device), tokenizer, steps, incidents=None)
+        config, critic_engine(config, load_value_model(config.critic, path, device), tokenizer, steps, incidents=None)
     )
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config import RunConfig
 from tether.text.building.named_inputs import agent_problem, interactions_of, row_agent
+from tether.text.data.config import DataConfig
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
+from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
+from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
@@ -18,13 +20,12 @@ from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environme
 _STARTUP = 300.0  # seconds; an environment may load a dataset
 
 
-def build_tool_pool(config: RunConfig) -> ToolPool | None:
+def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None:
     """Start the processes of tools and environments; return None if every row has a single turn.
 
     Raises:
         ValueError: the configuration of tools cannot be read, or a class cannot be loaded.
     """
-    rollout = config.actor_rollout_ref.rollout
     turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
     if not turns.enable:
         return None
@@ -33,7 +34,7 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     if agent not in (SINGLE_TURN, TOOL_AGENT):
         place = "actor_rollout_ref.rollout.agent.default_agent_loop"
         environments = environments | {agent: environment_named(agent, turns.format, place)}
-    for source in (*config.data.train_files, *config.data.val_files):
+    for source in (*data.train_files, *data.val_files):
         if source.startswith(ENVIRONMENT):
             name = environment_named_by(source)
             environments = environments | {name: environment_named(name, turns.format, name)}
@@ -45,12 +46,14 @@ def build_tool_pool(config: RunConfig) -> ToolPool | None:
     )
 
 
-def scored_by_environments(config: RunConfig) -> bool:
+def scored_by_environments(custom: CustomRewardFunctionConfig, reward: RewardModelConfig) -> bool:
     """Whether rows with an environment are scored only by it."""
-    return config.custom_reward_function.path is None and not config.reward_model.enable
+    return custom.path is None and not reward.enable
 
 
-def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | None) -> set[tuple[RowAgent, RowAgent]]:
+def check_agents(
+    rollout: RolloutConfig, prompts: PromptDataset, tools: ToolPool | None
+) -> set[tuple[RowAgent, RowAgent]]:
     """Refuse rows whose agent does not exist.
 
     Returns:
@@ -59,16 +62,16 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
     Raises:
         ValueError: lists up to ten such rows.
     """
-    interactions, reported = interactions_of(config), set[str]()
+    interactions, reported = interactions_of(rollout.multi_turn), set[str]()
     agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
 
     def check(row: Row) -> None:
-        if problem := agent_problem(config, row, interactions):
+        if problem := agent_problem(rollout, row, interactions):
             if problem in reported:  # all rows of a source may have the same problem
                 return
             reported.add(problem)
             raise ValueError(problem)
-        agent = row_agent(config, row)
+        agent = row_agent(rollout.agent, row)
         agents.add((agent, agent_of(TOOL_AGENT, row.extra_info)))
         environment = None if agent.has_tools else agent.environment
         if tools is not None and environment is not None and environment not in checked:
@@ -80,36 +83,42 @@ def check_agents(config: RunConfig, prompts: PromptDataset, tools: ToolPool | No
 
 
 def build_conversations(
-    config: RunConfig,
+    rollout: RolloutConfig,
+    data: DataConfig,
     tools: ToolPool | None,
     tokenizer: PreTrainedTokenizerBase,
     ends: frozenset[int],
     datasets: Sequence[PromptDataset],
+    *,
+    environments_score_alone: bool,
 ) -> Conversations | None:
     """Return what answers the policy between its turns; None with a single turn.
 
     Args:
-        config: configuration of the run.
+        rollout: section of sampling.
+        data: section of the prompts.
         tools: processes of tools and environments.
         tokenizer: tokenizer of the policy.
         ends: ids of the stop tokens.
         datasets: all prompts.
+        environments_score_alone: whether rows with an environment are scored only by it.
 
     Raises:
         ValueError: turns of the chat template cannot be concatenated.
     """
     if tools is None:
         return None
-    turns, data = config.actor_rollout_ref.rollout.multi_turn, config.data
-    default = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    turns, default = rollout.multi_turn, rollout.agent.default_agent_loop
     kwargs = dict(data.apply_chat_template_kwargs)
     dated = dated_template(tokenizer, data.chat_template, data.chat_template_date)
     template = TurnTemplate(tokenizer, ends, dated, kwargs)
     listing = TurnTemplate(tokenizer, ends, dated, {**kwargs, "tools": tools.schemas or None})
-    agents = {row_agent(config, prompt) for prompts in datasets for prompt in prompts}
+    agents = {row_agent(rollout.agent, prompt) for prompts in datasets for prompt in prompts}
     if any(agent.has_tools for agent in agents):
         listing.check(["tool"], turns.tokenization_sanity_check_mode)
-    rows = [prompt for prompts in datasets for prompt in prompts if row_agent(config, prompt).environment is not None]
+    rows = [
+        prompt for prompts in datasets for prompt in prompts if row_agent(rollout.agent, prompt).environment is not None
+    ]
     roles = {"tool" if own_tools(prompt.extra_info) else "user" for prompt in rows}  # the agents of the rows
     template.check(sorted(roles), turns.tokenization_sanity_check_mode)
     return Conversations(
@@ -127,5 +136,5 @@ def build_conversations(
         ),
         find_calls=FORMATS[turns.format],
         default_agent=default,
-        environments_score_alone=scored_by_environments(config),
+        environments_score_alone=environments_score_alone,
     )

@@ -28,12 +28,13 @@ from tether.algorithms import (
     overlong_penalty,
 )
 from tether.batch import Prompt, TrainBatch, filled, on_last_token
-from tether.config import RunConfig
-from tether.config.schema import AlgorithmConfig
+from tether.config.schema import ActorConfig, AlgorithmConfig
 from tether.loop.own_functions import advantage_estimator, policy_loss
 from tether.metrics.data import group_metrics
 from tether.text.learning.collector import Collector
+from tether.text.rewards.config import OverlongBufferConfig, RewardModelConfig
 from tether.text.rewards.outcome import RewardOutcome, Score, is_float32
+from tether.text.sampling.config import RolloutConfig
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.types import StateDict
 
@@ -210,20 +211,20 @@ OWN_DEFAULT = ("raw",)
 """Estimators that support whitening, but have a different default."""
 
 
-def asks_for(config: RunConfig, what: str) -> bool:
+def asks_for(algorithm: AlgorithmConfig, what: str) -> bool:
     """Whether the estimator of a run requires an input, for example ``reward_baselines``."""
-    return what in needs(advantage_estimator(config.algorithm.adv_estimator))
+    return what in needs(advantage_estimator(algorithm.adv_estimator))
 
 
-def check_own_functions(config: RunConfig) -> None:
+def check_own_functions(algorithm: AlgorithmConfig, actor: ActorConfig, *, has_critic: bool) -> None:
     """Load the user's functions for this run, and call each once on a small batch.
 
     Raises:
         ValueError: a function fails, or an estimator needs a critic's values and the run has no critic.
     """
-    policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    if asks_for(config, "values") and not config.critic.enable:
-        what = f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs values, and there is no critic"
+    policy_loss(actor.policy_loss.loss_mode)
+    if asks_for(algorithm, "values") and not has_critic:
+        what = f"algorithm.adv_estimator={algorithm.adv_estimator} needs values, and there is no critic"
         raise ValueError(f"{what}: set critic.enable=True")
 
 
@@ -262,44 +263,57 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
     return estimate
 
 
-def build_reward_shaping(config: RunConfig) -> RewardShaping | None:
+def build_reward_shaping(
+    algorithm: AlgorithmConfig, reward: RewardModelConfig, max_length: int
+) -> RewardShaping | None:
     """Return the shaping of rewards; None if there is none."""
-    penalty, how, scale = _length_penalty(config), config.algorithm.normalize_rewards, config.reward_model.reward_scale
+    penalty = _length_penalty(reward.overlong_buffer, max_length)
+    how, scale = algorithm.normalize_rewards, reward.reward_scale
     if penalty is None and how == "none" and scale == 1:
         return None
     running = RunningRewardNormalizer() if how == "running" else None
     return RewardShaping(penalty, running, per_batch=how == "batch", scale=scale)
 
 
-def build_greedy_baseline(config: RunConfig) -> GreedyBaseline | None:
+def build_greedy_baseline(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, reward: RewardModelConfig, max_length: int
+) -> GreedyBaseline | None:
     """Return ReMax's baseline; None for other estimators."""
-    if not asks_for(config, "reward_baselines"):
+    if not asks_for(algorithm, "reward_baselines"):
         return None
-    rollout = config.actor_rollout_ref.rollout
     greedy = SamplingParams(
         max_new_tokens=rollout.response_length,
         max_length=rollout.max_model_len,
         temperature=0.0,
         ignore_eos=rollout.ignore_eos,
     )
-    return GreedyBaseline(greedy, _length_penalty(config), config.reward_model.reward_scale)
+    return GreedyBaseline(greedy, _length_penalty(reward.overlong_buffer, max_length), reward.reward_scale)
 
 
-def build_reward_components(config: RunConfig) -> RewardComponents | None:
+def build_reward_components(algorithm: AlgorithmConfig) -> RewardComponents | None:
     """Return GDPO's reward components; None for other estimators."""
-    return RewardComponents(config.algorithm.gdpo_reward_keys) if asks_for(config, "reward_components") else None
+    return RewardComponents(algorithm.gdpo_reward_keys) if asks_for(algorithm, "reward_components") else None
 
 
-def _length_penalty(config: RunConfig) -> LengthPenalty | None:
-    buffer = config.reward_model.overlong_buffer
+def _length_penalty(buffer: OverlongBufferConfig, max_length: int) -> LengthPenalty | None:
     if not buffer.enable:
         return None
     return partial(
         overlong_penalty,
-        max_length=config.data.max_response_length,
+        max_length=max_length,
         buffer_length=buffer.len,
         penalty_factor=buffer.penalty_factor,
     )
+
+
+def build_kl_reward(algorithm: AlgorithmConfig) -> KLReward | None:
+    """Return the KL penalty in the reward; None without one."""
+    if not algorithm.use_kl_in_reward:
+        return None
+    control = algorithm.kl_ctrl
+    if control.type == "adaptive":
+        return KLReward(AdaptiveKLController(control.kl_coef, control.target_kl, control.horizon), algorithm.kl_penalty)
+    return KLReward(FixedKLController(control.kl_coef), algorithm.kl_penalty)
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:

@@ -174,14 +174,45 @@ def merged_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state dict of the class without LoRA, with merged adapters; layers without one share memory with the
     model."""
     state = model.state_dict()
-    for name, layer in model.named_modules():
-        if isinstance(layer, LoraLinear):
-            of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
-            base = {key.replace(".base_layer.", "."): value for key, value in of_layer.items() if ".base_layer." in key}
-            if base[f"{name}.weight"].device.type != "meta":
-                base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
-            state |= base
+    for name, layer in _adapted(model).items():
+        of_layer = {key: state.pop(key) for key in list(state) if key.startswith(f"{name}.")}
+        base = {key.replace(".base_layer.", "."): value for key, value in of_layer.items() if ".base_layer." in key}
+        if base[f"{name}.weight"].device.type != "meta":
+            base[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight(_ADAPTER)
+        state |= base
     return state
+
+
+def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the class without LoRA, for `merge_adapters`; weights without an adapter share memory with the
+    model."""
+    own = {id(layer.base_layer.weight) for layer in _adapted(model).values()}
+    parameters = {
+        id(p): nn.Parameter(p.detach().clone(), requires_grad=False) if id(p) in own else p for p in model.parameters()
+    }
+    plain = copy.deepcopy(model, parameters)
+    for name, layer in _adapted(plain).items():
+        plain.set_submodule(name, layer.base_layer)
+    del plain.peft_config
+    return plain
+
+
+@torch.no_grad()
+def merge_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
+    """Set the adapted layers of a `merged_copy` to the model's current weights with adapters merged.
+
+    Sums are computed in at least float32, and rounded once to the dtype of the weights.
+    """
+    for name, layer in _adapted(model).items():
+        weight = plain.get_parameter(f"{name}.weight")
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        delta = (up.to(exact) @ down.to(exact)).mul_(layer.scaling[_ADAPTER])
+        weight.copy_(delta.add_(layer.base_layer.weight))
+
+
+def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
 
 def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:

@@ -2,8 +2,7 @@
 
 transformers' own forward spends about as much time between the matrix products of a decoding step as in them. This one
 computes the same function of the same weights. It supports the classes in `FAMILIES`, whose modules it finds by name,
-and is compared with transformers' forward before it is used. All other classes, and layers replaced by an adapter, run
-with transformers.
+and is compared with transformers' forward before it is used. All other classes run with transformers.
 
 Legend: R rows of Q tokens, N = R * Q, H query and K key/value heads, D = head size, E = hidden size, V = vocabulary.
 

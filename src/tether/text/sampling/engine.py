@@ -1,7 +1,8 @@
 """The `native` engine: in-process generation with any causal language model of transformers.
 
 Common families use our own forward pass (`tether.text.sampling.decoder`), all others that of transformers; attention
-and its cache are always ours (`tether.text.sampling.kv_cache`). Up to `max_num_seqs` responses are decoded at a time.
+and its cache are always ours (`tether.text.sampling.kv_cache`). LoRA adapters are merged into a copy of their layers.
+Up to `max_num_seqs` responses are decoded at a time.
 A finished response frees its slot at once: the last row moves there, and a waiting prompt gets the free slot, so that
 the active rows are always the first ones and no time is spent on finished ones::
 
@@ -18,10 +19,12 @@ of the model's forward, which may differ with the number of rows in a matrix pro
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +86,11 @@ class NativeEngine:
             dtype: dtype of generation; None: that of the model.
         """
         use_tether_attention(model)
-        self._model = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
+        self._trained = model if dtype in (None, model.dtype) else _copy_as(model, dtype)
+        """The model into which weights are loaded; possibly with adapters."""
+        self._has_adapters = hasattr(model, "peft_config")
+        self._model = _lora().merged_copy(self._trained) if self._has_adapters else self._trained
+        """The model that is sampled from, with adapters merged."""
         self._forward: Forward | None = None  # built when it is first used
         self.eos_token_ids = eos_token_ids
         self._version = 0
@@ -105,7 +112,7 @@ class NativeEngine:
             self._next_weights = weights
 
     def _load(self, weights: WeightUpdate) -> None:
-        weights.copy_to(self._model)
+        weights.copy_to(self._trained)
         self._version = weights.version
 
     def generate(
@@ -176,6 +183,8 @@ class NativeEngine:
 
     def _prepare_forward(self) -> None:
         """Build the forward pass, or refresh it with the model's current weights."""
+        if self._has_adapters:
+            _lora().merge_adapters(self._trained, self._model)
         if self._forward is None:
             self._forward = decoder_for(self._model) or self._by_transformers
             if not isinstance(self._forward, Decoder):
@@ -205,6 +214,11 @@ class NativeEngine:
         )
         logits: Tensor = output.logits.flatten(0, 1)
         return logits
+
+
+def _lora() -> ModuleType:
+    """Import `tether.text.models.lora` on first use, because peft is an extra."""
+    return importlib.import_module("tether.text.models.lora")
 
 
 def _copy_as(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tether.batch import RolloutBatch, TokenIds, WeightUpdate
+from tether.text.sampling.config import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,34 @@ class SamplingParams:
     max_length: int | None = None
     """Maximum length of prompt and response together; longer responses are truncated. None: only max_new_tokens
     applies."""
+
+    @classmethod
+    def from_config(cls, rollout: RolloutConfig) -> SamplingParams:
+        """Return the parameters of training responses."""
+        return cls(
+            max_new_tokens=rollout.response_length,
+            max_length=rollout.max_model_len,
+            n=rollout.n,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            ignore_eos=rollout.ignore_eos,
+            record_experts=rollout.enable_rollout_routing_replay,
+        )
+
+    @classmethod
+    def for_validation(cls, rollout: RolloutConfig) -> SamplingParams:
+        """Return the parameters of validation responses."""
+        val = rollout.val_kwargs
+        return cls(
+            max_new_tokens=rollout.response_length,
+            max_length=rollout.max_model_len,
+            n=val.n,
+            temperature=val.temperature if val.do_sample else 0.0,
+            top_k=val.top_k,
+            top_p=val.top_p,
+            record_kept=False,
+        )
 
     def room(self, prompt_length: int) -> int:
         """Return the maximum length of a response to a prompt of this length; below 1 if the prompt leaves no space."""

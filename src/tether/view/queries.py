@@ -1,0 +1,689 @@
+"""Questions about one run, answered as plain data; page, exported file and ``--json`` ask the same functions."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tether.metrics.keys import describe
+from tether.metrics.loggers import validation_means
+from tether.metrics.records import unpack
+from tether.observations import Array
+from tether.types import JsonObject
+from tether.view.expression import matching
+from tether.view.run import RunFolder
+
+Z = 1.96
+"""Half-width of a 95 % interval, in standard errors."""
+OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"}
+Numbers = list[float | None]
+"""Numbers of tokens or steps; None where one is not finite."""
+MAX_ROWS = 500
+"""Rows of a table that are answered at once."""
+INTEGERS = {"index", "group", "length", "truncated", "env", "first", "policy_version"}
+RECORD_MORE = "trainer.record_mb"
+
+
+@dataclass(frozen=True)
+class TrendChart:
+    """One chart: keys that share a scale."""
+
+    title: str
+    keys: tuple[str, ...]
+    interval: tuple[str, str] | None = None
+    """Keys of the interval of the last one."""
+
+
+@dataclass(frozen=True)
+class TrendPanel:
+    """Charts that answer one question."""
+
+    title: str
+    charts: tuple[TrendChart, ...]
+
+
+TEXT_PANELS = (
+    TrendPanel("Score", (TrendChart("training", ("critic/score/mean",)), TrendChart("validation", ("val-core/*",)))),
+    TrendPanel(
+        "Length",
+        (TrendChart("tokens", ("response_length/mean",)), TrendChart("share cut", ("response_length/clip_ratio",))),
+    ),
+    TrendPanel(
+        "KL and entropy",
+        (
+            TrendChart("KL", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
+            TrendChart("entropy", ("actor/entropy",)),
+        ),
+    ),
+    TrendPanel(
+        "Ratio, clipping, mismatch",
+        (
+            TrendChart("share clipped", ("actor/pg_clipfrac",)),
+            TrendChart("ratio", ("actor/ratio_mean", "actor/ratio_max")),
+            TrendChart("mismatch of probabilities", ("training/rollout_probs_diff_mean", "rollout_corr/kl")),
+        ),
+    ),
+    TrendPanel(
+        "Critic and groups",
+        (
+            TrendChart("explained variance", ("critic/vf_explained_var",)),
+            TrendChart("values and returns", ("critic/values/mean", "critic/returns/mean")),
+            TrendChart("groups without variance", ("group/zero_std_fraction",)),
+        ),
+    ),
+    TrendPanel("Seconds of a step", (TrendChart("by phase", ("timing_s/*",)),)),
+)
+CONTROL_PANELS = (
+    TrendPanel(
+        "Return",
+        (
+            TrendChart("training", ("env/return",)),
+            TrendChart("evaluation", ("eval/return",), ("eval/return_low", "eval/return_high")),
+        ),
+    ),
+    TrendPanel(
+        "Episodes",
+        (
+            TrendChart("steps", ("env/episode_len", "eval/episode_len")),
+            TrendChart("success", ("env/success_once", "eval/success_once")),
+        ),
+    ),
+    TrendPanel("KL and entropy", (TrendChart("KL", ("actor/ppo_kl",)), TrendChart("entropy", ("actor/entropy",)))),
+    TrendPanel(
+        "Ratio and clipping",
+        (TrendChart("share clipped", ("actor/pg_clipfrac",)), TrendChart("ratio", ("actor/ratio_max",))),
+    ),
+    TrendPanel(
+        "Critic",
+        (
+            TrendChart("explained variance", ("critic/vf_explained_var",)),
+            TrendChart("values and returns", ("critic/values/mean", "critic/returns/mean")),
+        ),
+    ),
+    TrendPanel("Seconds of a step", (TrendChart("by phase", ("timing_s/*",)),)),
+)
+
+
+def overview(run: RunFolder) -> JsonObject:
+    """Return what the first page shows besides curves: kind, state, panels, marks and what was not recorded."""
+    keys = set(run.keys)
+    last = max(run.metrics, default=0)
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "kind": run.kind,
+        "running": run.is_running,
+        "version": run.version,
+        "last_step": last,
+        "total_steps": next((e["total_steps"] for e in reversed(run.events) if e["kind"] == "start"), None),
+        "steps": run.steps,
+        "validation_steps": run.validation_steps,
+        "panels": panels(run.kind, keys, run),
+        "metrics": {key: _meaning(key) for key in sorted(keys)},
+        "marks": marks(run),
+        "missing": run.is_cut_short,
+        "axes": [axis for axis in AXES if axis == "step" or axis_values(run, axis)],
+    }
+
+
+def _meaning(key: str) -> JsonObject:
+    info = describe(key)
+    return {
+        "meaning": info.meaning if info else "A metric of this run's own.",
+        "healthy": info.healthy if info else None,
+    }
+
+
+def panels(kind: str, keys: set[str], run: RunFolder) -> list[JsonObject]:
+    """Return the panels of a kind of run with the charts of which a metric was logged."""
+    shown: list[JsonObject] = []
+    for panel in TEXT_PANELS if kind == "text" else CONTROL_PANELS:
+        charts = []
+        for chart in panel.charts:
+            present = [key for name in chart.keys for key in _expanded(name, keys, run)]
+            if present:
+                charts.append({"title": chart.title, "keys": present, "interval": chart.interval})
+        if charts:
+            shown.append({"title": panel.title, "charts": charts})
+    return shown
+
+
+def _expanded(name: str, keys: set[str], run: RunFolder) -> list[str]:
+    if name == "val-core/*":
+        return sorted(validation_means(dict.fromkeys(keys, 0.0)))
+    if name == "timing_s/*":
+        phases = [key for key in keys if key.startswith("timing_s/")]
+        means = {key: run.mean(key) or 0.0 for key in phases if key not in OUTSIDE_STEP}
+        return [key for key in sorted(means, key=lambda key: -means[key]) if means[key] > 0.005 * sum(means.values())]
+    return [name] if name in keys else []
+
+
+AXES = ("step", "samples", "tokens", "seconds")
+
+
+def axis_values(run: RunFolder, axis: str) -> dict[int, float]:
+    """Return the position of each step on an axis: steps, or samples, tokens or seconds so far; empty if unknown."""
+    steps = sorted(run.metrics)
+    if axis == "step":
+        return {step: float(step) for step in steps}
+    if run.kind == "control" and axis == "samples":
+        return run.series("perf/env_steps")
+    if axis == "samples":
+        width, responses = run.setting("data.train_batch_size"), run.setting("actor_rollout_ref.rollout.n")
+        return {step: float(step * width * responses) for step in steps} if width and responses else {}
+    key = "perf/total_num_tokens" if axis == "tokens" else "timing_s/step"
+    total, values = 0.0, {}
+    for step in steps:
+        total += run.metrics[step].get(key) or 0.0
+        values[step] = total
+    return values if total else {}
+
+
+def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObject:
+    """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with intervals of validation where known."""
+    if axis not in AXES:
+        raise ValueError(f"axis={axis}: must be one of {', '.join(AXES)}")
+    at = axis_values(run, axis)
+    answer: JsonObject = {}
+    for key in keys:
+        points = {step: value for step, value in run.series(key).items() if step in at}
+        answer[key] = {"step": list(points), "x": [at[step] for step in points], "y": list(points.values())}
+        low, high = run.series(f"{key}_low"), run.series(f"{key}_high")
+        if low and high:
+            answer[key] |= {"low": [low.get(s) for s in points], "high": [high.get(s) for s in points]}
+        elif key.startswith("val-core/"):
+            limits = [binomial(value, _validation_size(run, key, step)) for step, value in points.items()]
+            if all(limits):
+                answer[key] |= {
+                    "low": [pair[0] for pair in limits if pair],
+                    "high": [pair[1] for pair in limits if pair],
+                }
+    return answer
+
+
+def _validation_size(run: RunFolder, key: str, step: int) -> int:
+    """Return the number of validation prompts behind a metric, whose scores are 0 or 1; else 0."""
+    source = key.removeprefix("val-core/").rsplit("/", 2)[0]
+    cache = run.__dict__.setdefault("_validation_sizes", {})
+    if (source, step) not in cache:
+        samples = [sample for sample in run.validation(step) if sample["data_source"] == source]
+        is_binary = all(sample["reward"] in (0, 1, None) for sample in samples)
+        cache[source, step] = len({sample["index"] for sample in samples}) if is_binary else 0
+    size: int = cache[source, step]
+    return size
+
+
+def binomial(share: float, count: int) -> tuple[float, float] | None:
+    """Return Wilson's 95 % interval (1927) of a share of `count`; None if it is no share."""
+    if not count or not 0 <= share <= 1:
+        return None
+    middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
+    half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+MARKS = (
+    ("rollback", re.compile("rollback|goes back to")),
+    ("oom", re.compile("did not fit into memory|out of memory")),
+    ("restart", re.compile("[Rr]estart|server .*(died|hung)|lost")),
+)
+"""Kinds of warnings by their text; others are alarms."""
+
+
+def marks(run: RunFolder) -> list[JsonObject]:
+    """Return what happened at steps: starts, resumes, warnings by kind, checkpoints, failures that metrics count."""
+    events: list[JsonObject] = []
+    for event in run.events:
+        if event["kind"] == "start":
+            if event["resumed"]:
+                events.append({"step": event["step"], "kind": "resume", "text": f"resumed from step {event['step']}"})
+            continue
+        kind = next((kind for kind, pattern in MARKS if pattern.search(event["text"])), "alarm")
+        events.append({"step": event["step"] + 1, "kind": kind, "text": event["text"]})
+    for step, record in run.metrics.items():
+        if "timing_s/save_checkpoint" in record:
+            events.append({"step": step, "kind": "checkpoint", "text": f"checkpoint of step {step}"})
+        for key, kind in (
+            ("transfer/server_failures", "restart"),
+            ("reward/excluded_rows", "dropped"),
+            ("training/rollout_mismatch_alarm", "alarm"),
+            ("actor/skipped_updates", "alarm"),
+        ):
+            if value := record.get(key):
+                events.append({"step": step, "kind": kind, "text": f"{key} = {value:g}: {_meaning(key)['meaning']}"})
+    discarded = sorted({record["step"] for record in run.discarded})
+    if discarded:
+        text = f"steps {discarded[0]} to {discarded[-1]} were done, then dropped by a resume from an earlier step"
+        events.append({"step": discarded[0], "kind": "discarded", "text": text, "until": discarded[-1]})
+    return sorted(events, key=lambda mark: mark["step"])
+
+
+def samples(
+    run: RunFolder,
+    *,
+    step: int | None = None,
+    where: str | None = None,
+    text: str | None = None,
+    sort: str | None = None,
+    limit: int = 50,
+) -> JsonObject:
+    """Return rows of the table of samples (of episodes, in simulators).
+
+    Args:
+        run: the run.
+        step: the step; None: all recorded steps.
+        where: an expression over columns, such as ``reward==0 and length>200``.
+        text: only rows that contain this text.
+        sort: a column; with a leading ``-`` in descending order.
+        limit: maximum number of rows.
+
+    Raises:
+        ValueError: an expression or column is wrong, or the step was not recorded.
+    """
+    steps = run.steps if step is None else [_recorded(run, step)]
+    if text:
+        with_text = set(run.steps_with_text(text))
+        steps = [one for one in steps if one in with_text]
+    candidates: list[tuple[int, Array]] = []
+    for one in steps:
+        columns = run.columns(one)
+        rows = np.arange(len(next(iter(columns.values()))))
+        if where:
+            rows = rows[matching(where, columns | {"step": np.full(len(rows), one)}, len(rows))]
+        if text and len(rows):
+            rows = rows[[_contains(run, one, int(row), text) for row in rows]]
+        if len(rows):
+            candidates.append((one, rows))
+    total = sum(len(rows) for _, rows in candidates)
+    ordered = _sorted(run, candidates, sort, min(limit, MAX_ROWS))
+    return {
+        "step": step,
+        "total": total,
+        "columns": list(run.columns(steps[0])) if steps else [],
+        "rows": [_row(run, one, row) for one, row in ordered],
+        "left_out": (record := run.record("tokens" if run.kind == "text" else "episodes", step)) and record["left_out"]
+        if step is not None
+        else 0,
+        "record_more": RECORD_MORE,
+    }
+
+
+def _recorded(run: RunFolder, step: int) -> int:
+    if step not in run.steps:
+        near = sorted(run.steps, key=lambda other: abs(other - step))[:1]
+        nearest = f"; the nearest recorded step is {near[0]}" if near else ""
+        raise ValueError(
+            f"step {step}: not recorded{nearest}. Steps are skipped while recording would take more than 1 % of the "
+            f"time, and {RECORD_MORE}=0 records none"
+        )
+    return step
+
+
+def _sorted(
+    run: RunFolder, candidates: Sequence[tuple[int, Array]], sort: str | None, limit: int
+) -> list[tuple[int, int]]:
+    if not candidates:
+        return []
+    steps = np.concatenate([np.full(len(rows), step) for step, rows in candidates])
+    rows = np.concatenate([rows for _, rows in candidates])
+    order = np.arange(len(rows))
+    if sort:
+        name = sort.removeprefix("-")
+        if name == "step":
+            values = steps.astype(np.float64)
+        else:
+            columns = run.columns(candidates[-1][0])
+            if name not in columns:
+                raise ValueError(f"sort={sort}: no such column. Columns: step, {', '.join(columns)}")
+            none = np.array([np.nan])
+            values = np.concatenate(
+                [run.columns(step).get(name, none.repeat(max(rows) + 1))[rows] for step, rows in candidates]
+            ).astype(np.float64)
+        last = np.isnan(values)
+        order = np.lexsort((np.nan_to_num(-values if sort.startswith("-") else values), last))
+    return [(int(steps[at]), int(rows[at])) for at in order[:limit]]
+
+
+def _texts(run: RunFolder, step: int) -> JsonObject:
+    """Return the record of texts of a step, the last ones of which are kept."""
+    cache: dict[int, JsonObject] = run.__dict__.setdefault("_texts", {})
+    if step not in cache:
+        cache.pop(next(iter(cache)), None) if len(cache) > 8 else None
+        cache[step] = run.record("texts", step) or {"rows": [], "prompts": {}}
+    return cache[step]
+
+
+def _contains(run: RunFolder, step: int, row: int, text: str) -> bool:
+    texts = _texts(run, step)
+    if row >= len(texts["rows"]):
+        return False
+    prompt = texts["prompts"].get(str(run.columns(step)["group"][row]), {})
+    return text in texts["rows"][row]["response"] or text in prompt.get("prompt", "") or text in str(texts["rows"][row])
+
+
+def _row(run: RunFolder, step: int, row: int) -> JsonObject:
+    columns = run.columns(step)
+    answer: JsonObject = {"step": step, "row": row}
+    answer |= {name: plain(column[row]) for name, column in columns.items()}
+    if run.kind == "text":
+        texts = _texts(run, step)
+        if row < len(texts["rows"]):
+            one = texts["rows"][row]
+            prompt = texts["prompts"].get(str(columns["group"][row]), {})
+            answer |= {"prompt": prompt.get("prompt", ""), "response": one["response"], "cut": one.get("cut", 0)}
+            answer |= {"ground_truth": prompt.get("ground_truth"), "data_source": prompt.get("data_source")}
+            answer |= {name: one[name] for name in ("extra", "error", "traceback") if name in one}
+    kind = "tokens" if run.kind == "text" else "episodes"
+    answer["recorded"] = row in _detailed(run, kind, step)
+    return answer
+
+
+def _detailed(run: RunFolder, kind: str, step: int) -> dict[int, JsonObject]:
+    """Return the rows of a step that were recorded in detail, of the last steps that were asked for."""
+    cache: dict[tuple[str, int], dict[int, JsonObject]] = run.__dict__.setdefault("_detailed", {})
+    if (kind, step) not in cache:
+        cache.pop(next(iter(cache)), None) if len(cache) > 8 else None
+        record = run.record(kind, step) or {"rows": []}
+        cache[kind, step] = {row["row" if kind == "tokens" else "piece"]: row for row in record["rows"]}
+    return cache[kind, step]
+
+
+def plain(value: Any) -> Any:
+    """Return a number of a column as JSON has it."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbers(packed: JsonObject) -> Numbers:
+    """Return a packed array as a list; numbers that are not finite are None."""
+    array = unpack(packed)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return [plain(value) for value in array.ravel()]
+    listed: Numbers = array.tolist()
+    return listed
+
+
+def sample(run: RunFolder, step: int, row: int) -> JsonObject:
+    """Return everything that is known of a response; ``tokens`` is None if it was not recorded token by token.
+
+    Raises:
+        ValueError: the step was not recorded, or has no such row.
+    """
+    columns = run.columns(_recorded(run, step))
+    if not 0 <= row < len(columns["reward"]):
+        raise ValueError(f"step {step} has no sample {row}; it has {len(columns['reward'])}")
+    answer = _row(run, step, row)
+    recorded = _detailed(run, "tokens", step)
+    answer["neighbours"] = sorted(recorded)
+    if row in recorded:
+        one = recorded[row]
+        values = {name: numbers(packed) for name, packed in one["values"].items()}
+        answer["tokens"] = {
+            "pieces": one["pieces"],
+            "ids": numbers(one["response_ids"]),
+            "prompt_ids": numbers(one["prompt_ids"]),
+            "mask": numbers(one["mask"]),
+            "values": values | derived(values),
+        }
+        answer |= {"reasons": one["reasons"], "messages": one["messages"]}
+        answer |= {"exact_prompt": one["prompt"], "exact_response": one["response"]}
+    else:
+        answer["tokens"] = None
+        answer["why_no_tokens"] = (
+            f"Of {len(columns['reward'])} responses of this step {len(recorded)} were recorded token by token; "
+            f"{RECORD_MORE} bounds how many."
+        )
+    clip = [run.setting(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")]
+    answer["clip"] = clip if None not in clip else [0.2, 0.2]
+    answer["gamma"] = run.setting("algorithm.gamma")
+    answer["not_recorded"] = _not_recorded(answer)
+    return answer
+
+
+def derived(values: Mapping[str, Numbers]) -> dict[str, Numbers]:
+    """Return what follows from the recorded values of tokens: ratio, mismatch, reference KL, TD error."""
+    derivations: dict[str, Numbers] = {}
+    pairs = {
+        "ratio": ("new_log_probs", "old_log_probs"),
+        "mismatch": ("old_log_probs", "sampler_log_probs"),
+        "ref_kl": ("old_log_probs", "ref_log_probs"),
+    }
+    for name, (one, other) in pairs.items():
+        if one in values and other in values:
+            both = zip(values[one], values[other], strict=True)
+            gap = [None if a is None or b is None else a - b for a, b in both]
+            derivations[name] = [None if d is None else math.exp(min(d, 80.0)) for d in gap] if name == "ratio" else gap
+    if "values" in values and "rewards" in values:
+        value, reward = values["values"], values["rewards"]
+        following = [*value[1:], 0.0]
+        derivations["td_error"] = [
+            None if None in (r, v, n) else r + n - v for r, v, n in zip(reward, value, following, strict=True)
+        ]
+    if "advantages" in values:
+        total = sum(abs(a) for a in values["advantages"] if a is not None) or 1.0
+        derivations["loss_share"] = [None if a is None else abs(a) / total for a in values["advantages"]]
+    return derivations
+
+
+NEEDS = {
+    "ref_log_probs": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward",
+    "values": "algorithm.adv_estimator=gae, which trains a critic",
+    "new_log_probs": "an update by the policy; rows that PF-PPO draws again, and steps of critic warm-up, have none",
+    "old_log_probs": "algorithm.rollout_correction.bypass_mode=False, or another step",
+    "entropy": "a policy that is evaluated before its update",
+}
+"""Value of a token -> what a run needs for it."""
+
+
+def _not_recorded(answer: JsonObject) -> dict[str, str]:
+    values = answer["tokens"]["values"] if answer["tokens"] else {}
+    return {name: needs for name, needs in NEEDS.items() if answer["tokens"] and name not in values}
+
+
+def group(run: RunFolder, step: int, index: int) -> JsonObject:
+    """Return all responses of a step to a prompt, and the share of the gradient that each group takes."""
+    columns = run.columns(_recorded(run, step))
+    rows = np.flatnonzero(columns["group"] == index)
+    rewards = columns["reward"][rows]
+    share = columns.get("gradient_share", np.zeros(len(columns["reward"])))
+    return {
+        "group": index,
+        "rows": [_row(run, step, int(row)) for row in rows],
+        "without_variance": bool(len(rows) > 1 and np.all(rewards == rewards[0])),
+        "gradient_share": float(share[rows].sum()),
+    }
+
+
+def groups(run: RunFolder, step: int) -> list[JsonObject]:
+    """Return each group of a step: its prompt, mean reward, spread, share of the gradient, and how far it moved."""
+    columns = run.columns(_recorded(run, step))
+    texts = _texts(run, step)["prompts"]
+    summaries = []
+    for index in np.unique(columns["group"]):
+        rows = np.flatnonzero(columns["group"] == index)
+        rewards = columns["reward"][rows].astype(np.float64)
+        scored = rewards[np.isfinite(rewards)]
+        prompt = texts.get(str(index), {})
+        one = {
+            "group": int(index),
+            "index": int(columns["index"][rows[0]]),
+            "prompt": prompt.get("prompt", ""),
+            "rows": rows.tolist(),
+            "rewards": [plain(reward) for reward in rewards],
+            "mean": float(scored.mean()) if len(scored) else None,
+            "without_variance": bool(len(scored) > 1 and np.ptp(scored) == 0),
+        }
+        for name in ("gradient_share", "moved"):
+            if name in columns:
+                one[name] = plain(np.nansum(columns[name][rows]))
+        summaries.append(one)
+    return sorted(summaries, key=lambda one: -(one.get("gradient_share") or 0.0))
+
+
+def prompt_history(run: RunFolder, index: int) -> JsonObject:
+    """Return the samples of one prompt through the run, in training and in validation, by step."""
+    trained = []
+    for step in run.steps:
+        columns = run.columns(step)
+        rows = np.flatnonzero(columns["index"] == index) if "index" in columns else []
+        trained += [_row(run, step, int(row)) for row in rows[:4]]
+    validation = [
+        {"step": step, **sample}
+        for step in run.validation_steps
+        for sample in run.validation(step)
+        if sample["index"] == index
+    ]
+    return {"index": index, "training": trained[-MAX_ROWS:], "validation": validation[-MAX_ROWS:]}
+
+
+def prompts(run: RunFolder) -> list[JsonObject]:
+    """Return each training prompt with its attempts and successes over all recorded steps, the worst first."""
+    rewards_by_prompt: dict[int, list[float]] = {}
+    last: dict[int, tuple[int, int]] = {}
+    for step in run.steps:
+        columns = run.columns(step)
+        for row, (index, reward) in enumerate(zip(columns["index"], columns["reward"], strict=True)):
+            rewards_by_prompt.setdefault(int(index), []).append(float(reward))
+            last[int(index)] = (step, row)
+    highest = max(
+        (reward for rewards in rewards_by_prompt.values() for reward in rewards if math.isfinite(reward)), default=1.0
+    )
+    summaries = []
+    for index, rewards in rewards_by_prompt.items():
+        scored = [reward for reward in rewards if math.isfinite(reward)]
+        step, row = last[index]
+        summaries.append(
+            {
+                "index": index,
+                "attempts": len(rewards),
+                "best": max(scored, default=None),
+                "mean": sum(scored) / len(scored) if scored else None,
+                "never": not any(reward > 0.5 * highest for reward in scored),
+                "step": step,
+                "row": row,
+            }
+        )
+    summaries.sort(key=lambda one: (one["best"] is None, one["best"] or 0.0, one["mean"] or 0.0))
+    for one in summaries[:MAX_ROWS]:
+        texts = _texts(run, one["step"])
+        one["prompt"] = texts["prompts"].get(str(run.columns(one["step"])["group"][one["row"]]), {}).get("prompt", "")
+    return summaries[:MAX_ROWS]
+
+
+def validation(run: RunFolder, step: int, sort: str | None = None, limit: int = MAX_ROWS) -> JsonObject:
+    """Return the validation samples of a step, and how many have which share of the prompts right.
+
+    Raises:
+        ValueError: there was no validation at this step, or no such column.
+    """
+    rows = run.validation(step)
+    if not rows:
+        raise ValueError(f"step {step}: no validation. Steps with one: {', '.join(map(str, run.validation_steps))}")
+    if sort:
+        name = sort.removeprefix("-")
+        if name not in rows[0]:
+            raise ValueError(f"sort={sort}: no such column. Columns: {', '.join(rows[0])}")
+        rows = sorted(
+            rows,
+            key=lambda row: (row[name] is None, row[name] if isinstance(row[name], int | float) else str(row[name])),
+            reverse=sort.startswith("-"),
+        )
+    return {"step": step, "total": len(rows), "rows": rows[:limit]}
+
+
+def parts(run: RunFolder) -> list[JsonObject]:
+    """Return each part of the reward with its means by step, and its correlation with the reward."""
+    names = sorted({name for step in run.steps for name in run.columns(step) if name.startswith("part/")})
+    summaries = []
+    for name in names:
+        pairs = [
+            (run.columns(step)["reward"], run.columns(step)[name]) for step in run.steps if name in run.columns(step)
+        ]
+        means = [plain(np.nanmean(values)) if np.isfinite(values).any() else None for _, values in pairs]
+        together = np.concatenate([np.stack(pair) for pair in pairs], axis=1).astype(np.float64)
+        summaries.append(
+            {
+                "name": name.removeprefix("part/"),
+                "steps": [step for step in run.steps if name in run.columns(step)],
+                "means": means,
+                "with_reward": correlation(together[0], together[1]),
+            }
+        )
+    return summaries
+
+
+def correlation(one: Iterable[float], other: Iterable[float]) -> float | None:
+    """Return the correlation of finite pairs; None if either is constant."""
+    pairs = np.array([list(one), list(other)], dtype=np.float64)
+    pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
+    if pairs.shape[1] < 3 or (np.ptp(pairs, axis=1) == 0).any():
+        return None
+    return float(np.corrcoef(pairs)[0, 1])
+
+
+def episode(run: RunFolder, step: int, index: int) -> JsonObject:
+    """Return the steps of a index of an episode, with pictures as base64 of their bytes.
+
+    Raises:
+        ValueError: the step was not recorded, or this index was not.
+    """
+    _recorded(run, step)
+    recorded = _detailed(run, "episodes", step)
+    if index not in recorded:
+        listed = ", ".join(map(str, sorted(recorded)))
+        raise ValueError(
+            f"step {step}: episode {index} was not recorded step by step, but {listed or 'none'}; {RECORD_MORE} bounds "
+            "how many are"
+        )
+    one = recorded[index]
+    values = {name: numbers(packed) for name, packed in one["values"].items()}
+    if "values" in values:
+        ends = bool(run.columns(step)["terminated"][index])
+        values["td_error"] = _td_errors(values, run.setting("algorithm.gamma") or 1.0, 0.0 if ends else None)
+    answer = _row(run, step, index) | {"values": values, "reasons": one["reasons"], "neighbours": sorted(recorded)}
+    answer["actions"] = unpack(one["actions"]).tolist()
+    answer["observations"], answer["film"] = {}, None
+    for name, packed in one["observations"].items():
+        if isinstance(packed, str):
+            answer["observations"][name] = packed
+        elif len(packed["shape"]) == 4:
+            frames = unpack(packed)
+            answer["film"] = {"name": name, "shape": packed["shape"], "data": _base64(frames)}
+        else:
+            answer["observations"][name] = unpack(packed).tolist()
+    answer["left_out"] = dict.fromkeys(one["left_out"], f"{RECORD_MORE}: larger than what remained of the step")
+    if answer["film"] is None:
+        answer["no_film"] = "The observations are no pictures. env.eval.video_cfg.save_video=True films evaluations, "
+        answer["no_film"] += "and tether play films a checkpoint."
+    value = values.get("values")
+    if value and len(value) > 1:
+        drops = np.diff(np.array([np.nan if v is None else v for v in value]))
+        answer["largest_drop"] = int(np.nanargmin(drops)) + 1 if np.isfinite(drops).any() else None
+    return answer
+
+
+def _td_errors(values: Mapping[str, Numbers], gamma: float, last: float | None) -> Numbers:
+    """Return the TD error of each step; `last` is the value after the last one, None if it was not recorded."""
+    reward, value = values.get("shaped_rewards", values["rewards"]), values["values"]
+    following = [*value[1:], last]
+    return [None if None in (r, v, n) else r + gamma * n - v for r, v, n in zip(reward, value, following, strict=True)]
+
+
+def _base64(array: Array) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def tasks(run: RunFolder) -> list[JsonObject]:
+    """Return the success of each task over time, the worst first; empty if the run reports no tasks."""
+    series_by_task = []
+    for key in run.keys:
+        match = re.fullmatch(r"(env|eval)/info/(.*success.*|task.*)|val-core/(.+)/mean@1", key)
+        if match and (series := run.series(key)):
+            series_by_task.append({"task": key, "steps": list(series), "values": list(series.values())})
+    return sorted(series_by_task, key=lambda one: one["values"][-1])

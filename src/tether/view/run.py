@@ -1,0 +1,266 @@
+"""The folder of a run, read by offsets: opening one reads no sample, and following it reads only what was added."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tether.metrics.loggers import DISCARDED_FILE, EVENTS_FILE, METRICS_FILE, SAMPLES_FILE
+from tether.metrics.records import RECORDS_FILE, RecordHead, heads, read_record, unpack
+from tether.observations import Array
+from tether.runtime.run_lock import owner_of
+from tether.types import JsonObject
+
+
+class LineFile:
+    """A file of JSON lines that grows: `refresh` yields the complete lines that are new.
+
+    A file that was replaced, or is shorter than before, is read from its beginning.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._end, self._identity = 0, (0, 0)
+        self.tail = b""
+        """Lines before the end, to notice that the file was written anew."""
+
+    def refresh(self) -> tuple[bool, list[tuple[int, bytes]]]:
+        """Return whether earlier lines are void, and offset and content of each new line."""
+        try:
+            with self.path.open("rb") as file:
+                status = self.path.stat()
+                identity = (status.st_dev, status.st_ino)
+                file.seek(max(0, self._end - len(self.tail)))
+                is_new = identity != self._identity or file.read(len(self.tail)) != self.tail
+                self._end, self._identity = 0 if is_new else self._end, identity
+                file.seek(self._end)
+                data = file.read()
+        except FileNotFoundError:
+            is_new, self._end, data = self._end > 0, 0, b""
+        data = data[: data.rfind(b"\n") + 1]
+        lines, offset = [], self._end
+        for line in data.splitlines(keepends=True):
+            lines.append((offset, line))
+            offset += len(line)
+        self._end, self.tail = offset, lines[-1][1][-64:] if lines else (b"" if is_new else self.tail)
+        return is_new, lines
+
+
+class RunFolder:
+    """A run as its folder shows it; `refresh` reads what was added.
+
+    Args:
+        folder: folder of the run.
+
+    Raises:
+        ValueError: there is no run in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not is_run(folder):
+            raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
+        self.folder = folder
+        self._metrics, self._events = LineFile(folder / METRICS_FILE), LineFile(folder / EVENTS_FILE)
+        self._validation = LineFile(folder / SAMPLES_FILE)
+        self.metrics: dict[int, dict[str, float | None]] = {}
+        """Step -> key -> value; None where it was not finite."""
+        self.events: list[JsonObject] = []
+        self.validation_lines: dict[int, list[int]] = {}
+        """Step -> offsets of its validation samples."""
+        self._heads: list[RecordHead] = []
+        self._by_kind: dict[str, dict[int, RecordHead]] = {}
+        self._columns: dict[int, dict[str, Array]] = {}
+        self.version = 0
+        """Grows with each change of the folder."""
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read what was added since the last call; return whether anything was."""
+        changed = self._refresh_metrics()
+        changed |= self._refresh_records()
+        is_new, lines = self._events.refresh()
+        if is_new:
+            self.events = []
+        self.events += [json.loads(line.decode(errors="replace")) for _, line in lines]
+        changed |= bool(lines)
+        self.version += changed
+        return changed
+
+    def _refresh_metrics(self) -> bool:
+        end, tail = self._metrics._end, self._metrics.tail
+        is_new, lines = self._metrics.refresh()
+        if not is_new and end and not lines:
+            return False
+        if is_new:
+            self.metrics = {}
+        for _, line in lines:
+            record = json.loads(line.decode(errors="replace"))
+            self.metrics.setdefault(record.pop("step"), {}).update(record)
+        return bool(lines) or tail != self._metrics.tail
+
+    def _refresh_records(self) -> bool:
+        path = self.folder / RECORDS_FILE
+        size = path.stat().st_size if path.exists() else 0
+        end = self._heads[-1].offset + self._heads[-1].size if self._heads else 0
+        if size < end or (self._heads and next(heads(path, self._heads[-1].offset), None) != self._heads[-1]):
+            self._heads, self._by_kind, self._columns, end = [], {}, {}, 0
+        new = list(heads(path, end))
+        for head in new:
+            self._by_kind.setdefault(head.kind, {})[head.step] = head
+        self._heads += new
+        return bool(new)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def kind(self) -> str:
+        """``text`` or ``control``."""
+        if self.config:
+            return "control" if self.setting("env.train.id") is not None else "text"
+        keys = {key for record in self.metrics.values() for key in record}
+        return "control" if any(key.startswith(("env/", "eval/")) for key in keys) else "text"
+
+    @property
+    def config(self) -> JsonObject:
+        """The configuration of the last start; empty for runs of versions that did not record it."""
+        starts = [event for event in self.events if event["kind"] == "start"]
+        return starts[-1]["config"] if starts else {}
+
+    def setting(self, path: str) -> Any:
+        """Return the value of a key of the configuration; None if there is none."""
+        value: Any = self.config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process works on the run."""
+        return owner_of(self.folder) is not None
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with samples or episodes, ascending."""
+        return sorted(self._by_kind.get("columns", ()))
+
+    def record(self, kind: str, step: int) -> JsonObject | None:
+        """Return a record of a step; None if it was not recorded."""
+        head = self._by_kind.get(kind, {}).get(step)
+        return read_record(self.folder / RECORDS_FILE, head) if head else None
+
+    def columns(self, step: int) -> dict[str, Array]:
+        """Return the columns of a step; empty if it was not recorded."""
+        if step not in self._columns:
+            record = self.record("columns", step) or {}
+            self._columns[step] = {name: unpack(value) for name, value in record.items() if isinstance(value, dict)}
+        return self._columns[step]
+
+    def steps_with_text(self, text: str) -> list[int]:
+        """Return the steps whose prompts, responses or reward details contain a text, without parsing the others."""
+        needle = json.dumps(text, ensure_ascii=False)[1:-1].encode(errors="backslashreplace")
+        steps, texts = [], self._by_kind.get("texts", {})
+        if not texts:
+            return []
+        with (self.folder / RECORDS_FILE).open("rb", buffering=0) as file:
+            for step, head in sorted(texts.items()):
+                if needle in os.pread(file.fileno(), head.size, head.offset):
+                    steps.append(step)
+        return steps
+
+    def _index_validation(self) -> None:
+        is_new, lines = self._validation.refresh()
+        if is_new:
+            self.validation_lines = {}
+        for offset, line in lines:
+            step = int(line[len(b'{"step": ') : line.index(b",")])
+            self.validation_lines.setdefault(step, []).append(offset)
+
+    def validation(self, step: int) -> list[JsonObject]:
+        """Return the validation samples of a step."""
+        self._index_validation()
+        offsets = self.validation_lines.get(step, [])
+        if not offsets:
+            return []
+        with (self.folder / SAMPLES_FILE).open("rb") as file:
+            samples = []
+            for offset in offsets:
+                file.seek(offset)
+                samples.append(json.loads(file.readline().decode(errors="replace")))
+        return samples
+
+    @property
+    def validation_steps(self) -> list[int]:
+        """Steps with validation samples, ascending."""
+        self._index_validation()
+        return sorted(self.validation_lines)
+
+    @cached_property
+    def discarded(self) -> list[JsonObject]:
+        """Metrics of the steps that were done, and dropped when the run resumed from an earlier one."""
+        _, lines = LineFile(self.folder / DISCARDED_FILE).refresh()
+        return [json.loads(line) for _, line in lines]
+
+    def series(self, key: str) -> dict[int, float]:
+        """Return the finite values of a metric by step."""
+        values = {step: record.get(key) for step, record in sorted(self.metrics.items())}
+        return {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+
+    def mean(self, key: str, steps: Callable[[int], bool] = lambda step: True) -> float | None:
+        """Return the mean of a metric over some steps; None without values."""
+        values = [value for step, value in self.series(key).items() if steps(step)]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def keys(self) -> list[str]:
+        """All metrics of the run."""
+        return sorted({key for record in self.metrics.values() for key in record})
+
+    @property
+    def is_cut_short(self) -> Mapping[str, str]:
+        """What a viewer could show of this run and was not recorded, each with the setting that records it."""
+        missing = {}
+        if not self._heads:
+            missing["samples" if self.kind == "text" else "episodes"] = "trainer.record_mb=2 (0 records nothing)"
+        if self.kind == "text" and not self.validation_steps:
+            missing["validation"] = "data.val_files, with trainer.test_freq or trainer.val_before_train"
+        if self.kind == "control" and not any((self.folder / "video").glob("*.mp4")):
+            missing["film"] = "env.eval.video_cfg.save_video=True; or tether play on a checkpoint"
+        return missing
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (folder / METRICS_FILE).is_file()
+
+
+def find_runs(folders: list[Path]) -> list[Path]:
+    """Return the runs among folders, and those in folders of runs, to a depth of 3.
+
+    Raises:
+        ValueError: a folder has none.
+    """
+    run_folders: list[Path] = []
+    for folder in folders:
+        runs = [folder] if is_run(folder) else sorted(_below(folder, 3))
+        if not runs:
+            raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
+        run_folders += [run for run in runs if run not in run_folders]
+    return run_folders
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if not folder.is_dir() or depth == 0:
+        return
+    for child in folder.iterdir():
+        if is_run(child):
+            yield child
+        elif child.is_dir() and not child.is_symlink():
+            yield from _below(child, depth - 1)

@@ -1,0 +1,110 @@
+"""The server of `tether view`: on the loopback address only, behind a token in the address, read-only."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tether.view.page import answer
+from tether.view.run import RunFolder
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> None:
+    """Print an address and serve runs there until the process is interrupted.
+
+    Args:
+        folders: folders of the runs.
+        port: the port; 0 takes a free one.
+        say: prints the address.
+
+    Raises:
+        ValueError: the port is in use.
+    """
+    token = secrets.token_urlsafe(16)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; take another, or 0 for a free one") from error
+        listening.listen()
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/{token}/"
+        say(f"{address}  (Ctrl-C ends it)")
+        sys.stdout.flush()  # before the slow imports: the address answers once they are done
+
+        import uvicorn
+
+        config = uvicorn.Config(make_app(folders, token), log_level="warning", access_log=False)
+        uvicorn.Server(config).run([listening])
+
+
+def make_app(folders: Sequence[Path], token: str) -> Starlette:
+    """Return the application that serves runs under ``/TOKEN/``; all other addresses are not found."""
+    from starlette.applications import Starlette
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, Response
+    from starlette.routing import Route
+
+    runs = [RunFolder(folder) for folder in folders]
+
+    def respond(content: bytes, kind: str, status: int = 200) -> Response:
+        return Response(content, status, HEADERS, kind)
+
+    def as_json(value: Any, status: int = 200) -> Response:
+        text = json.dumps(value, default=str, allow_nan=False)
+        return respond(text.encode(), "application/json", status)
+
+    def page(request: Request) -> Response:
+        name = request.path_params.get("name") or "index.html"
+        file = STATIC / name
+        if not secrets.compare_digest(request.path_params["token"], token) or file not in STATIC.iterdir():
+            return respond(b"not found", "text/plain", 404)
+        return respond(file.read_bytes(), TYPES[file.suffix])
+
+    def ask(request: Request) -> Response:
+        if not secrets.compare_digest(request.path_params["token"], token):
+            return respond(b"not found", "text/plain", 404)
+        for run in runs:
+            run.refresh()
+        try:
+            return as_json(answer(runs, request.path_params["question"], dict(request.query_params)))
+        except (ValueError, KeyError, IndexError) as error:
+            return as_json({"error": str(error)}, 400)
+
+    def video(request: Request) -> Response:
+        index, name = int(request.path_params["run"]), request.path_params["name"]
+        if not secrets.compare_digest(request.path_params["token"], token) or index >= len(runs):
+            return respond(b"not found", "text/plain", 404)
+        videos = {path.name: path for path in (runs[index].folder / "video").glob("*.mp4")}
+        return FileResponse(videos[name], headers=HEADERS) if name in videos else respond(b"", "text/plain", 404)
+
+    app = Starlette(
+        routes=[
+            Route("/{token}/", page),
+            Route("/{token}/ask/{question}", ask),
+            Route("/{token}/video/{run:int}/{name}", video),
+            Route("/{token}/{name}", page),
+        ]
+    )
+    # A page elsewhere whose name is made to point here cannot read from this server.
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "testserver"])
+    return app

@@ -1,0 +1,83 @@
+import { h, number, facts, table } from "./text.js";
+import { chart } from "./chart.js";
+import { stepLinks } from "./step.js";
+
+export async function episodes(overview, state, ask, go) {
+  const listed = await ask("samples", { run: state.run, step: state.step });
+  const returns = listed.rows.map((row) => row.return).sort((a, b) => a - b);
+  const at = (share) => returns[Math.floor(share * (returns.length - 1))];
+  return [
+    h("h1", {}, `Step ${state.step}: ${listed.total} pieces of episodes`),
+    stepLinks(overview, state, go),
+    facts({ "lowest return": at(0), "first quartile": at(0.25), median: at(0.5), "third quartile": at(0.75), highest: at(1) }),
+    h("p", { class: "faint" }, `Rows with a reason can be opened step by step. ${listed.left_out || 0} more would have been, within ${listed.record_more}. A piece that is not from a start began in an earlier rollout.`),
+    table([{ name: "episode", show: (row) => row.row }, { name: "recorded", show: (row) => row.recorded ? "yes" : "" }, ...listed.columns.map((name) => ({ name }))], listed.rows, { onRow: (row) => row.recorded && go({ sample: row.row, token: null }) }),
+  ];
+}
+
+export async function tasks(state, ask, go) {
+  const listed = await ask("tasks", { run: state.run });
+  return [h("h1", {}, "Success by task"), listed.length
+    ? h("div", { class: "grid" }, listed.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.task, x: one.steps, y: one.values }], onPick: (step) => go({ view: "step", step }) }))))
+    : h("p", { class: "faint" }, "This run reports no tasks. Environments that report one in their infos are named in env.train.info_metrics.")];
+}
+
+function film(data, canvas) {
+  const [count, height, width, channels] = data.shape;
+  const bytes = Uint8Array.from(atob(data.data), (letter) => letter.charCodeAt(0)), size = height * width * channels;
+  canvas.width = width; canvas.height = height;
+  canvas.style.width = `${Math.max(width, Math.min(360, width * 8))}px`;
+  const context = canvas.getContext("2d");
+  canvas.dataset.frames = count;
+  return (index) => {
+    const picture = context.createImageData(width, height), frame = bytes.subarray(Math.min(index, count - 1) * size);
+    for (let pixel = 0; pixel < width * height; pixel++)
+      for (let channel = 0; channel < 4; channel++)
+        picture.data[4 * pixel + channel] = channel === 3 ? 255 : frame[pixel * channels + Math.min(channel, channels - 1)];
+    context.putImageData(picture, 0, 0);
+  };
+}
+
+export async function episode(overview, state, ask, go) {
+  const one = await ask("episode", { run: state.run, step: state.step, row: state.sample });
+  const steps = one.values.rewards.length, x = Array.from({ length: steps }, (_, i) => i);
+  const columns = (rows) => (rows[0] ?? []).map((_, i) => rows.map((row) => row[i]));
+  const several = (name, list) => list.slice(0, 8).map((y, i) => ({ name: `${name} ${i}`, x: y.map((_, at) => at), y }));
+  const of = (name, label) => one.values[name] && { name: label ?? name, x, y: one.values[name] };
+  const drop = one.largest_drop != null ? [{ step: one.largest_drop, kind: "alarm", text: "the value drops most here" }] : [];
+  const charts = [];
+  const at = h("input", { type: "range", min: 0, max: steps - 1, value: state.token ?? 0, "aria-label": "Step of the episode" });
+  const numbers = h("div", { class: "facts", id: "cursor" });
+  let draw = () => {};
+  const seek = (value, link = false) => {
+    const index = Math.max(0, Math.min(steps - 1, Number(value)));
+    at.value = index;
+    charts.forEach((one) => one.setCursor(index));
+    draw(index);
+    numbers.replaceChildren(...facts({ step: index, ...Object.fromEntries(Object.entries(one.values).map(([name, column]) => [name, column[index]])), action: one.actions[index].map((a) => number(a, 3)).join(", ") }).childNodes);
+    if (link) go({ token: index }, true);
+  };
+  at.addEventListener("input", () => seek(at.value, true));
+  const add = (title, series, marks = drop) => {
+    const picture = chart({ series: series.filter(Boolean), marks, label: "step of the episode", height: 105, onPick: (value) => seek(value, true), cursor: 0 });
+    charts.push(picture);
+    return h("section", { class: "card" }, h("h3", {}, title), picture);
+  };
+  const canvas = one.film ? h("canvas", { id: "film" }) : null;
+  if (canvas) draw = film(one.film, canvas);
+  const panels = [
+    add("Value and return", [of("values", "value"), of("returns", "return")]), add("Reward", [of("rewards", "reward"), of("shaped_rewards", "after shaping")]),
+    add("TD error and advantage", [of("td_error", "TD error"), of("advantages", "advantage")]), add("Action", several("action", columns(one.actions))),
+    ...Object.entries(one.observations).filter(([, rows]) => Array.isArray(rows)).map(([name, rows]) => add(`Observation: ${name}`, several(name, columns(rows)))),
+  ];
+  setTimeout(() => seek(state.token ?? one.largest_drop ?? 0));
+  return [
+    h("h1", {}, `Step ${state.step}, episode ${state.sample}`),
+    facts({ return: one.return, length: one.length, environment: one.env, "begins at a start": one.from_start ? "yes" : "no", ended: one.terminated ? "terminated" : one.truncated ? "truncated" : "goes on", chosen: one.reasons.join(", ") }),
+    one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop}`), ` of the episode (from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}).`) : null,
+    canvas ?? h("p", { class: "faint" }, one.no_film),
+    ...Object.entries(one.observations).filter(([, value]) => typeof value === "string").map(([name, value]) => facts({ [name]: value })),
+    ...Object.entries(one.left_out).map(([name, why]) => h("p", { class: "faint" }, `Observation ${name} not recorded (${why}).`)),
+    h("div", { class: "bar" }, at), numbers, h("div", { class: "grid" }, panels),
+  ];
+}

@@ -1,0 +1,74 @@
+import { h, number, facts, table, withTip } from "./text.js";
+import { chart, COLORS } from "./chart.js";
+
+export function adviceBox(advice, go) {
+  if (!advice.length) return h("p", { class: "faint" }, "No rule finds evidence of a problem in this run.");
+  return h("div", { id: "advice" }, advice.map((one) => h("div", { class: "advice" }, h("b", {}, one.rule), ": ", one.text, " ",
+    h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: "step", step: one.step, sample: null }); } }, `step ${one.step}`),
+    one.rows.map((row) => [" ", h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: null, ...row, sample: row.row, row: null }); } }, `sample ${row.row} of step ${row.step}`)]))));
+}
+
+function explained(overview, key) {
+  const one = overview.metrics[key];
+  return one ? `${key}: ${one.meaning}${one.healthy ? `\nhealthy: ${one.healthy}` : ""}` : key;
+}
+
+export async function trend(overview, state, ask, go) {
+  const axis = state.axis ?? "step", run = state.run;
+  const keys = [...new Set(overview.panels.flatMap((panel) => panel.charts.flatMap((one) => one.keys)))];
+  if (state.key) keys.push(state.key);
+  const all = await ask("curves", { run, keys: Object.keys(overview.metrics).join(","), axis });
+  const toStep = (key) => (x) => { const curve = all[key]; return go({ view: "step", step: curve.step[curve.x.indexOf(x)] ?? Math.round(x) }); };
+  const at = (marks) => axis === "step" ? marks : [];
+  const draw = (title, keys, stacked = false, height = 120) => chart({
+    series: keys.filter((key) => all[key]).map((key, index) => ({ ...all[key], name: short(key), title: explained(overview, key), color: COLORS[index % COLORS.length] })),
+    marks: at(overview.marks), stacked, label: axis, onPick: toStep(keys[0]), height,
+  });
+  const found = h("div", { class: "grid", id: "found" });
+  const search = h("input", { class: "wide", type: "search", placeholder: `Search all ${Object.keys(overview.metrics).length} metrics and their meanings`, "aria-label": "Search metrics", value: state.find ?? "",
+    oninput: (event) => show(event.target.value) });
+  function show(words) {
+    const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+    const matching = Object.keys(overview.metrics).filter((key) => wanted.length && wanted.every((word) => explained(overview, key).toLowerCase().includes(word)));
+    found.replaceChildren(...matching.slice(0, 24).map((key) => h("div", { class: "card", "data-key": key }, h("h3", {}, key),
+      h("p", { class: "small faint" }, overview.metrics[key].meaning, overview.metrics[key].healthy ? ` Healthy: ${overview.metrics[key].healthy}.` : ""), draw(key, [key]))));
+    if (wanted.length && !matching.length) found.append(h("p", {}, "No metric of this run has these words in its name or meaning."));
+  }
+  show(state.find ?? "");
+  const counts = {};
+  overview.marks.forEach((mark) => { counts[mark.kind] = (counts[mark.kind] ?? 0) + 1; });
+  return [
+    facts({ kind: overview.kind, step: `${overview.last_step}${overview.total_steps ? ` of ${overview.total_steps}` : ""}`, state: overview.running ? "running" : "not running", folder: overview.folder }),
+    adviceBox(overview.advice, go),
+    ...Object.entries(overview.missing).map(([name, needs]) => h("p", { class: "faint" }, `No ${name} recorded. What records it: ${needs}.`)),
+    h("div", { class: "bar" }, "by ", h("select", { "aria-label": "Axis", onchange: (event) => go({ axis: event.target.value }) }, overview.axes.map((name) => h("option", { value: name, selected: name === axis }, name))),
+      h("span", { class: "small faint" }, Object.entries(counts).map(([kind, count]) => `${count} ${kind}${count > 1 ? "s" : ""}`).join(", "), ". Click a curve to open its step.")),
+    h("div", { class: "grid" }, overview.panels.map((panel) => h("section", { class: "card panel" }, h("h3", {}, panel.title),
+      panel.charts.map((one) => [panel.charts.length > 1 ? h("div", { class: "small faint" }, one.title) : null, draw(one.title, one.keys, one.title === "by phase", panel.charts.length > 2 ? 84 : 120)])))),
+    h("h2", {}, "All metrics"), h("div", { class: "bar" }, search), found,
+    h("h2", {}, "What happened"),
+    table([{ name: "step" }, { name: "kind" }, { name: "text" }], overview.marks.filter((mark) => mark.kind !== "checkpoint").slice(-100), { onRow: (mark) => go({ view: "step", step: mark.step }) }),
+  ];
+}
+
+export const short = (key) => key.replace(/^val-core\//, "validation ").replace(/^timing_s\//, "");
+
+export async function compared(runs, state, ask, go) {
+  const key = state.key ?? runs.key, axis = state.axis ?? "step";
+  const curves = key ? await ask("mean_curves", { key, axis }) : [];
+  const series = runs.experiments.map((one, index) => ({ ...curves[index], name: one.label, color: COLORS[index % COLORS.length] }));
+  return [
+    h("h1", {}, `${runs.names.length} runs`),
+    ...runs.verdicts.map((verdict) => h("p", { class: "card verdict" }, h("b", { class: verdict.differ ? "good" : "" }, verdict.differ ? "They differ. " : "Not told apart. "), verdict.text)),
+    h("div", { class: "bar" }, h("select", { "aria-label": "Metric", onchange: (event) => go({ key: event.target.value }) }, runs.keys.map((name) => h("option", { value: name, selected: name === key }, name))), " by ",
+      h("select", { "aria-label": "Axis", onchange: (event) => go({ axis: event.target.value }) }, ["step", "samples", "tokens", "seconds"].map((name) => h("option", { value: name, selected: name === axis }, name))),
+      h("span", { class: "small faint" }, "Line: mean over runs that differ in their seed only. Band: 95 % bootstrap interval over them.")),
+    h("div", { class: "card" }, curves ? chart({ series: series.filter((one) => one.x), label: axis, height: 260, wide: true }) : null),
+    h("h2", {}, "Results"),
+    table([{ name: "run", show: (row) => row.name }, { name: "steps" }, { name: runs.key ?? "result", show: (row) => row.result }, { name: "seconds" }], runs.results, { onRow: (row) => go({ view: "trend", run: String(runs.results.indexOf(row)) }) }),
+    h("h2", {}, "What differs in configuration and code"),
+    runs.differences.length ? table([{ name: "key" }, ...runs.names.map((name, index) => ({ name, show: (row) => shown(row.values[index]) }))], runs.differences) : h("p", {}, "Nothing that was recorded."),
+  ];
+}
+
+const shown = (value) => value === null || value === undefined ? "-" : typeof value === "object" ? JSON.stringify(value) : String(value);
