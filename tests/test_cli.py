@@ -27,6 +27,7 @@ from tether.checkpoints.store import TRACKER
 from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
+from tether.runtime.run_lock import RunLock
 from tether.text.building.named_inputs import FIRST_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,6 +147,15 @@ def test_status_without_a_folder_lists_the_runs_below_checkpoints(cli: Cli, tmp_
     assert lines[1] == "checkpoints/tether/started: not running; no step logged yet"
     assert lines[2].startswith("checkpoints/tether/broken/metrics.jsonl:1: ")
     assert lines[3].startswith("checkpoints/tether/newest: not running; step 4, logged ")
+
+
+def test_a_name_that_is_too_long_is_one_sentence(cli: Cli, tmp_path: Path):
+    name = "x" * 300
+    said = cli("config", "check", "actor_rollout_ref.model.path=m", f"data.train_files={name}.jsonl")
+    assert (said.code, said.err.count("Traceback")) == (2, 0)
+    assert f"{name}.jsonl: File name too long" in said.err
+    with pytest.raises(ValueError, match=r"cannot be written to \(File name too long\)"):
+        RunLock(tmp_path / name)
 
 
 def test_unknown_command(cli: Cli):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -626,7 +627,7 @@ def _for_the_user(error: Exception) -> str | None:
 
         if (message := out_of_memory_message(error)) is not None:
             return message
-    if isinstance(error, OSError) and error.errno in OF_THE_DISK and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in (*OF_THE_DISK, errno.ENAMETOOLONG) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if type(error).__module__.startswith("tether.") or (type(error) is ValueError and raised_by_tether(error)):
         return (isinstance(error, OSError) and error.strerror) or str(error)

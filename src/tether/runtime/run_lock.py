@@ -189,7 +189,7 @@ class RunLock:
         )
 
     def _unusable(self, error: OSError) -> ValueError:
-        file = next((p for p in (self._path.parent, *self._path.parent.parents) if p.is_file()), None)
+        file = next((p for p in (self._path.parent, *self._path.parent.parents) if os.path.isfile(p)), None)
         why = f"{file} is a file" if file else f"cannot be written to ({error.strerror})"
         return ValueError(f"{self._named}: {why}. Name a folder that can be written to")
 
