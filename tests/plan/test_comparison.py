@@ -37,16 +37,16 @@ def test_a_run_beside_its_plan_corrects_the_next_plan(tmp_path: Path, monkeypatc
         for step, seconds in ((1, 99.0), (2, 10.0), (3, 12.0), (4, 14.0))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = compare(tmp_path, HERE, {})
-    planned, measured = found.seconds["gen"]
+    results = compare(tmp_path, HERE, {})
+    planned, measured = results.seconds["gen"]
     assert measured == 12.0, "the median without the first step"
-    assert found.corrections["gen"] == pytest.approx(12.0 / planned.middle)
-    assert found.peak
-    assert found.peak[1] == 3.0 * 2**30
-    keep_corrections(HERE, found.corrections)
+    assert results.corrections["gen"] == pytest.approx(12.0 / planned.middle)
+    assert results.peak
+    assert results.peak[1] == 3.0 * 2**30
+    keep_corrections(HERE, results.corrections)
     again = compare(tmp_path, HERE, corrections_of(HERE))
     assert again.seconds["gen"][0].middle == pytest.approx(12.0)
-    assert again.corrections == pytest.approx(found.corrections), "a correction is of the plan without corrections"
+    assert again.corrections == pytest.approx(results.corrections), "a correction is of the plan without corrections"
     assert corrections_of(Device("another", 1, 1, 1, 1)) == {}
 
 
@@ -66,4 +66,6 @@ def test_training_warns_or_refuses_before_a_model_that_does_not_fit_is_loaded() 
     with pytest.raises(ValueError, match=r"^this run does not fit: "):
         train(load_config(None, [*words, "trainer.check_memory=refuse"]))
     assert memory_warning(load_config(None, [*words, "trainer.check_memory=off"]).config) is None
-    assert memory_warning(load_config(None, [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m"]).config) is None
+    short = ("data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=16")
+    small = [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m", *short]
+    assert memory_warning(load_config(None, small).config) is None

@@ -86,8 +86,8 @@ def test_shards_divide_what_is_kept_and_offloading_moves_it() -> None:
     assert at_rest(shards)[0] == {"actor weights": parameters, "actor optimizer": 2 * parameters}
     moved, host = at_rest(replace(shards, optimizer_rests_on_host=True, weights_rest_on_host=True))
     assert (moved, host) == ({}, {"actor weights": parameters, "actor optimizer": 2 * parameters})
-    here = update(replace(shards, optimizer_rests_on_host=True, weights_rest_on_host=True), 16)
-    assert (here["actor weights"], here["actor optimizer"]) == (parameters, 2 * parameters)
+    local = update(replace(shards, optimizer_rests_on_host=True, weights_rest_on_host=True), 16)
+    assert (local["actor weights"], local["actor optimizer"]) == (parameters, 2 * parameters)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-30b-a3b", "moonlight-16b-a3b"])

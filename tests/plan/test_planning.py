@@ -22,9 +22,11 @@ def load(words: list[str]) -> LoadedConfig:
     return load_config(file, rest)
 
 
-def planner(model: str, device: Device, devices: int = 1, *more: str, given: Assumptions = NOTHING_GIVEN) -> Planner:
+def planner(
+    model: str, device: Device, devices: int = 1, *more: str, assumptions: Assumptions = NOTHING_GIVEN
+) -> Planner:
     words = [*GRPO, f"actor_rollout_ref.model.path={model}", f"trainer.n_gpus_per_node={devices}", *more]
-    return Planner(load([*words, "trainer.device=cuda"]).config, device, given)
+    return Planner(load([*words, "trainer.device=cuda"]).config, device, assumptions)
 
 
 def test_two_cards_of_24_gb() -> None:
@@ -42,8 +44,8 @@ def test_two_cards_of_24_gb() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
-    found = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
-    largest = largest_micro_batch(found)
+    results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
+    largest = largest_micro_batch(results)
     assert largest
     key, rows = largest
 
@@ -62,8 +64,8 @@ def test_more_devices_never_need_more_memory_each_or_more_time() -> None:
 
 
 def test_a_run_in_turn_ahead_and_far_ahead() -> None:
-    given = Assumptions(mean=100, tail=500)
-    cases = what_if(planner("qwen2.5-3b", DEVICES["h100-80g"], 4, given=given))["samplers"]
+    assumptions = Assumptions(mean=100, tail=500)
+    cases = what_if(planner("qwen2.5-3b", DEVICES["h100-80g"], 4, assumptions=assumptions))["samplers"]
     split = {case.what: case for case in cases}
     ahead, far = split["2 sample, 2 learn, one step ahead"], split["2 sample, 2 learn, fully asynchronous"]
     assert far.step.middle <= ahead.step.middle < split["2 sample, 2 learn, in turn"].step.middle
@@ -71,7 +73,7 @@ def test_a_run_in_turn_ahead_and_far_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("assumptions", "message"),
     [
         (Assumptions(mean=400, tail=300), "--response-mean 400: is above --response-tail=300"),
         (Assumptions(tail=600), "--response-tail 600: is above data.max_response_length=512"),
@@ -79,10 +81,10 @@ def test_a_run_in_turn_ahead_and_far_ahead() -> None:
         (Assumptions(mean=0), "--response-mean 0: is not a number of tokens above 0"),
     ],
 )
-def test_lengths_that_contradict_are_one_line(given: Assumptions, message: str) -> None:
+def test_lengths_that_contradict_are_one_line(assumptions: Assumptions, message: str) -> None:
     config = load([*GRPO, "actor_rollout_ref.model.path=qwen2.5-0.5b"]).config
     with pytest.raises(ValueError, match=f"^{message}$"):
-        lengths_of(config, given)
+        lengths_of(config, assumptions)
 
 
 def test_a_price_has_a_currency() -> None:
@@ -108,7 +110,7 @@ def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fi
     assert show_plan([recipe], PlanOptions("a100-40g:8", 4, as_json=True), load) == 1
     data = json.loads(capsys.readouterr().out)
     assert (data["verdict"], data["devices"], data["device"]) == ("does not fit", 32, "a100-40g")
-    needs = [sum(parts.values()) for group in data["memory"] for parts in group["phases"].values()]
+    needs = [sum(components.values()) for group in data["memory"] for components in group["phases"].values()]
     assert data["peak_bytes"] == pytest.approx(max(needs), rel=1e-6)
     assert data["steps"] == 15 * ((7473 + 7500) // 1024)
     loaded, device = load_for([recipe], PlanOptions("a100-40g:8", 4), load)

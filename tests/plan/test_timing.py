@@ -1,13 +1,14 @@
 """Time: the simulation of sampling against schedules worked by hand, and what has to hold for any lengths."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
 from tether.plan.architecture import KNOWN
-from tether.plan.devices import DEVICES, read_device
+from tether.plan.devices import DEVICES, Device, read_device
 from tether.plan.memory import Model
-from tether.plan.timing import GPU, Lengths, decode_step, forward_work, simulate
+from tether.plan.timing import GPU, Efficiency, Lengths, decode_step, forward_seconds, simulate
 
 
 def one_second(rows: int, length: float) -> float:
@@ -37,10 +38,13 @@ def test_drawn_lengths_have_the_mean_and_the_tail_that_were_asked_for() -> None:
     assert max(Lengths(prompt=0, mean=300, tail=400, limit=320).draw(1000)) <= 320
 
 
-def test_operations_of_a_forward_pass() -> None:
-    sizes = KNOWN["smollm2-135m"]
+def test_seconds_of_a_forward_pass() -> None:
+    sizes, device = KNOWN["smollm2-135m"], Device("slow", 1, 1e-12, 1, 1)  # one operation a second
+    every = Efficiency(1.0, 0, 1.0, 1.0, 1.0, 0.0, "all of it")
     layers = 2 * sizes.active_in_layers * 10 + 2 * sizes.embedding * 5
-    assert forward_work(sizes, 10, 50, 5) == layers + 4 * 9 * 64 * 30 * 50
+    assert forward_seconds(sizes, 10, 50, 5, device, every) == pytest.approx(layers + 4 * 9 * 64 * 30 * 50)
+    half = replace(every, attention=0.5)
+    assert forward_seconds(sizes, 0, 50, 0, device, half) == pytest.approx(2 * 4 * 9 * 64 * 30 * 50)
 
 
 def test_a_decoded_token_reads_the_weights_once_and_its_cache() -> None:

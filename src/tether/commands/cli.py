@@ -405,8 +405,8 @@ def plan(
     from tether.commands.plan import PlanOptions, show_plan
     from tether.plan.assumptions import Assumptions
 
-    given = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
-    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, given=given)
+    assumptions = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
+    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, assumptions=assumptions)
     code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
     if code:
         raise typer.Exit(code)

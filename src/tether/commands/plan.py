@@ -46,7 +46,7 @@ class PlanOptions:
     price: str | None = None
     as_json: bool = False
     brief: bool = False
-    given: Assumptions = NOTHING_GIVEN
+    assumptions: Assumptions = NOTHING_GIVEN
 
 
 def read_price(text: str | None) -> tuple[float, str] | None:
@@ -71,8 +71,8 @@ def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -
     more += [] if options.nodes is None else [f"trainer.nnodes={options.nodes}"]
     more.append(f"trainer.device={'cpu' if device.is_cpu else 'cuda'}")
     if arguments and arguments[0].endswith(".sh"):
-        script, *rest = arguments
-        yaml, _ = integration("verl", "command").translate(Path(script), rest)
+        script, *script_arguments = arguments
+        yaml, _ = integration("verl", "command").translate(Path(script), script_arguments)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{Path(script).stem}.yaml"
             file.write_text(yaml, encoding="utf-8")
@@ -86,7 +86,7 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     if len(arguments) == 1 and Path(arguments[0]).is_dir():
         return show_comparison(Path(arguments[0]), options)
     loaded, device = load_for(arguments, options, load)
-    planner = Planner(loaded.config, device, options.given, corrections_of(device))
+    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device))
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
     largest = largest_micro_batch(planner)
@@ -113,15 +113,15 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
 def show_comparison(run: Path, options: PlanOptions) -> int:
     """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
     device = read_device(options.device)[0] if options.device else measured()
-    found = compare(run, device, corrections_of(device))
-    keep_corrections(device, found.corrections)
+    results = compare(run, device, corrections_of(device))
+    keep_corrections(device, results.corrections)
     rows = [
         (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
-        for phase, (planned, seconds) in found.seconds.items()
+        for phase, (planned, seconds) in results.seconds.items()
         if planned.middle
     ]
-    if found.peak:
-        planned_peak, peak = found.peak
+    if results.peak:
+        planned_peak, peak = results.peak
         rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
     if options.as_json:
         columns = ("phase", "planned", "measured", "measured / planned")

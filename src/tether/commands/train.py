@@ -113,9 +113,9 @@ def memory_warning(config: RunConfig) -> str | None:
     if size is None or device.type == "mps":
         return None
     memory = size / GIB
-    here = Device(device.type, memory, 1, 1, 1, is_cpu=device.type == "cpu", bfloat16=computes_in_bfloat16(device))
+    machine = Device(device.type, memory, 1, 1, 1, is_cpu=device.type == "cpu", bfloat16=computes_in_bfloat16(device))
     try:
-        plan = Planner(config, here).plan()
+        plan = Planner(config, machine).plan()
     except ValueError:  # a model whose sizes are not known, or a problem that the run itself reports
         return None
     if plan.verdict != "does not fit":

@@ -241,8 +241,8 @@ def from_config(config: Mapping[str, object], named: str) -> Architecture:
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
-            if isinstance(found := values.get(name), int):
-                return int(found)
+            if isinstance(results := values.get(name), int):
+                return int(results)
         if default is None:
             raise ValueError(f"{named}: its config.json has no {names[0]}, so its memory cannot be computed")
         return default
@@ -319,5 +319,5 @@ def _folders(path: str) -> list[Path]:
     """Return folders where the model's config may be: its own, tether's cache, and the hub's cache."""
     hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     snapshots = hub / f"models--{path.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
-    return [Path(path).expanduser(), cache_dir() / path, *found]
+    results = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+    return [Path(path).expanduser(), cache_dir() / path, *results]

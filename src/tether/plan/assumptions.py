@@ -27,7 +27,7 @@ class Assumptions:
 NOTHING_GIVEN = Assumptions()
 
 
-def lengths_of(config: RunConfig, given: Assumptions) -> Lengths:
+def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """Return the lengths of a run; unless given, half of the limits on average, and a tail at the limit.
 
     Raises:
@@ -35,9 +35,9 @@ def lengths_of(config: RunConfig, given: Assumptions) -> Lengths:
     """
     data, rollout = config.data, config.actor_rollout_ref.rollout
     limit = rollout.response_length
-    prompt = given.prompt if given.prompt is not None else data.max_prompt_length / 2
-    mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
-    tail = given.tail if given.tail is not None else float(limit)
+    prompt = assumptions.prompt if assumptions.prompt is not None else data.max_prompt_length / 2
+    mean = assumptions.mean if assumptions.mean is not None else min(assumptions.tail or limit, limit) / 2
+    tail = assumptions.tail if assumptions.tail is not None else float(limit)
     for option, value in (("--prompt-mean", prompt), ("--response-mean", mean), ("--response-tail", tail)):
         if value <= 0:
             raise ValueError(f"{option} {value:g}: is not a number of tokens above 0")
@@ -46,16 +46,16 @@ def lengths_of(config: RunConfig, given: Assumptions) -> Lengths:
     if tail > limit:
         raise ValueError(f"--response-tail {tail:g}: is above data.max_response_length={limit}")
     if mean > tail:
-        which = "--response-tail" if given.tail is not None else "data.max_response_length"
+        which = "--response-tail" if assumptions.tail is not None else "data.max_response_length"
         raise ValueError(f"--response-mean {mean:g}: is above {which}={tail:g}")
     return Lengths(prompt, mean, tail, limit)
 
 
-def rows_of_data(config: RunConfig, given: Assumptions) -> int | None:
+def rows_of_data(config: RunConfig, assumptions: Assumptions) -> int | None:
     """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
     data = config.data
-    if given.rows is not None:
-        rows = given.rows
+    if assumptions.rows is not None:
+        rows = assumptions.rows
     else:
         counts = [_rows(file) for file in data.train_files]
         if not counts or None in counts:

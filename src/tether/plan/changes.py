@@ -40,7 +40,7 @@ def _shown(value: object) -> str:
 def _excess(groups: tuple[Group, ...], memory: float) -> float:
     """Return the bytes by which the phases together need more than 90 % of the devices."""
     limit = (1 - NEAR) * memory * GIB
-    return sum(max(0.0, total(parts) - limit) for group in groups for parts in group.phases.values())
+    return sum(max(0.0, total(components) - limit) for group in groups for components in group.phases.values())
 
 
 def _moves(config: RunConfig) -> Iterator[tuple[Values, str]]:
@@ -104,7 +104,7 @@ def _offloading(config: RunConfig) -> Iterator[tuple[Values, str]]:
         )
 
 
-def smallest_changes(planner: Planner, most: int = 5) -> list[Change]:
+def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     """Return the settings that make a run fit, in the order of the time that a step then takes.
 
     Each is a single change if one suffices, else a combination in which each part is needed.
@@ -115,12 +115,12 @@ def smallest_changes(planner: Planner, most: int = 5) -> list[Change]:
         keys = frozenset(values)
         if keys in fitting:  # a larger value of the same key suffices
             continue
-        there = replace(planner, config=with_values(config, values))
-        if not _excess(there.groups(), memory):
-            fitting[keys] = Change(values, there.plan(), note)
-    if not fitting and (found := _combined(planner)):
-        fitting[frozenset(found.values)] = found
-    return sorted(fitting.values(), key=lambda change: change.plan.step.middle)[:most]
+        changed = replace(planner, config=with_values(config, values))
+        if not _excess(changed.groups(), memory):
+            fitting[keys] = Change(values, changed.plan(), note)
+    if not fitting and (results := _combined(planner)):
+        fitting[frozenset(results.values)] = results
+    return sorted(fitting.values(), key=lambda change: change.plan.step.middle)[:limit]
 
 
 def _combined(planner: Planner) -> Change | None:
@@ -129,20 +129,20 @@ def _combined(planner: Planner) -> Change | None:
     excess = first = _excess(planner.groups(), memory)
     for _ in range(MOST_MOVES):
         current = with_values(planner.config, values)
-        tried = []
+        candidates = []
         for move, note in _moves(current):
-            left = _excess(replace(planner, config=with_values(current, move)).groups(), memory)
+            remaining = _excess(replace(planner, config=with_values(current, move)).groups(), memory)
             cost = LORA if "lora" in str(move) else OFFLOADED if note else 0.0  # what costs no time comes first
-            tried.append((left + cost * first, left, len(tried), move, note))
-        if not tried or min(tried)[1] >= excess:
+            candidates.append((remaining + cost * first, remaining, len(candidates), move, note))
+        if not candidates or min(candidates)[1] >= excess:
             return None
-        _, excess, _, move, note = min(tried)
+        _, excess, _, move, note = min(candidates)
         values |= move
         notes += [note] if note and note not in notes else []
         if not excess:
             needed = _needed(planner, values)
-            there = replace(planner, config=with_values(planner.config, needed))
-            return Change(needed, there.plan(), "; ".join(notes))
+            changed = replace(planner, config=with_values(planner.config, needed))
+            return Change(needed, changed.plan(), "; ".join(notes))
     return None
 
 
@@ -161,14 +161,14 @@ def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
     actor = planner.config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz
     key = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    most = actor.ppo_mini_batch_size * planner.config.actor_rollout_ref.rollout.n
+    limit = actor.ppo_mini_batch_size * planner.config.actor_rollout_ref.rollout.n
 
     def fits(size: int) -> bool:
-        there = replace(planner, config=with_values(planner.config, {key: size}))
-        limit = (1 - NEAR) * there.cluster.device.memory * GIB
-        return all(total(g.phases["update_actor"]) <= limit for g in there.groups() if "update_actor" in g.phases)
+        changed = replace(planner, config=with_values(planner.config, {key: size}))
+        limit = (1 - NEAR) * changed.cluster.device.memory * GIB
+        return all(total(g.phases["update_actor"]) <= limit for g in changed.groups() if "update_actor" in g.phases)
 
-    low, high = (1024, 1 << 20) if dynamic else (1, most)
+    low, high = (1024, 1 << 20) if dynamic else (1, limit)
     if not fits(low):
         return None
     while low < high:
@@ -211,12 +211,12 @@ def what_if(planner: Planner) -> dict[str, list[Case]]:
     key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     size: int = getattr(actor, key)
     for other in sorted({max(1, size // 4), max(1, size // 2), size, size * 2, size * 4}):
-        changed = with_values(config, {f"{ACTOR}.{key}": other})
-        tables["micro-batch"] += _case(replace(planner, config=changed), f"{key}={other}")
+        altered = with_values(config, {f"{ACTOR}.{key}": other})
+        tables["micro-batch"] += _case(replace(planner, config=altered), f"{key}={other}")
     n = config.actor_rollout_ref.rollout.n
     for other in sorted({max(1, n // 2), n, n * 2}):
-        changed = with_values(config, {f"{ROLLOUT}.n": other})
-        tables["responses of a prompt"] += _case(replace(planner, config=changed), f"rollout.n={other}")
+        altered = with_values(config, {f"{ROLLOUT}.n": other})
+        tables["responses of a prompt"] += _case(replace(planner, config=altered), f"rollout.n={other}")
     return {name: _pareto(cases) for name, cases in tables.items() if len(cases) > 1}
 
 
@@ -275,8 +275,8 @@ def _pareto(cases: list[Case]) -> list[Case]:
 
 def by_lengths(planner: Planner) -> list[tuple[str, Plan]]:
     """Return the plan for other lengths of responses, which nobody knows before a run."""
-    lengths, given = planner.lengths, planner.given
-    found = []
+    lengths, assumptions = planner.lengths, planner.assumptions
+    results = []
     for what, mean, tail in (
         ("a quarter of the mean", lengths.mean / 4, lengths.tail / 2),
         ("half of the mean", lengths.mean / 2, lengths.tail),
@@ -284,6 +284,6 @@ def by_lengths(planner: Planner) -> list[tuple[str, Plan]]:
         ("no longer tail than the mean", lengths.mean, lengths.mean),
         ("twice the mean", min(lengths.limit, lengths.mean * 2), float(lengths.limit)),
     ):
-        there = replace(planner, given=replace(given, mean=max(1.0, mean), tail=max(1.0, mean, tail)))
-        found.append((f"{what} ({there.lengths.mean:.0f}, 99 % below {there.lengths.tail:.0f})", there.plan()))
-    return found
+        changed = replace(planner, assumptions=replace(assumptions, mean=max(1.0, mean), tail=max(1.0, mean, tail)))
+        results.append((f"{what} ({changed.lengths.mean:.0f}, 99 % below {changed.lengths.tail:.0f})", changed.plan()))
+    return results

@@ -40,10 +40,10 @@ def settings_of(run: Path) -> LoadedConfig:
     Raises:
         ValueError: the folder has no checkpoint.
     """
-    found = [*run.glob("global_step_*/run.yaml"), *run.glob("run.yaml")]
-    if not found:
+    results = [*run.glob("global_step_*/run.yaml"), *run.glob("run.yaml")]
+    if not results:
         raise ValueError(f"{run}: has no global_step_N/run.yaml; a run is compared once it has saved a checkpoint")
-    return load_config(max(found, key=lambda file: file.stat().st_mtime), [])
+    return load_config(max(results, key=lambda file: file.stat().st_mtime), [])
 
 
 def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comparison:
@@ -62,9 +62,9 @@ def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comp
     mean, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
     tail = medians.get("response_length/max")
     limit = config.actor_rollout_ref.rollout.response_length
-    given = Assumptions(prompt=prompt, mean=mean, tail=None if tail is None else min(float(limit), tail))
-    plain = Planner(config, device, given).plan()
-    plan = Planner(config, device, given, corrections).plan()
+    assumptions = Assumptions(prompt=prompt, mean=mean, tail=None if tail is None else min(float(limit), tail))
+    plain = Planner(config, device, assumptions).plan()
+    plan = Planner(config, device, assumptions, corrections).plan()
     seconds = {
         phase: (interval, medians[TIMING + phase])
         for phase, interval in (*plan.times.items(), ("step", plan.step))
@@ -90,8 +90,8 @@ def corrections_of(device: Device) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get(device.name, {})
-        return {str(phase): float(ratio) for phase, ratio in found.items()}
+        results = json.loads(file.read_text(encoding="utf-8")).get(device.name, {})
+        return {str(phase): float(ratio) for phase, ratio in results.items()}
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file}: cannot be read ({error}). Delete it; `tether plan RUN` writes it again") from None
 

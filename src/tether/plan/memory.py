@@ -119,7 +119,7 @@ def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: 
         matrices = sizes.attention + 3 * sizes.hidden * wide
         return matrices / layout.tensor + sizes.small + (router if index >= first else 0)
 
-    found, start = [], 0
+    results, start = [], 0
     counts = layout.layers_by_stage(sizes.layers)
     for stage, count in enumerate(counts):
         layers = range(start, start + count)
@@ -131,8 +131,8 @@ def megatron_held(sizes: Architecture, layout: Layout, ranks: int, *, has_head: 
         experts = mixtures * sizes.experts * sizes.expert / (layout.expert * layout.expert_ranks)
         holders = ranks // (layout.tensor * layout.pipeline)
         of_experts = ranks // (layout.expert * layout.expert_ranks * layout.pipeline)
-        found.append([(dense, holders), (experts, max(1, of_experts))])
-    return max(found, key=lambda pairs: sum(number for number, _ in pairs))
+        results.append([(dense, holders), (experts, max(1, of_experts))])
+    return max(results, key=lambda pairs: sum(number for number, _ in pairs))
 
 
 def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int) -> float:
@@ -141,8 +141,10 @@ def megatron_state(sizes: Architecture, layout: Layout, ranks: int, number: int)
     A weight costs c bytes itself, 4 for the sum of its gradients, 8 for two moments, and 4 for a master where c is 2;
     the last two are shared among the ranks that hold the same weight.
     """
-    own = MOMENTS + (MASTER if number == 2 else 0)
-    return sum(count * (number + SUM + own / holders) for count, holders in megatron_held(sizes, layout, ranks))
+    optimizer_bytes = MOMENTS + (MASTER if number == 2 else 0)
+    return sum(
+        count * (number + SUM + optimizer_bytes / holders) for count, holders in megatron_held(sizes, layout, ranks)
+    )
 
 
 def at_rest(model: Model) -> tuple[Parts, Parts]:
@@ -155,9 +157,9 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
         count = sum(number for number, _ in pairs)
         weights[f"{role} weights"] = count * model.number
         if model.trained:
-            own = MOMENTS + (MASTER if model.number == 2 else 0)
+            optimizer_bytes = MOMENTS + (MASTER if model.number == 2 else 0)
             shared = sum(number / (holders if model.shares_optimizer else 1) for number, holders in pairs)
-            optimizer[f"{role} optimizer"] = own * shared
+            optimizer[f"{role} optimizer"] = optimizer_bytes * shared
             if not model.gradients_are_freed:
                 device[f"{role} gradients"] = SUM * count
         return device, host
@@ -186,6 +188,8 @@ def saved_per_token(model: Model) -> float:
     queries, keys = sizes.heads * sizes.head_size, sizes.kv_heads * sizes.head_size
     norm = (2 if model.fused else 4 if c == 2 else 3) * c * sizes.hidden  # without a kernel also a copy in float32
     attention = c * (2 * queries + 2 * keys) + 4 * sizes.heads
+    if sizes.qk_norm:
+        attention += (1 if model.fused else 3) * c * (queries + keys)
     mlp = (2 if model.fused else 4) * c * sizes.mlp_width
     if not model.fused:
         attention += c * queries  # the heads' outputs, once more as the input of a product
@@ -209,21 +213,21 @@ def logits(model: Model, tokens: float, *, update: bool) -> float:
         return 0.0
     vocabulary = model.sizes.vocabulary / (model.layout.tensor if model.layout else 1)
     each = PER_LOGIT if update else 10
-    if model.whole_logits:
-        return each * tokens * vocabulary
-    most = LOGITS_AT_ONCE["cpu" if model.on_cpu else "gpu"]
-    return each * tokens * min(vocabulary, max(256.0, most / max(1.0, tokens)))
+    if model.whole_logits:  # also in bfloat16, before they are cast, and once more for the softmax's backward pass
+        return (each + 5) * tokens * vocabulary
+    limit = LOGITS_AT_ONCE["cpu" if model.on_cpu else "gpu"]
+    return each * tokens * min(vocabulary, max(256.0, limit / max(1.0, tokens)))
 
 
 def inference(model: Model, tokens: float) -> Parts:
     """Return what a forward pass without gradients adds to what the model keeps."""
     tokens, role = tokens / model.sequence, model.role
-    parts = _returns(model)
-    parts[f"{role} activations"] = tokens * (_transient(model) + 3 * model.number * model.sizes.hidden)
-    parts[f"{role} logits"] = logits(model, tokens, update=False)
+    components = _returns(model)
+    components[f"{role} activations"] = tokens * (_transient(model) + 3 * model.number * model.sizes.hidden)
+    components[f"{role} logits"] = logits(model, tokens, update=False)
     if model.sharded:
-        parts[f"{role} gathered weights"] = model.number * (model.outside + 2 * model.sizes.largest_layer)
-    return parts
+        components[f"{role} gathered weights"] = model.number * (model.outside + 2 * model.sizes.largest_layer)
+    return components
 
 
 def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
@@ -235,11 +239,11 @@ def update(model: Model, tokens: float, in_flight: int = 1) -> Parts:
         in_flight: micro-batches whose activations a pipeline's first stage keeps.
     """
     moments = _moments(model, tokens / model.sequence, in_flight)
-    largest = max(moments, key=lambda parts: sum(parts.values()))
-    parts = _returns(model) | _gradients(model)
+    largest = max(moments, key=lambda components: sum(components.values()))
+    components = _returns(model) | _gradients(model)
     if model.optimizer_rests_on_host and not model.on_host:
-        parts |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
-    return parts | {f"{model.role} {name}": size for name, size in largest.items() if size}
+        components |= {name: size for name, size in at_rest(model)[1].items() if "optimizer" in name}
+    return components | {f"{model.role} {name}": size for name, size in largest.items() if size}
 
 
 def _gradients(model: Model) -> Parts:
@@ -259,20 +263,20 @@ def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
     layers = max(model.layout.layers_by_stage(sizes.layers)) if model.layout else sizes.layers
     boundary = c * sizes.hidden / (model.layout.tensor if model.layout and model.layout.sequence_parallel else 1)
     if model.recompute:
-        kept, active = tokens * boundary * layers * in_flight, tokens * saved_per_token(model)
+        retained, active = tokens * boundary * layers * in_flight, tokens * saved_per_token(model)
     else:
-        kept, active = tokens * saved_per_token(model) * layers * in_flight, 0.0
+        retained, active = tokens * saved_per_token(model) * layers * in_flight, 0.0
     full = not model.adapter
     head = sizes.embedding if model.has_head and not model.layout else 0
     embedding = 0 if model.layout else sizes.embedding
     head_gradient = c * head if full else 0.0
     at_loss = {
-        "activations": kept + tokens * (2 * boundary + 8 * sizes.hidden),
+        "activations": retained + tokens * (2 * boundary + 8 * sizes.hidden),
         "logits": logits(model, tokens, update=True),
         "whole gradients": head_gradient,
     }
     in_layer = {
-        "activations": kept + active + tokens * _transient(model),
+        "activations": retained + active + tokens * _transient(model),
         "whole gradients": head_gradient if model.sharded or sizes.tied else 0.0,
     }
     at_end = {
@@ -297,9 +301,9 @@ def kv_cache(sizes: Architecture, slots: int, length: int, number: int) -> float
     return slots * -(-length // 32) * 32 * sizes.kv_per_token * number
 
 
-def total(parts: Mapping[str, float]) -> float:
+def total(components: Mapping[str, float]) -> float:
     """Return the sum of parts."""
-    return sum(parts.values())
+    return sum(components.values())
 
 
 Phase = Literal[

@@ -34,16 +34,15 @@ from tether.plan.timing import (
     SPREAD,
     Lengths,
     decode_step,
-    forward_work,
+    forward_seconds,
     gather_seconds,
     overlapped,
-    products_seconds,
     simulate,
 )
 from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import SERVERS
 
-OVERHEAD = {"cpu": 0.75 * GIB, "gpu": 0.6 * GIB}
+OVERHEAD = {"cpu": 0.6 * GIB, "gpu": 0.6 * GIB}
 """The process: on a CPU what torch, transformers and the kernels take (measured), on a GPU CUDA's context."""
 COMMUNICATION = 0.6 * GIB
 """NCCL's buffers, where several GPUs work together."""
@@ -93,7 +92,7 @@ class Plan:
     """Bytes of the host memory of a machine."""
     checkpoint: float
     """Bytes of a checkpoint on disk."""
-    kept: int | None
+    retained: int | None
     """Number of checkpoints on disk at the end; None if unknown."""
     times: Mapping[str, Interval]
     """Phase -> seconds of a step."""
@@ -153,7 +152,7 @@ class Planner:
 
     config: RunConfig
     device: Device
-    given: Assumptions = NOTHING_GIVEN
+    assumptions: Assumptions = NOTHING_GIVEN
     corrections: Mapping[str, float] | None = None
 
     @cached_property
@@ -183,24 +182,24 @@ class Planner:
     def models(self) -> dict[str, Model]:
         """The models that learn or score, by role."""
         config, settings = self.config, self.config.actor_rollout_ref
-        found = {"actor": self._model("actor", self.policy, settings.actor)}
+        results = {"actor": self._model("actor", self.policy, settings.actor)}
         if config.critic.enable:
             sizes = self._sizes(config.critic.model.path, "critic.model.path")
-            found["critic"] = self._model("critic", sizes, config.critic)
+            results["critic"] = self._model("critic", sizes, config.critic)
         if (asks_reference(config) or reference_runs_with_actor(config)) and not settings.model.lora_rank:
-            found["reference"] = self._model("reference", self.policy, settings.ref)
+            results["reference"] = self._model("reference", self.policy, settings.ref)
         path = config.reward_model.model.path
         if "reward_model" in models_of(config) and path:
             sizes = self._sizes(path, "reward_model.model.path")
-            found["reward_model"] = self._model("reward_model", sizes, config.reward_model.model)
-        return found
+            results["reward_model"] = self._model("reward_model", sizes, config.reward_model.model)
+        return results
 
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
         config, devices = self.config, len(placed(self.config).get(name, placed(self.config)["actor"]))
         actor = config.actor_rollout_ref.model
         trained = isinstance(role, ActorConfig | CriticConfig)
         fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
-        own = config.critic.model if isinstance(role, CriticConfig) else actor
+        section = config.critic.model if isinstance(role, CriticConfig) else actor
         kind = config.actor_rollout_ref.actor.fsdp_config.dtype if name == "reference" else fsdp.dtype
         number = {"auto": 2 if self.device.bfloat16 else 4, "bfloat16": 2, "float32": 4}[kind]
         model = Model(
@@ -211,15 +210,15 @@ class Planner:
             has_head=name in ("actor", "reference"),
             number=number,
             adapter=sizes.adapter(actor.lora_rank) if name == "actor" and actor.lora_rank else 0,
-            recompute=own.enable_gradient_checkpointing,
+            recompute=section.enable_gradient_checkpointing,
             fused=self.device.is_cpu and number == 2,
             on_cpu=self.device.is_cpu,
         )
         if uses_megatron(config) and not isinstance(role, ScoringModelConfig):
             return self._of_megatron(model, name, role)
         moved = fsdp.param_offload or fsdp.offload_policy or getattr(fsdp, "optimizer_offload", False)
-        whole = name == "reference" and reference_runs_with_actor(config)
-        if whole or (devices == 1 and not moved):
+        unsharded = name == "reference" and reference_runs_with_actor(config)
+        if unsharded or (devices == 1 and not moved):
             return model
         shards = devices if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, devices)
         return replace(
@@ -266,7 +265,7 @@ class Planner:
     @cached_property
     def lengths(self) -> Lengths:
         """Tokens of prompts and responses."""
-        return lengths_of(self.config, self.given)
+        return lengths_of(self.config, self.assumptions)
 
     @property
     def rows(self) -> int:
@@ -341,12 +340,12 @@ class Planner:
 
     def _phases(self, names: list[str]) -> dict[str, Parts]:
         kind = "cpu" if self.device.is_cpu else "gpu"
-        here = {name: model for name, model in self.models.items() if name in names}
+        local = {name: model for name, model in self.models.items() if name in names}
         base: Parts = {"process": OVERHEAD[kind]}
         if kind == "gpu" and self.cluster.count > 1:
             base["communication"] = COMMUNICATION
         resting, on_host = Parts(base), Parts()
-        for model in here.values():
+        for model in local.values():
             device, host = memory.at_rest(model)
             resting |= device
             on_host |= host
@@ -354,11 +353,11 @@ class Planner:
             resting |= on_host
         if "sampler" in names and self._has_copy:
             resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
-        added: dict[str, Parts] = {"load": self._loading(here)}
+        added: dict[str, Parts] = {"load": self._loading(local)}
         if "sampler" in names or (self.served and "actor" in names):
             added["sampling"] = self._sampling(resting)
-        if "actor" in here:
-            actor = here["actor"]
+        if "actor" in local:
+            actor = local["actor"]
             if self.recomputes_log_probs:
                 added["log_probs"] = memory.inference(actor, self._inference_tokens("actor"))
             added["update_actor"] = memory.update(
@@ -369,30 +368,30 @@ class Planner:
             added["transfer"] = self._transfer(actor)
             added["checkpoint"] = {"gathered weights": memory.MASTER * self.policy.embedding} if actor.sharded else {}
         for name, phase in (("reference", "reference"), ("critic", "values"), ("reward_model", "reward")):
-            if name in here:
-                added[phase] = memory.inference(here[name], self._inference_tokens(name))
-        if "critic" in here:
-            critic = here["critic"]
+            if name in local:
+                added[phase] = memory.inference(local[name], self._inference_tokens(name))
+        if "critic" in local:
+            critic = local["critic"]
             added["update_critic"] = memory.update(critic, self._update_tokens(critic, self.config.critic))
         first_step = {"load"}
         return {
             phase: _with_slack(
                 {
-                    part: size
-                    for part, size in resting.items()
-                    if not (phase in first_step and part.endswith("optimizer"))
+                    component: size
+                    for component, size in resting.items()
+                    if not (phase in first_step and component.endswith("optimizer"))
                 },
-                parts,
+                components,
                 SLACK[kind],
             )
-            for phase, parts in added.items()
+            for phase, components in added.items()
         }
 
-    def _loading(self, here: Mapping[str, Model]) -> Parts:
+    def _loading(self, local: Mapping[str, Model]) -> Parts:
         """Return what the model that is loaded last needs besides: a float32 copy, or a layer if it is sharded."""
-        if self.device.is_cpu or not here:
+        if self.device.is_cpu or not local:
             return {}
-        return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in here.values()))}
+        return {"a layer in float32": float(max(memory.MASTER * m.sizes.largest_layer for m in local.values()))}
 
     @property
     def served(self) -> bool:
@@ -442,28 +441,30 @@ class Planner:
 
     def _transfer(self, actor: Model) -> Parts:
         """Return what gathering the largest weight, and sending a slice to servers, needs."""
-        parts = Parts()
+        components = Parts()
         if actor.sharded or actor.layout:
-            parts["gathered weights"] = float(actor.number * self.policy.embedding)
+            components["gathered weights"] = float(actor.number * self.policy.embedding)
         if self.served:
-            parts["weights on their way"] = 2.0 * SLICE
-        return parts
+            components["weights on their way"] = 2.0 * SLICE
+        return components
 
     def host(self) -> Parts:
         """Return the bytes of a machine's memory that are not its devices'."""
-        parts, per_node = Parts(), self.cluster.per_node
+        components, per_node = Parts(), self.cluster.per_node
         if self.device.is_cpu:
-            return parts
-        parts["processes"] = HOST_PROCESS * per_node
+            return components
+        components["processes"] = HOST_PROCESS * per_node
         for model in self.models.values():
             for name, size in memory.at_rest(model)[1].items():
-                parts[name] = size * min(per_node, model.ranks)
-        whole = [model for model in self.models.values() if not model.sharded and not model.layout]
-        if whole:
-            parts["a model on its way to the device"] = max(memory.MASTER * float(model.held) for model in whole)
+                components[name] = size * min(per_node, model.ranks)
+        unsharded = [model for model in self.models.values() if not model.sharded and not model.layout]
+        if unsharded:
+            components["a model on its way to the device"] = max(
+                memory.MASTER * float(model.held) for model in unsharded
+            )
         if self.config.trainer.async_save and self.config.trainer.save_freq > 0:
-            parts["copy of a checkpoint"] = self.checkpoint() * per_node / self.cluster.count
-        return parts
+            components["copy of a checkpoint"] = self.checkpoint() * per_node / self.cluster.count
+        return components
 
     def checkpoint(self) -> float:
         """Return the bytes of a checkpoint: float32 weights, and AdamW's moments of what is trained."""
@@ -472,7 +473,7 @@ class Planner:
 
     def steps(self) -> int | None:
         """Return the number of steps of the run; None if the rows of its data are unknown."""
-        trainer, rows = self.config.trainer, rows_of_data(self.config, self.given)
+        trainer, rows = self.config.trainer, rows_of_data(self.config, self.assumptions)
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
         return None if rows is None else trainer.total_epochs * max(1, rows // self.config.data.train_batch_size)
@@ -481,18 +482,18 @@ class Planner:
         """Return the plan."""
         times, idle = self._times()
         steps, trainer = self.steps(), self.config.trainer
-        kept: int | None = 1
+        retained: int | None = 1
         if trainer.save_freq > 0:
             saved = None if steps is None else steps // trainer.save_freq + bool(steps % trainer.save_freq)
-            kept = trainer.max_actor_ckpt_to_keep or saved
+            retained = trainer.max_actor_ckpt_to_keep or saved
         elif trainer.save_freq == 0:
-            kept = 0
+            retained = 0
         return Plan(
             self.cluster,
             self.groups(),
             self.host(),
             self.checkpoint(),
-            kept,
+            retained,
             times,
             step_of(times, self.config.trainer.async_mode),
             idle,
@@ -506,8 +507,8 @@ class Planner:
         config, models = self.config, self.models
         seconds: dict[str, float] = {}
         seconds["gen"], idle = self._generation()
-        if self.given.reward:
-            seconds["reward"] = self.given.reward
+        if self.assumptions.reward:
+            seconds["reward"] = self.assumptions.reward
         if self.recomputes_log_probs:
             seconds["old_log_prob"] = self._forward("actor")
         for name, phase in (("reference", "ref"), ("critic", "values"), ("reward_model", "reward_model")):
@@ -539,19 +540,24 @@ class Planner:
         drawn = lengths.draw(min(rows, DRAWN))
         sampled = simulate(drawn, rollout.max_num_seqs, step, lengths.prompt)
         prompts = rows / rollout.n * lengths.prompt
-        work = forward_work(self.policy, prompts, prompts * lengths.prompt / 2, 0)
-        prefill = products_seconds(work, self.policy, self.cluster, shards, efficiency)
+        pairs = prompts * lengths.prompt / 2
+        prefill = forward_seconds(self.policy, prompts, pairs, 0, self.cluster.device, efficiency) / shards
         return sampled.seconds * rows / len(drawn) + prefill, sampled.idle
 
-    def _work(self, name: str, packed: bool, share: int) -> float:
-        """Return the operations of a forward pass over all rows; `share` rows of a prompt compute it once."""
+    def _pass(self, name: str, packed: bool, share: int) -> float:
+        """Return the seconds of a forward pass over all rows on all devices; `share` rows compute a prompt once."""
         lengths, rows, model = self.lengths, self.rows, self.models[name]
         response = lengths.mean if packed else (lengths.mean + lengths.tail) / 2  # padded to the longest of a few
         prompts = rows / (share if packed else 1)
         tokens = prompts * lengths.prompt + rows * response
         pairs = rows * (lengths.prompt + response) ** 2 / 2
         targets = rows * response if model.has_head else 0.0
-        return forward_work(model.sizes, tokens, pairs, targets)
+        efficiency = CPU if self.device.is_cpu else GPU
+        seconds = forward_seconds(model.sizes, tokens, pairs, targets, self.cluster.device, efficiency) / model.ranks
+        if model.layout and model.layout.pipeline > 1:  # stages wait for the first and the last micro-batch
+            micro_batches = self._micro_batches(model, self._update_tokens(model, self.config.actor_rollout_ref.actor))
+            seconds *= 1 + (model.layout.pipeline - 1) / micro_batches
+        return seconds * (1.0 if model.ranks == 1 else 1.05 if self.config.trainer.balance_batch else 1.15)
 
     def _sharing(self, rows: int, *, dynamic: bool) -> int:
         n = self.config.actor_rollout_ref.rollout.n
@@ -563,7 +569,7 @@ class Planner:
         share = self._sharing(
             settings.rollout.log_prob_micro_batch_size_per_gpu, dynamic=settings.rollout.log_prob_use_dynamic_bsz
         )
-        products = self._products(model, self._work(name, packed or bool(model.layout), share))
+        products = self._pass(name, packed or bool(model.layout), share)
         passes = self._micro_batches(model, self._inference_tokens(name))
         return overlapped(products, gather_seconds(model, self.cluster, passes, 0))
 
@@ -571,21 +577,13 @@ class Planner:
         each = self.rows * (self.lengths.prompt + self.lengths.mean) / self.replicas(model)
         return max(1, ceil(each / tokens))
 
-    def _products(self, model: Model, work: float) -> float:
-        efficiency = CPU if self.device.is_cpu else GPU
-        seconds = products_seconds(work, model.sizes, self.cluster, model.ranks, efficiency)
-        if model.layout and model.layout.pipeline > 1:
-            pieces = max(1, self._micro_batches(model, self._update_tokens(model, self.config.actor_rollout_ref.actor)))
-            seconds *= 1 + (model.layout.pipeline - 1) / pieces
-        return seconds * (1.0 if model.ranks == 1 else 1.05 if self.config.trainer.balance_batch else 1.15)
-
     def _update(self, name: str, role: ActorConfig | CriticConfig) -> float:
         model, config = self.models[name], self.config
         section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
         packed = section.use_remove_padding or bool(model.layout)
         share = self._sharing(role.ppo_micro_batch_size_per_gpu, dynamic=role.use_dynamic_bsz)
         passes = (2 if model.adapter else 3) + (1 if model.recompute else 0)
-        products = self._products(model, passes * self._work(name, packed, share))
+        products = passes * self._pass(name, packed, share)
         micro = self._micro_batches(model, self._update_tokens(model, role))
         gathered = gather_seconds(model, self.cluster, micro * (2 if model.reshard else 1), micro)
         minis = ceil(config.data.train_batch_size / role.ppo_mini_batch_size)
@@ -618,6 +616,6 @@ def step_of(times: Mapping[str, Interval], mode: str) -> Interval:
 
 
 def _with_slack(resting: Parts, added: Parts, slack: float) -> Parts:
-    parts = resting | added
+    components = resting | added
     lost = slack * (total(added) - added.get("server (gpu_memory_utilization)", 0.0))
-    return parts | ({"allocator": lost} if lost else {})
+    return components | ({"allocator": lost} if lost else {})

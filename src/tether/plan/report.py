@@ -31,24 +31,24 @@ def _short(value: float) -> str:
 def cause(plan: Plan) -> str:
     """Return the sentence that says where the peak is and what most of it is."""
     group = plan.fullest
-    parts = group.phases[group.peak_phase]
-    first, *others = sorted(parts, key=lambda name: -parts[name])[:3]
-    largest = f"{first} ({gib(parts[first])})"
-    rest = " and ".join(f"{name} ({gib(parts[name])})" for name in others)
+    components = group.phases[group.peak_phase]
+    first, *others = sorted(components, key=lambda name: -components[name])[:3]
+    largest = f"{first} ({gib(components[first])})"
+    remainder = " and ".join(f"{name} ({gib(components[name])})" for name in others)
     where = "" if len(plan.groups) == 1 else f" on devices {group.devices[0]} to {group.devices[-1]}"
-    return f"The peak is in {group.peak_phase}{where}: most of it is {largest}, then {rest}."
+    return f"The peak is in {group.peak_phase}{where}: most of it is {largest}, then {remainder}."
 
 
 def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
     """Return the table of phases and their parts."""
     rows = []
     for group in plan.groups:
-        for phase, parts in group.phases.items():
-            listed = sorted(((size, name) for name, size in parts.items() if size), reverse=True)
-            whole = total(parts)
-            text = ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed if size >= SMALL * whole)
+        for phase, components in group.phases.items():
+            listed = sorted(((size, name) for name, size in components.items() if size), reverse=True)
+            size_of_phase = total(components)
+            text = ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed if size >= SMALL * size_of_phase)
             devices = f"{group.devices[0]}-{group.devices[-1]} " if len(plan.groups) > 1 else ""
-            rows.append((f"{devices}{phase}", gib(whole), text))
+            rows.append((f"{devices}{phase}", gib(size_of_phase), text))
     return ("phase", "a device", "of which, GiB"), rows
 
 
@@ -67,7 +67,7 @@ def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
         f"({device.memory:.0f} GiB each)",
         f"{plan.verdict}: {gib(plan.peak)} of {device.memory:.1f} GiB, {plan.share:.0%}. {cause(plan)}",
     ]
-    disk = "unknown number of" if plan.kept is None else str(plan.kept)
+    disk = "unknown number of" if plan.retained is None else str(plan.retained)
     host = f"host memory of a machine {gib(total(plan.host))}; " if plan.host else ""
     lines.append(f"{host}a checkpoint takes {gib(plan.checkpoint)} of disk, {disk} kept at the end")
     rate = Interval(*(plan.tokens / s for s in (plan.step.high, plan.step.middle, plan.step.low)))
@@ -117,8 +117,8 @@ def host_warning(plan: Plan) -> str | None:
     return f"a machine needs {gib(need)} of host memory, more than this one has"
 
 
-def _data(parts: Parts) -> dict[str, float]:
-    return {name: round(size) for name, size in parts.items()}
+def _data(components: Parts) -> dict[str, float]:
+    return {name: round(size) for name, size in components.items()}
 
 
 def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | None) -> dict[str, object]:
@@ -136,13 +136,13 @@ def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | No
             {
                 "devices": [group.devices[0], group.devices[-1]],
                 "models": list(group.models),
-                "phases": {phase: _data(parts) for phase, parts in group.phases.items()},
+                "phases": {phase: _data(components) for phase, components in group.phases.items()},
             }
             for group in plan.groups
         ],
         "host_bytes": _data(plan.host),
         "checkpoint_bytes": round(plan.checkpoint),
-        "checkpoints_kept": plan.kept,
+        "checkpoints_kept": plan.retained,
         "seconds": {phase: list(_triple(interval)) for phase, interval in (*plan.times.items(), ("step", plan.step))},
         "tokens_per_step": plan.tokens,
         "steps": plan.steps,

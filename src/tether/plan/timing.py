@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from tether.plan.architecture import Architecture
@@ -32,29 +32,36 @@ class Efficiency:
     """Shares of a device's rates that are reached."""
 
     products: float
-    """Of dense products, for a model with a large hidden size."""
+    """The share of dense products, for a model with a large hidden size."""
     half_at: float
-    """Hidden size at which half of that is reached; 0: at any."""
+    """Hidden size at which half of that is reached, on a device of `FASTEST` TFLOP/s; on slower ones a smaller one."""
+    attention: float
+    """The share of the products of attention, which do not depend on the hidden size."""
     bandwidth: float
-    """Of the memory's rate while a token is decoded."""
+    """The share of the memory's rate while a token is decoded."""
+    decoding: float
+    """The share of `products` while many rows are decoded."""
     per_layer: float
     """Seconds of a layer of a decoded token that no roofline has: launches."""
     source: str
 
-    def of_products(self, hidden: int) -> float:
+    def of_products(self, hidden: int, device: Device) -> float:
         """Return the share for a model of a hidden size."""
-        return self.products * hidden / (hidden + self.half_at)
+        return self.products * hidden / (hidden + self.half_at * device.teraflops / FASTEST)
 
 
+FASTEST = 989
+"""TFLOP/s of the device that `Efficiency.half_at` was read off: an H100."""
 CPU = Efficiency(
-    0.58, 0, 0.6, 0.0, "docs/evidence/performance.md: training 59 to 61 % and decoding 71 % of the limit on two cores"
-)
-GPU = Efficiency(
-    0.5, 2500, 0.6, 1.3e-4,
-    "prime-rl's BENCHMARKS.md: Qwen3-0.6B reaches 11 % on an H100, verl and Megatron 30 to 40 % at 7B and more; "
-    "decoding: docs/guides/gpu.md, 3.7 to 5.3 ms for 24 to 30 layers on an H200",
+    0.58, 0, 0.5, 0.42, 0.72, 0.0,
+    "docs/evidence/performance.md: of the limit, training reaches 59 to 61 %, decoding 42 % with one row",
 )  # fmt: skip
-SERVER = Efficiency(0.5, 2500, 0.6, 3e-5, "vLLM's own benchmarks: about 60 % of the memory's rate, with CUDA graphs")
+GPU = Efficiency(
+    0.6, 6000, 0.45, 0.6, 1.0, 1.3e-4,
+    "prime-rl's BENCHMARKS.md (Qwen3-0.6B at 16k and 65k tokens on an H100, 16k on an A6000); decoding: "
+    "docs/guides/gpu.md, 3.7 to 5.3 ms for 24 to 30 layers on an H200",
+)  # fmt: skip
+SERVER = replace(GPU, per_layer=3e-5, source="as GPU; vLLM's CUDA graphs leave about 1 ms a token for 30 layers")
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: in
     """
     sizes, c = model.sizes, model.number
     weights = sizes.active_in_layers + sizes.embedding
-    rate = device.teraflops * 1e12 * efficiency.of_products(sizes.hidden)
+    rate = device.teraflops * 1e12 * efficiency.of_products(sizes.hidden, device) * efficiency.decoding
 
     def seconds(rows: int, length: float) -> float:
         read = weights
@@ -139,22 +146,23 @@ def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: in
     return seconds
 
 
-def forward_work(sizes: Architecture, tokens: float, pairs: float, targets: float) -> float:
-    """Return the floating-point operations of a forward pass.
+def forward_seconds(
+    sizes: Architecture, tokens: float, pairs: float, targets: float, device: Device, efficiency: Efficiency
+) -> float:
+    """Return the seconds of a forward pass on one device.
 
     Args:
         sizes: the model's.
         tokens: tokens in the layers.
         pairs: pairs of tokens of which one sees the other.
         targets: tokens whose logits are computed; 0 for a critic.
+        device: the device.
+        efficiency: what is reached of its rates.
     """
+    products = 2 * sizes.active_in_layers * tokens + 2 * sizes.embedding * targets
     attention = 4 * sizes.heads * sizes.head_size * sizes.layers * pairs
-    return 2 * sizes.active_in_layers * tokens + attention + 2 * sizes.embedding * targets
-
-
-def products_seconds(work: float, sizes: Architecture, cluster: Cluster, ranks: int, efficiency: Efficiency) -> float:
-    """Return the seconds of floating-point operations that are shared among devices."""
-    return work / (ranks * cluster.device.teraflops * 1e12 * efficiency.of_products(sizes.hidden))
+    rate = device.teraflops * 1e12
+    return products / (rate * efficiency.of_products(sizes.hidden, device)) + attention / (rate * efficiency.attention)
 
 
 def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -> float:
