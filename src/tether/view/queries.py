@@ -446,28 +446,35 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
     return answer
 
 
+def _floats(values: Numbers) -> Array:
+    """Return numbers as an array, with NaN for None."""
+    return np.array(values, dtype=np.float64)
+
+
+def _listed(values: Array) -> Numbers:
+    """Return an array as numbers, with None for those that are not finite."""
+    return [plain(value) for value in values]
+
+
 def derived(values: Mapping[str, Numbers]) -> dict[str, Numbers]:
     """Return what follows from the recorded values of tokens: ratio, mismatch, reference KL, TD error."""
     derivations: dict[str, Numbers] = {}
+    known = {name: _floats(column) for name, column in values.items()}
     pairs = {
         "ratio": ("new_log_probs", "old_log_probs"),
         "mismatch": ("old_log_probs", "sampler_log_probs"),
         "ref_kl": ("old_log_probs", "ref_log_probs"),
     }
     for name, (one, other) in pairs.items():
-        if one in values and other in values:
-            both = zip(values[one], values[other], strict=True)
-            gap = [None if a is None or b is None else a - b for a, b in both]
-            derivations[name] = [None if d is None else math.exp(min(d, 80.0)) for d in gap] if name == "ratio" else gap
-    if "values" in values and "rewards" in values:
-        value, reward = values["values"], values["rewards"]
-        following = [*value[1:], 0.0]
-        derivations["td_error"] = [
-            None if None in (r, v, n) else r + n - v for r, v, n in zip(reward, value, following, strict=True)
-        ]
-    if "advantages" in values:
-        total = sum(abs(a) for a in values["advantages"] if a is not None) or 1.0
-        derivations["loss_share"] = [None if a is None else abs(a) / total for a in values["advantages"]]
+        if one in known and other in known:
+            gap = known[one] - known[other]
+            derivations[name] = _listed(np.exp(np.minimum(gap, 80.0)) if name == "ratio" else gap)
+    if "values" in known and "rewards" in known:
+        following = np.append(known["values"][1:], 0.0)
+        derivations["td_error"] = _listed(known["rewards"] + following - known["values"])
+    if "advantages" in known:
+        sizes = np.abs(known["advantages"])
+        derivations["loss_share"] = _listed(sizes / (np.nansum(sizes) or 1.0))
     return derivations
 
 
@@ -531,7 +538,7 @@ def prompt_history(run: RunFolder, index: int) -> JsonObject:
     trained = []
     for step in run.steps:
         columns = run.columns(step)
-        rows = np.flatnonzero(columns["index"] == index) if "index" in columns else []
+        rows = np.flatnonzero(columns["index"] == index)
         trained += [_row(run, step, int(row)) for row in rows[:4]]
     validation = [
         {"step": step, **sample}
@@ -554,7 +561,7 @@ def prompts(run: RunFolder) -> list[JsonObject]:
     highest = max(
         (reward for rewards in rewards_by_prompt.values() for reward in rewards if math.isfinite(reward)), default=1.0
     )
-    summaries = []
+    summaries: list[JsonObject] = []
     for index, rewards in rewards_by_prompt.items():
         scored = [reward for reward in rewards if math.isfinite(reward)]
         step, row = last[index]
@@ -622,9 +629,9 @@ def correlation(one: Iterable[float], other: Iterable[float]) -> float | None:
     """Return the correlation of finite pairs; None if either is constant."""
     pairs = np.array([list(one), list(other)], dtype=np.float64)
     pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
-    if pairs.shape[1] < 3 or (np.ptp(pairs, axis=1) == 0).any():
+    if pairs.shape[1] < 3 or (pairs.max(axis=1) == pairs.min(axis=1)).any():
         return None
-    return float(np.corrcoef(pairs)[0, 1])
+    return float(np.asarray(np.corrcoef(pairs))[0, 1])
 
 
 def episode(run: RunFolder, step: int, index: int) -> JsonObject:
@@ -670,9 +677,9 @@ def episode(run: RunFolder, step: int, index: int) -> JsonObject:
 
 def _td_errors(values: Mapping[str, Numbers], gamma: float, last: float | None) -> Numbers:
     """Return the TD error of each step; `last` is the value after the last one, None if it was not recorded."""
-    reward, value = values.get("shaped_rewards", values["rewards"]), values["values"]
-    following = [*value[1:], last]
-    return [None if None in (r, v, n) else r + gamma * n - v for r, v, n in zip(reward, value, following, strict=True)]
+    reward, value = _floats(values.get("shaped_rewards", values["rewards"])), _floats(values["values"])
+    following = np.append(value[1:], np.nan if last is None else last)
+    return _listed(reward + gamma * following - value)
 
 
 def _base64(array: Array) -> str:
