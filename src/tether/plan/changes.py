@@ -129,7 +129,7 @@ def _combined(planner: Planner) -> Change | None:
     excess = first = _excess(planner.groups(), memory)
     for _ in range(MOST_MOVES):
         current = with_values(planner.config, values)
-        candidates = []
+        candidates: list[tuple[float, float, int, Values, str]] = []
         for move, note in _moves(current):
             remaining = _excess(replace(planner, config=with_values(current, move)).groups(), memory)
             cost = LORA if "lora" in str(move) else OFFLOADED if note else 0.0  # what costs no time comes first

@@ -41,7 +41,7 @@ def cause(plan: Plan) -> str:
 
 def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
     """Return the table of phases and their parts."""
-    rows = []
+    rows: list[Row] = []
     for group in plan.groups:
         for phase, components in group.phases.items():
             listed = sorted(((size, name) for name, size in components.items() if size), reverse=True)
@@ -54,7 +54,7 @@ def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
 
 def time_table(plan: Plan) -> tuple[Row, list[Row]]:
     """Return the table of seconds by phase."""
-    rows = [(phase, span(interval)) for phase, interval in plan.times.items()]
+    rows: list[Row] = [(phase, span(interval)) for phase, interval in plan.times.items()]
     return ("phase", "seconds of a step"), [*rows, ("step", span(plan.step))]
 
 
@@ -90,13 +90,13 @@ def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
 
 def change_table(changes: Iterable[Change]) -> tuple[Row, list[Row]]:
     """Return the table of changes that make the run fit."""
-    rows = [(c.text, gib(c.plan.peak), span(c.plan.step), c.note) for c in changes]
+    rows: list[Row] = [(c.text, gib(c.plan.peak), span(c.plan.step), c.note) for c in changes]
     return ("change", "peak", "step", ""), rows
 
 
 def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
     """Return a what-if table; * marks the Pareto line."""
-    rows = [
+    rows: list[Row] = [
         (c.what, gib(c.plan.peak), c.plan.verdict, span(c.step), f"{c.device_seconds:,.0f}", "*" if c.best else "")
         for c in cases
     ]
@@ -105,7 +105,7 @@ def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
 
 def length_table(plans: Iterable[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
     """Return how much depends on the lengths of responses."""
-    rows = [(what, span(plan.step), f"{plan.idle:.0%}") for what, plan in plans]
+    rows: list[Row] = [(what, span(plan.step), f"{plan.idle:.0%}") for what, plan in plans]
     return ("responses: mean, tail", "step", "samplers idle"), rows
 
 

@@ -134,7 +134,7 @@ def decode_step(model: Model, device: Device, efficiency: Efficiency, shards: in
     rate = device.teraflops * 1e12 * efficiency.of_products(sizes.hidden, device) * efficiency.decoding
 
     def seconds(rows: int, length: float) -> float:
-        read = weights
+        read: float = weights
         if sizes.experts:  # each row has its own experts, until all of them are read
             share = 1 - (1 - sizes.active_experts / sizes.experts) ** rows
             read = sizes.embedding + sizes.in_layers * share + sizes.attention * sizes.layers * (1 - share)

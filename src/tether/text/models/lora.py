@@ -206,9 +206,12 @@ def merge_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     for name, layer in _adapted(model).items():
         weight = plain.get_parameter(f"{name}.weight")
         exact = torch.promote_types(weight.dtype, torch.float32)
-        down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        down, up, base = (
+            layer.get_parameter(f"{module}.weight")
+            for module in (f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}", "base_layer")
+        )
         delta = (up.to(exact) @ down.to(exact)).mul_(layer.scaling[_ADAPTER])
-        weight.copy_(delta.add_(layer.base_layer.weight))
+        weight.copy_(delta.add_(base))
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
