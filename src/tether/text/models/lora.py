@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import (
@@ -202,9 +202,10 @@ def merge_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     for name, layer in _adapted(model).items():
         weight = plain.get_parameter(f"{name}.weight")
         exact = torch.promote_types(weight.dtype, torch.float32)
-        down, up = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        linears = (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER], layer.base_layer)
+        down, up, base = (cast(Tensor, linear.weight) for linear in linears)
         delta = (up.to(exact) @ down.to(exact)).mul_(layer.scaling[_ADAPTER])
-        weight.copy_(delta.add_(layer.base_layer.weight))
+        weight.copy_(delta.add_(base))
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
