@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tether.commands.cli import app
 from tether.commands.selftest import command, engines, kernels, runs
 from tether.commands.selftest.checks import CHECKS
-from tether.commands.selftest.results import Check, Outcome, Setting
+from tether.commands.selftest.results import Check, CheckContext, CheckOutcome
 from tether.kernels import Reference
 from tether.loop.engine import LossSizes, LossTerm
 from tether.text.learning.losses import PolicyForward, PolicyLoss
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(torch.device("cpu"), tmp_path, quick=True)
+def context(tmp_path: Path) -> CheckContext:
+    return CheckContext(torch.device("cpu"), tmp_path, quick=True)
 
 
 class WrongNorm(Reference):
@@ -43,7 +43,7 @@ class ByMicroBatch(PolicyLoss):
 
 
 def test_checks_of_an_update_hold_and_fail_where_it_is_broken(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each check, what breaks it, and what its line then says."""
 
@@ -58,31 +58,31 @@ def test_checks_of_an_update_hold_and_fail_where_it_is_broken(
         (kernels.model_agrees, kernels, "PolicyForward", lambda: PolicyForward(0.9), "differ from transformers'"),
     ]
     for check, module, name, broken, line in cases:
-        assert check(setting).status == "pass", check(setting)
+        assert check(context).status == "pass", check(context)
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
-            outcome = check(setting)
+            outcome = check(context)
         assert (outcome.status, line in outcome.detail) == ("fail", True), outcome
 
 
-def test_a_resume_that_differs_is_found(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_that_differs_is_found(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
-    assert runs.control_ppo(setting).status == "pass"
+    assert runs.control_ppo(context).status == "pass"
     train = runs.run_tiny
 
-    def otherwise(setting: Setting, name: str, overrides: list[str]) -> Any:
+    def otherwise(context: CheckContext, name: str, overrides: list[str]) -> Any:
         more = [f"{runs.ACTOR}.entropy_coeff=0.5"] if name.endswith("resumed") else []
-        return train(setting, name, [*overrides, *more])
+        return train(context, name, [*overrides, *more])
 
     monkeypatch.setattr(runs, "run_tiny", otherwise)
-    outcome = runs.control_ppo(replace(setting, folder=setting.folder / "otherwise"))
+    outcome = runs.control_ppo(replace(context, folder=context.folder / "otherwise"))
     assert outcome.status == "fail"
     assert "the resumed run differs from the uninterrupted one in step 2" in outcome.detail
 
 
 def test_whatever_a_check_raises_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def raising(error: BaseException) -> Callable[[Setting], Outcome]:
-        def run(setting: Setting) -> Outcome:
+    def raising(error: BaseException) -> Callable[[CheckContext], CheckOutcome]:
+        def run(context: CheckContext) -> CheckOutcome:
             raise error
 
         return run

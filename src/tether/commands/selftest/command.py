@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from tether import __version__
 from tether.commands.doctor import CORE, EXTRAS
 from tether.commands.selftest.checks import CHECKS
-from tether.commands.selftest.results import Check, Outcome, Setting, failed
+from tether.commands.selftest.results import Check, CheckContext, CheckOutcome, failed
 from tether.kernels import backend
 from tether.runtime.disk import in_a_line, writing
 from tether.runtime.machine import resolve_device
@@ -31,7 +31,7 @@ SIGNS = {"pass": "pass", "fail": "FAIL", "not applicable": "n/a"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckReport:
     """A check's outcome."""
 
     name: str
@@ -67,15 +67,15 @@ def selftest(*, quick: bool, report: Path | None, as_json: bool, checks: Sequenc
     if not as_json:
         for name, value in facts.items():
             screen.print(f"{name}: {value}", style="dim", soft_wrap=True)
-    findings: list[Finding] = []
+    findings: list[CheckReport] = []
     _write(report, facts, findings)
     with tempfile.TemporaryDirectory(prefix="tether-selftest-") as folder, _fixed_threads():
         device = _device()
-        setting = Setting(device, Path(folder), quick=quick)
+        context = CheckContext(device, Path(folder), quick=quick)
         for check in checks:
             if quick and not check.quick:
                 continue
-            findings.append(_finding(check, setting))
+            findings.append(_checked(check, context))
             if not as_json:
                 screen.print(
                     findings[-1].line(), style="bold red" if findings[-1].status == "fail" else "", soft_wrap=True
@@ -91,18 +91,18 @@ def selftest(*, quick: bool, report: Path | None, as_json: bool, checks: Sequenc
     return counts["fail"] == 0
 
 
-def _finding(check: Check, setting: Setting) -> Finding:
+def _checked(check: Check, context: CheckContext) -> CheckReport:
     """Run a check; whatever it raises is its failure."""
     start, trace = time.perf_counter(), ""
     try:
-        outcome = check.run(setting)
+        outcome = check.run(context)
     except Exception as error:  # noqa: BLE001 - a broken machine raises anything
         outcome, trace = _raised(error), traceback.format_exc()
     fix = check.fix if outcome.status == "fail" else ""
-    return Finding(check.name, outcome.status, outcome.detail, fix, time.perf_counter() - start, trace)
+    return CheckReport(check.name, outcome.status, outcome.detail, fix, time.perf_counter() - start, trace)
 
 
-def _raised(error: Exception) -> Outcome:
+def _raised(error: Exception) -> CheckOutcome:
     return failed(in_a_line(error))
 
 
@@ -152,7 +152,7 @@ def _machine() -> dict[str, str]:
         device = resolve_device("auto")
         if _device() != device:
             facts["GPUs"] += f"; {device} does not compute, so the CPU is checked"
-        dtype = Setting(_device(), Path()).dtype
+        dtype = CheckContext(_device(), Path()).dtype
         facts["runs here"] = f"{_device()} in {dtype}, kernels: {backend(_device().type, dtype).describe()}"
     except (RuntimeError, ValueError, AssertionError, OSError) as error:
         facts["device"] = f"cannot be asked ({in_a_line(error)})"
@@ -165,7 +165,7 @@ def _processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
-def _write(report: Path | None, facts: dict[str, str], findings: Sequence[Finding]) -> None:
+def _write(report: Path | None, facts: dict[str, str], findings: Sequence[CheckReport]) -> None:
     """Write what is known so far, so that a crash leaves it."""
     if report is None:
         return

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch
 from tether.commands.selftest.kernels import sampled_batch
 from tether.commands.selftest.results import (
-    Outcome,
-    Setting,
+    CheckContext,
+    CheckOutcome,
     failed,
     passes_if,
     random_model,
@@ -29,10 +29,10 @@ from tether.text.models.layers import enable_gradient_checkpointing, use_tether_
 ROWS = 12
 
 
-def first_ratio(setting: Setting) -> Outcome:
+def first_ratio(context: CheckContext) -> CheckOutcome:
     """Sample, score the same rows in other micro-batches, and look at the ratio of the first optimizer step."""
-    model = random_model(device=setting.device)
-    narrow = None if setting.dtype == torch.float32 else setting.dtype
+    model = random_model(device=context.device)
+    narrow = None if context.dtype == torch.float32 else context.dtype
     batch = sampled_batch(model)
     learner = _learner(model, narrow)
     batch.old_log_probs = learner.infer(batch).log_probs
@@ -42,15 +42,15 @@ def first_ratio(setting: Setting) -> Outcome:
     limit = 1e-4 if narrow is None else 0.1
     gap = float((batch.rollout_log_probs - batch.old_log_probs)[batch.response_mask].abs().max())
     detail = (
-        f"ratios from {lowest:.6f} to {highest:.6f} in {setting.dtype}; sampler and trainer differ by {gap:.1g} nats"
+        f"ratios from {lowest:.6f} to {highest:.6f} in {context.dtype}; sampler and trainer differ by {gap:.1g} nats"
     )
     return passes_if(max(abs(lowest - 1), abs(highest - 1)) <= limit and gap <= limit, detail)
 
 
-def memory_settings(setting: Setting) -> Outcome:
+def memory_settings(context: CheckContext) -> CheckOutcome:
     """Compare gradients of one mini-batch over micro-batches, layouts and gradient checkpointing, in float64."""
     batch = _scored_batch()
-    expected = _gradients(setting, batch, MicroBatching(max_rows=ROWS))
+    expected = _gradients(context, batch, MicroBatching(max_rows=ROWS))
     settings = {
         "micro-batches of one row": (MicroBatching(max_rows=1), False),
         "padded micro-batches of three rows": (MicroBatching(max_rows=3, packed=False), False),
@@ -58,7 +58,7 @@ def memory_settings(setting: Setting) -> Outcome:
         "gradient checkpointing": (MicroBatching(max_rows=5), True),
     }
     distances = {
-        name: relative_distance(_gradients(setting, batch, micro, checkpointing=recompute), expected)
+        name: relative_distance(_gradients(context, batch, micro, checkpointing=recompute), expected)
         for name, (micro, recompute) in settings.items()
     }
     worst = max(distances, key=distances.__getitem__)
@@ -68,13 +68,13 @@ def memory_settings(setting: Setting) -> Outcome:
     )
 
 
-def out_of_memory(setting: Setting) -> Outcome:
+def out_of_memory(context: CheckContext) -> CheckOutcome:
     """Let the allocator refuse micro-batches of more than two rows, and compare gradients and the message."""
     batch = _scored_batch()
-    expected = _gradients(setting, batch, MicroBatching(max_rows=ROWS))
+    expected = _gradients(context, batch, MicroBatching(max_rows=ROWS))
     with _warnings() as messages:
-        found = _gradients(setting, batch, MicroBatching(max_rows=ROWS), rows_that_fit=2)
-    distance = relative_distance(found, expected)
+        halved = _gradients(context, batch, MicroBatching(max_rows=ROWS), rows_that_fit=2)
+    distance = relative_distance(halved, expected)
     if not any("did not fit into memory" in message for message in messages):
         return failed("micro-batches were split without a warning that names the setting")
     return passes_if(distance <= 1e-9, f"micro-batches were halved until they fit; gradients differ by {distance:.1g}")
@@ -111,7 +111,7 @@ def _advantages(batch: TrainBatch) -> Tensor:
 
 
 def _gradients(
-    setting: Setting,
+    context: CheckContext,
     batch: TrainBatch,
     micro: MicroBatching,
     *,
@@ -120,7 +120,7 @@ def _gradients(
 ) -> Tensor:
     """Return the gradients of all weights as one vector."""
     # Metal has no float64.
-    device = torch.device("cpu") if setting.device.type == "mps" else setting.device
+    device = torch.device("cpu") if context.device.type == "mps" else context.device
     model = random_model(dtype=torch.float64, device=device)
     use_tether_attention(model)
     if checkpointing:

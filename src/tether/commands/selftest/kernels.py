@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from tether.batch import RolloutBatch, TrainBatch
 from tether.commands.selftest.results import (
-    Outcome,
-    Setting,
+    CheckContext,
+    CheckOutcome,
     failed,
     passed,
     random_model,
@@ -30,10 +30,10 @@ Draw = Callable[..., Tensor]
 Operation = Callable[[Reference, Draw], list[Tensor]]
 
 
-def kernels_agree(setting: Setting) -> Outcome:
+def kernels_agree(context: CheckContext) -> CheckOutcome:
     """Compare each operation, with its gradients, with the reference in float64 on the same numbers."""
-    kernels, dtype = backend(setting.device.type, setting.dtype), setting.dtype
-    distances = {name: _distance(operation, kernels, setting.device, dtype) for name, operation in OPERATIONS.items()}
+    kernels, dtype = backend(context.device.type, context.dtype), context.dtype
+    distances = {name: _distance(operation, kernels, context.device, dtype) for name, operation in OPERATIONS.items()}
     wrong = [
         f"{name} is off by {distance:.2g}" for name, distance in distances.items() if not distance <= TOLERANCE[dtype]
     ]
@@ -45,17 +45,17 @@ def kernels_agree(setting: Setting) -> Outcome:
     )
 
 
-def model_agrees(setting: Setting) -> Outcome:
+def model_agrees(context: CheckContext) -> CheckOutcome:
     """Compare log-probs of packed rows with transformers' own attention on each row, in float64."""
     model = random_model()
     batch = sampled_batch(model)
     expected = _log_probs_by_transformers(random_model().double(), batch)
-    nn.Module.to(model, setting.device, setting.dtype)
+    nn.Module.to(model, context.device, context.dtype)
     with torch.no_grad():
-        found = PolicyForward()(model, batch.to(setting.device)).log_probs.cpu()
-    error = float((found.double() - expected)[batch.response_mask].abs().mean())
-    limit = 0.05 if setting.dtype == torch.bfloat16 else 1e-3
-    detail = f"log-probs differ from transformers' in float64 by {error:.2g} nats per token in {setting.dtype}"
+        log_probs = PolicyForward()(model, batch.to(context.device)).log_probs.cpu()
+    error = float((log_probs.double() - expected)[batch.response_mask].abs().mean())
+    limit = 0.05 if context.dtype == torch.bfloat16 else 1e-3
+    detail = f"log-probs differ from transformers' in float64 by {error:.2g} nats per token in {context.dtype}"
     return passed(detail) if error <= limit else failed(f"{detail} (rounding explains {limit:g})")
 
 
@@ -95,9 +95,9 @@ def _distance(operation: Operation, kernels: Reference, device: torch.device, dt
 
         return operation(backend, draw)
 
-    found = outputs(kernels, device, dtype)
+    computed = outputs(kernels, device, dtype)
     expected = outputs(Reference(), torch.device("cpu"), torch.float64)
-    return max(map(relative_distance, found, expected))
+    return max(map(relative_distance, computed, expected))
 
 
 def _with_gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:

@@ -30,36 +30,36 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a check found."""
+class CheckOutcome:
+    """The result of a check."""
 
     status: Literal["pass", "fail", "not applicable"]
     detail: str
     """What was measured; for a check that does not apply, what would be needed."""
 
 
-def passed(detail: str) -> Outcome:
+def passed(detail: str) -> CheckOutcome:
     """Return the outcome of a check that holds."""
-    return Outcome("pass", detail)
+    return CheckOutcome("pass", detail)
 
 
-def failed(detail: str) -> Outcome:
+def failed(detail: str) -> CheckOutcome:
     """Return the outcome of a check that does not hold."""
-    return Outcome("fail", detail)
+    return CheckOutcome("fail", detail)
 
 
-def not_applicable(needs: str) -> Outcome:
+def not_applicable(needs: str) -> CheckOutcome:
     """Return the outcome of a check that this machine or installation cannot make."""
-    return Outcome("not applicable", needs)
+    return CheckOutcome("not applicable", needs)
 
 
-def passes_if(holds: bool, detail: str) -> Outcome:
+def passes_if(holds: bool, detail: str) -> CheckOutcome:
     """Return the outcome of a comparison."""
     return passed(detail) if holds else failed(detail)
 
 
 @dataclass(frozen=True)
-class Setting:
+class CheckContext:
     """What all checks of a selftest share."""
 
     device: torch.device
@@ -99,7 +99,7 @@ class Check:
     """A check by name."""
 
     name: str
-    run: Callable[[Setting], Outcome]
+    run: Callable[[CheckContext], CheckOutcome]
     fix: str
     """What to do if it fails."""
     quick: bool = True
@@ -124,8 +124,8 @@ def random_model(
 
 def relative_distance(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference relative to that of the expected tensor."""
-    left, right = value.detach().double().cpu(), expected.detach().double().cpu()
-    return float((left - right).norm() / right.norm().clamp_min(1e-30))
+    exact, reference = value.detach().double().cpu(), expected.detach().double().cpu()
+    return float((exact - reference).norm() / reference.norm().clamp_min(1e-30))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

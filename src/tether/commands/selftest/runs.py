@@ -19,8 +19,8 @@ from tether.checkpoints import load_state
 from tether.commands.python import train
 from tether.commands.result import TrainingResult
 from tether.commands.selftest.results import (
-    Outcome,
-    Setting,
+    CheckContext,
+    CheckOutcome,
     failed,
     not_applicable,
     passed,
@@ -52,76 +52,76 @@ FLOAT32 = [f"{ACTOR}.fsdp_config.dtype=float32", f"{ROLLOUT}.dtype=float32", "cr
 _CLOCKS = ("timing_", "perf/", "reward/call_s/")
 
 
-def text_ppo(setting: Setting) -> Outcome:
+def text_ppo(context: CheckContext) -> CheckOutcome:
     """Train with actor, critic and reference; resume from step 1 and compare."""
-    return _trains_and_resumes(setting, "text-ppo", [*text_overrides(setting), *PPO])
+    return _trains_and_resumes(context, "text-ppo", [*text_overrides(context), *PPO])
 
 
-def text_grpo(setting: Setting) -> Outcome:
+def text_grpo(context: CheckContext) -> CheckOutcome:
     """Train with groups of responses."""
-    return _trains(run_tiny(setting, "text-grpo", [*text_overrides(setting), *GRPO]))
+    return _trains(run_tiny(context, "text-grpo", [*text_overrides(context), *GRPO]))
 
 
-def control_ppo(setting: Setting) -> Outcome:
+def control_ppo(context: CheckContext) -> CheckOutcome:
     """Train on CartPole; resume from step 1 and compare."""
     if missing := _without_gymnasium():
         return missing
-    return _trains_and_resumes(setting, "control-ppo", CONTROL)
+    return _trains_and_resumes(context, "control-ppo", CONTROL)
 
 
-def control_grpo(setting: Setting) -> Outcome:
+def control_grpo(context: CheckContext) -> CheckOutcome:
     """Train on CartPole with groups of episodes."""
     if missing := _without_gymnasium():
         return missing
-    return _trains(run_tiny(setting, "control-grpo", [*CONTROL, *CONTROL_GRPO]))
+    return _trains(run_tiny(context, "control-grpo", [*CONTROL, *CONTROL_GRPO]))
 
 
-def two_ranks(setting: Setting) -> Outcome:
+def two_ranks(context: CheckContext) -> CheckOutcome:
     """Train on two processes and on all GPUs, and compare weights with those of one; report the transfer of weights."""
-    return _as_one_device(setting, "ranks", [])
+    return _as_one_device(context, "ranks", [])
 
 
-def ulysses(setting: Setting) -> Outcome:
+def ulysses(context: CheckContext) -> CheckOutcome:
     """Split each row of tokens between two processes, and compare weights with those of one."""
     roles = (ACTOR, "critic")
-    return _as_one_device(setting, "ulysses", [f"{role}.ulysses_sequence_parallel_size=2" for role in roles])
+    return _as_one_device(context, "ulysses", [f"{role}.ulysses_sequence_parallel_size=2" for role in roles])
 
 
-def offloaded(setting: Setting) -> Outcome:
+def offloaded(context: CheckContext) -> CheckOutcome:
     """Keep the weights of two ranks in the host's memory while they do not run, and compare weights."""
     sections = (f"{ACTOR}.fsdp_config", "critic.model.fsdp_config")
-    return _as_one_device(setting, "offload", [f"{section}.param_offload=True" for section in sections])
+    return _as_one_device(context, "offload", [f"{section}.param_offload=True" for section in sections])
 
 
-def megatron_tensor(setting: Setting) -> Outcome:
+def megatron_tensor(context: CheckContext) -> CheckOutcome:
     """Split each layer between two ranks of Megatron-core, and compare weights."""
-    return _megatron(setting, "tensor_model_parallel_size")
+    return _megatron(context, "tensor_model_parallel_size")
 
 
-def megatron_pipeline(setting: Setting) -> Outcome:
+def megatron_pipeline(context: CheckContext) -> CheckOutcome:
     """Give each of two ranks of Megatron-core half of the layers, and compare weights."""
-    return _megatron(setting, "pipeline_model_parallel_size")
+    return _megatron(context, "pipeline_model_parallel_size")
 
 
-def _megatron(setting: Setting, size: str) -> Outcome:
+def _megatron(context: CheckContext, size: str) -> CheckOutcome:
     if importlib.util.find_spec("megatron") is None:
         return not_applicable(f"megatron-core: {pip_install('megatron')}")
     overrides = [f"{role}.strategy=megatron" for role in (ACTOR, "critic")]
     overrides += [f"{role}.megatron.{size}=2" for role in (ACTOR, "critic")]
-    return _as_one_device(setting, f"megatron-{size}", overrides)
+    return _as_one_device(context, f"megatron-{size}", overrides)
 
 
-def _without_gymnasium() -> Outcome | None:
+def _without_gymnasium() -> CheckOutcome | None:
     if importlib.util.find_spec("gymnasium") is None:
         return not_applicable(f"gymnasium: {pip_install('gymnasium')}")
     return None
 
 
-def text_overrides(setting: Setting) -> list[str]:
+def text_overrides(context: CheckContext) -> list[str]:
     """Return the overrides of a tiny run on a language model; the algorithm is still to be named."""
-    model = setting.inputs / "model"
+    model = context.inputs / "model"
     return [
-        f"data.train_files={setting.inputs / 'train.jsonl'}",
+        f"data.train_files={context.inputs / 'train.jsonl'}",
         "data.train_batch_size=4",
         "data.max_prompt_length=64",
         "data.max_response_length=8",
@@ -131,11 +131,11 @@ def text_overrides(setting: Setting) -> list[str]:
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         f"{ACTOR}.optim.lr=1e-3",
         "reward_model.num_workers=1",
-        f"custom_reward_function.path={setting.inputs / 'reward.py'}",
+        f"custom_reward_function.path={context.inputs / 'reward.py'}",
     ]
 
 
-def _common(setting: Setting, name: str) -> list[str]:
+def _common(context: CheckContext, name: str) -> list[str]:
     return [
         "trainer.logger=file",
         f"trainer.total_training_steps={STEPS}",
@@ -143,17 +143,19 @@ def _common(setting: Setting, name: str) -> list[str]:
         "trainer.val_before_train=False",
         "trainer.test_freq=0",
         "trainer.preflight=False",
-        f"trainer.default_local_dir={setting.folder / name}",
+        f"trainer.default_local_dir={context.folder / name}",
     ]
 
 
-def run_tiny(setting: Setting, name: str, overrides: Sequence[str], callbacks: Sequence[object] = ()) -> TrainingResult:
+def run_tiny(
+    context: CheckContext, name: str, overrides: Sequence[str], callbacks: Sequence[object] = ()
+) -> TrainingResult:
     """Train in this process, without its output."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        return train(None, [*_common(setting, name), *overrides], callbacks=callbacks)
+        return train(None, [*_common(context, name), *overrides], callbacks=callbacks)
 
 
-def _trains(result: TrainingResult) -> Outcome:
+def _trains(result: TrainingResult) -> CheckOutcome:
     """Check that a run has taken its steps, with finite losses and gradients."""
     broken = {
         key for row in result.metrics for key in ("actor/pg_loss", "actor/grad_norm") if not math.isfinite(row[key])
@@ -163,13 +165,13 @@ def _trains(result: TrainingResult) -> Outcome:
     return passed(f"{STEPS} steps, gradient norm {result.metrics[-1]['actor/grad_norm']:.3g}")
 
 
-def _trains_and_resumes(setting: Setting, name: str, overrides: Sequence[str]) -> Outcome:
-    result = run_tiny(setting, name, overrides)
+def _trains_and_resumes(context: CheckContext, name: str, overrides: Sequence[str]) -> CheckOutcome:
+    result = run_tiny(context, name, overrides)
     trained = _trains(result)
     if trained.status != "pass":
         return trained
     start = f"trainer.resume_from_path={result.folder / 'global_step_1'}"
-    again = run_tiny(setting, f"{name}-resumed", [*overrides, "trainer.resume_mode=resume_path", start])
+    again = run_tiny(context, f"{name}-resumed", [*overrides, "trainer.resume_mode=resume_path", start])
     different = [
         f"step {STEPS}: {key}"
         for key, value in result.metrics[-1].items()
@@ -194,37 +196,37 @@ def _same_file(name: str, checkpoints: Sequence[Path]) -> bool:
     return files[1].is_file() and same(read(files[0]), read(files[1]))
 
 
-def same(left: object, right: object) -> bool:
+def same(one: object, other: object) -> bool:
     """Whether trees of tensors and numbers have the same bits; NaN equals NaN."""
-    if isinstance(left, Tensor):
-        return isinstance(right, Tensor) and left.dtype == right.dtype and left.equal(right)
-    if isinstance(left, Mapping):
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, Mapping):
         return (
-            isinstance(right, Mapping)
-            and left.keys() == right.keys()
-            and all(same(value, right[key]) for key, value in left.items())
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(same(value, other[key]) for key, value in one.items())
         )
-    if isinstance(left, list | tuple):
-        return isinstance(right, list | tuple) and len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right) or (left != left and right != right)
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
 
 
-def _as_one_device(setting: Setting, name: str, overrides: Sequence[str]) -> Outcome:
+def _as_one_device(context: CheckContext, name: str, overrides: Sequence[str]) -> CheckOutcome:
     """Compare the weights after two steps on several ranks with those of one process."""
     if importlib.util.find_spec("ray") is None:
         return not_applicable(f"ray: {pip_install('ray')}")
-    gpus = torch.cuda.device_count() if setting.device.type == "cuda" else 0
+    gpus = torch.cuda.device_count() if context.device.type == "cuda" else 0
     device, ranks = ("cuda", gpus) if gpus > 1 else ("cpu", 2)
     if overrides:
         ranks = 2  # sizes that divide the tiny model
-    base = [*text_overrides(setting), *PPO, *FLOAT32, f"trainer.device={device}", "trainer.num_threads=1"]
-    one = setting.folder / f"one-{device}"
-    if not (one / f"global_step_{STEPS}").is_dir():
-        run_tiny(setting, one.name, base)
-    several = setting.folder / name
-    _run_apart(setting, name, [*base, *overrides, f"trainer.n_gpus_per_node={ranks}"])
-    left, right = (_weights(folder / f"global_step_{STEPS}") for folder in (one, several))
-    distance = max(relative_distance(right[key], left[key]) for key in left)
+    base = [*text_overrides(context), *PPO, *FLOAT32, f"trainer.device={device}", "trainer.num_threads=1"]
+    single = context.folder / f"one-{device}"
+    if not (single / f"global_step_{STEPS}").is_dir():
+        run_tiny(context, single.name, base)
+    several = context.folder / name
+    _run_apart(context, name, [*base, *overrides, f"trainer.n_gpus_per_node={ranks}"])
+    expected, weights = (_weights(folder / f"global_step_{STEPS}") for folder in (single, several))
+    distance = max(relative_distance(weights[name], value) for name, value in expected.items())
     last = read_metrics(several)[STEPS]
     sent, seconds = last.get("transfer/weights_bytes", math.nan), last.get("timing_s/update_weights", math.nan)
     detail = f"{ranks} ranks on {device}: weights differ from one device's by {distance:.1g} of their size"
@@ -233,9 +235,9 @@ def _as_one_device(setting: Setting, name: str, overrides: Sequence[str]) -> Out
     return passed(f"{detail}; weights to the sampler: {sent / 1e6:.2f} MB in {seconds:.3f} s")
 
 
-def _run_apart(setting: Setting, name: str, overrides: Sequence[str]) -> None:
+def _run_apart(context: CheckContext, name: str, overrides: Sequence[str]) -> None:
     """Train in a process of its own, which ends with all processes that it starts."""
-    command = [sys.executable, "-m", "tether", "train", *_common(setting, name), *overrides]
+    command = [sys.executable, "-m", "tether", "train", *_common(context, name), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
     if done.returncode != 0:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-60:]

@@ -7,19 +7,19 @@ import os
 import signal
 from pathlib import Path
 
-from tether.commands.selftest.results import Outcome, Setting, failed, not_applicable, passed
+from tether.commands.selftest.results import CheckContext, CheckOutcome, failed, not_applicable, passed
 from tether.commands.selftest.runs import PPO, ROLLOUT, run_tiny, text_overrides
 from tether.runtime.program import environment_of
 
 
-def vllm(setting: Setting) -> Outcome:
+def vllm(context: CheckContext) -> CheckOutcome:
     """Train with a vLLM server, and kill it between two steps."""
-    return _served(setting, "vllm")
+    return _served(context, "vllm")
 
 
-def sglang(setting: Setting) -> Outcome:
+def sglang(context: CheckContext) -> CheckOutcome:
     """Train with an SGLang server, and kill it between two steps."""
-    return _served(setting, "sglang")
+    return _served(context, "sglang")
 
 
 class _Killer:
@@ -37,14 +37,14 @@ class _Killer:
                     self.killed += 1
 
 
-def _served(setting: Setting, name: str) -> Outcome:
+def _served(context: CheckContext, name: str) -> CheckOutcome:
     try:
         environment_of(name, f"TETHER_{name.upper()}")
     except ValueError as error:
         return not_applicable(f"an environment with {name} (tether setup {name}): {error}")
     killer = _Killer(name)
-    overrides = [*text_overrides(setting), *PPO, f"{ROLLOUT}.name={name}", f"{ROLLOUT}.gpu_memory_utilization=0.2"]
-    result = run_tiny(setting, name, overrides, callbacks=[killer])
+    overrides = [*text_overrides(context), *PPO, f"{ROLLOUT}.name={name}", f"{ROLLOUT}.gpu_memory_utilization=0.2"]
+    result = run_tiny(context, name, overrides, callbacks=[killer])
     gaps = [row.get("rollout_corr/k3_kl") for row in result.metrics]
     if not killer.killed:
         return failed(f"no process of {name} was found to kill after step 1")

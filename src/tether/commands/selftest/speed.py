@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
-from tether.commands.selftest.results import Outcome, Setting, passed, passes_if, random_model
+from tether.commands.selftest.results import CheckContext, CheckOutcome, passed, passes_if, random_model
 from tether.loop.engine import LossSpec, OptimizerOptions
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import PolicyForward, PolicyLoss, PolicyOutputs
@@ -26,18 +26,18 @@ SLOWEST = 0.5
 """Share of transformers' speed below which something is broken rather than busy."""
 
 
-def limits(setting: Setting) -> Outcome:
+def limits(context: CheckContext) -> CheckOutcome:
     """Measure a large matrix product and a read of a large tensor."""
-    rate, bandwidth = _measured_limits(setting)
-    return passed(f"matrix product {rate / 1e9:.0f} GFLOP/s in {setting.dtype}, memory {bandwidth / 1e9:.1f} GB/s")
+    rate, bandwidth = _measured_limits(context)
+    return passed(f"matrix product {rate / 1e9:.0f} GFLOP/s in {context.dtype}, memory {bandwidth / 1e9:.1f} GB/s")
 
 
-def decoding(setting: Setting) -> Outcome:
+def decoding(context: CheckContext) -> CheckOutcome:
     """Sample from a model of 20M weights with tether and with transformers.generate."""
-    model, theirs = (_model(setting) for _ in range(2))
+    model, theirs = (_model(context) for _ in range(2))
     theirs.generation_config.eos_token_id = None
-    new_tokens = 16 if setting.quick else 48
-    ids = _random_ids(ROWS, PROMPT_TOKENS, setting)
+    new_tokens = 16 if context.quick else 48
+    ids = _random_ids(ROWS, PROMPT_TOKENS, context)
     engine = NativeEngine(model, eos_token_ids=frozenset(), max_num_seqs=ROWS)
 
     def ours(step: int) -> object:
@@ -52,25 +52,25 @@ def decoding(setting: Setting) -> Outcome:
     entries = _linear_entries(theirs)
 
     def least(rate: float, bandwidth: float) -> float:
-        step = max(2 * entries * ROWS / rate, entries * setting.dtype.itemsize / bandwidth)
+        step = max(2 * entries * ROWS / rate, entries * context.dtype.itemsize / bandwidth)
         return 2 * entries * ROWS * PROMPT_TOKENS / rate + (new_tokens - 1) * step
 
-    return _compared(setting, ours, generate, ROWS * new_tokens, least)
+    return _compared(context, ours, generate, ROWS * new_tokens, least)
 
 
-def training(setting: Setting) -> Outcome:
+def training(context: CheckContext) -> CheckOutcome:
     """Compute the gradient of the policy loss with tether, and the plain loop's with transformers."""
-    model, theirs = _model(setting), _model(setting)
-    rows = ROWS // 2 if setting.quick else ROWS
-    length = 40 if setting.quick else 120
-    narrow = None if setting.dtype == torch.float32 else setting.dtype
+    model, theirs = _model(context), _model(context)
+    rows = ROWS // 2 if context.quick else ROWS
+    length = 40 if context.quick else 120
+    narrow = None if context.dtype == torch.float32 else context.dtype
     use_tether_attention(model.float())
     engine: LocalEngine[PolicyOutputs] = LocalEngine(
         model, MicroBatching(max_rows=rows), OptimizerOptions(lr=1e-3), compute_dtype=narrow
     )
-    batch = _batch(setting, rows, length)
-    weights = torch.ones(rows, length, device=setting.device)
-    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1).to(setting.device)
+    batch = _batch(context, rows, length)
+    weights = torch.ones(rows, length, device=context.device)
+    ids = torch.cat([batch.prompt_ids, batch.response_ids], dim=1).to(context.device)
 
     def ours(step: int) -> object:
         return engine.accumulate_gradients(batch, LossSpec(PolicyForward(), PolicyLoss()))
@@ -84,20 +84,20 @@ def training(setting: Setting) -> Outcome:
         return loss
 
     tokens = rows * (PROMPT_TOKENS + length)
-    return _compared(setting, ours, plain, tokens, lambda rate, _: 6 * _linear_entries(theirs) * tokens / rate)
+    return _compared(context, ours, plain, tokens, lambda rate, _: 6 * _linear_entries(theirs) * tokens / rate)
 
 
 def _compared(
-    setting: Setting,
+    context: CheckContext,
     ours: Callable[[int], object],
     theirs: Callable[[int], object],
     tokens: int,
     least: Callable[[float, float], float],
-) -> Outcome:
+) -> CheckOutcome:
     """Compare the fastest of a few calls; `least` returns the seconds that FLOP/s and bytes/s allow."""
-    limits = [_measured_limits(setting)]
-    seconds, plain = (_fastest(setting, call) for call in (ours, theirs))
-    limits.append(_measured_limits(setting))  # again, because other work on the machine comes and goes
+    limits = [_measured_limits(context)]
+    seconds, plain = (_fastest(context, call) for call in (ours, theirs))
+    limits.append(_measured_limits(context))  # again, because other work on the machine comes and goes
     share = least(*map(max, zip(*limits, strict=True))) / seconds
     return passes_if(
         plain / seconds >= SLOWEST,
@@ -106,10 +106,10 @@ def _compared(
     )
 
 
-def _model(setting: Setting) -> PreTrainedModel:
+def _model(context: CheckContext) -> PreTrainedModel:
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 2}
-    layers = 4 if setting.quick else 8
-    return random_model(dtype=setting.dtype, vocab_size=8192, num_hidden_layers=layers, device=setting.device, **sizes)
+    layers = 4 if context.quick else 8
+    return random_model(dtype=context.dtype, vocab_size=8192, num_hidden_layers=layers, device=context.device, **sizes)
 
 
 def _linear_entries(model: PreTrainedModel) -> int:
@@ -117,12 +117,12 @@ def _linear_entries(model: PreTrainedModel) -> int:
     return sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 
-def _random_ids(rows: int, length: int, setting: Setting) -> Tensor:
-    return torch.randint(300, 8192, (rows, length), generator=torch.Generator().manual_seed(0)).to(setting.device)
+def _random_ids(rows: int, length: int, context: CheckContext) -> Tensor:
+    return torch.randint(300, 8192, (rows, length), generator=torch.Generator().manual_seed(0)).to(context.device)
 
 
-def _batch(setting: Setting, rows: int, length: int) -> TrainBatch:
-    ids = _random_ids(rows, PROMPT_TOKENS + length, setting).cpu()
+def _batch(context: CheckContext, rows: int, length: int) -> TrainBatch:
+    ids = _random_ids(rows, PROMPT_TOKENS + length, context).cpu()
     return TrainBatch(
         uid=torch.arange(rows),
         prompt_ids=ids[:, :PROMPT_TOKENS],
@@ -137,32 +137,32 @@ def _batch(setting: Setting, rows: int, length: int) -> TrainBatch:
     )
 
 
-def _measured_limits(setting: Setting) -> tuple[float, float]:
+def _measured_limits(context: CheckContext) -> tuple[float, float]:
     """Return FLOP/s of a large matrix product in the dtype of runs, and the bytes/s of reading a large tensor."""
-    size, large = (1024, 1 << 25) if setting.quick or setting.device.type == "cpu" else (8192, 1 << 28)
-    left, right = (torch.randn(size, size, device=setting.device).to(setting.dtype) for _ in range(2))
-    numbers = torch.ones(large, device=setting.device)
-    product = min(_seconds(setting, lambda _: left @ right, step) for step in range(6))
-    read = min(_seconds(setting, lambda _: numbers.sum(), step) for step in range(4))
+    size, large = (1024, 1 << 25) if context.quick or context.device.type == "cpu" else (8192, 1 << 28)
+    first, second = (torch.randn(size, size, device=context.device).to(context.dtype) for _ in range(2))
+    numbers = torch.ones(large, device=context.device)
+    product = min(_seconds(context, lambda _: first @ second, step) for step in range(6))
+    read = min(_seconds(context, lambda _: numbers.sum(), step) for step in range(4))
     return 2 * size**3 / product, numbers.nbytes / read
 
 
-def _fastest(setting: Setting, call: Callable[[int], object]) -> float:
+def _fastest(context: CheckContext, call: Callable[[int], object]) -> float:
     """Return the seconds of the fastest call: of three, or of as many as fit into a few seconds."""
-    spent = [_seconds(setting, call, 0)]
+    spent = [_seconds(context, call, 0)]
     while len(spent) < 3 and sum(spent) < MAX_SECONDS:
-        spent.append(_seconds(setting, call, len(spent)))
+        spent.append(_seconds(context, call, len(spent)))
     return min(spent)
 
 
-def _seconds(setting: Setting, call: Callable[[int], object], step: int) -> float:
-    _wait(setting)
+def _seconds(context: CheckContext, call: Callable[[int], object], step: int) -> float:
+    _wait(context)
     start = time.perf_counter()
     call(step)
-    _wait(setting)
+    _wait(context)
     return time.perf_counter() - start
 
 
-def _wait(setting: Setting) -> None:
-    if setting.device.type == "cuda":
+def _wait(context: CheckContext) -> None:
+    if context.device.type == "cuda":
         torch.cuda.synchronize()

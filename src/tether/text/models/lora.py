@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import (
@@ -61,11 +61,7 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
     _check_names(model, options.target_modules)
-    name = model.name_or_path or ""
-    base = Path(name)
     config = LoraConfig(
-        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
-        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=_as_list(options.target_modules),
@@ -206,10 +202,8 @@ def merge_adapters(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     for name, layer in _adapted(model).items():
         weight = plain.get_parameter(f"{name}.weight")
         exact = torch.promote_types(weight.dtype, torch.float32)
-        down, up, base = (
-            layer.get_parameter(f"{module}.weight")
-            for module in (f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}", "base_layer")
-        )
+        linears = (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER], layer.base_layer)
+        down, up, base = (cast(Tensor, linear.weight) for linear in linears)
         delta = (up.to(exact) @ down.to(exact)).mul_(layer.scaling[_ADAPTER])
         weight.copy_(delta.add_(base))
 
