@@ -38,7 +38,7 @@ def test_a_default_run_records_chosen_responses_and_episodes_of_each_step(golden
             for row in record["rows"]:
                 assert set(row["values"]) == STEP_VALUES
                 steps = len(unpack(row["values"]["rewards"]))
-                assert unpack(row["values"]["rewards"]).sum() == columns[step]["return"][row["piece"]]
+                assert unpack(row["values"]["rewards"]).sum() == columns[step]["return"][row["segment"]]
                 assert len(unpack(row["actions"])) == steps
                 assert len(unpack(row["observations"]["state"])) in (steps, steps + 1)
         return

@@ -249,7 +249,7 @@ def write_control(folder: Path, steps: int = 30, fall: int = 37, pictures: bool 
         with recorder.recording(step) as add:
             add("columns", {name: pack(column) for name, column in columns.items()})
             row = {
-                "piece": 0, "reasons": ["best"], "env": 0, "first": 0, "left_out": [], "observations": observed,
+                "segment": 0, "reasons": ["best"], "env": 0, "first": 0, "left_out": [], "observations": observed,
                 "actions": pack(np.sin(np.arange(2 * length) / 5).reshape(length, 2).astype(np.float32)),
                 "values": {name: pack(column.astype(np.float32)) for name, column in {
                     "rewards": rewards, "shaped_rewards": rewards, "values": values, "returns": values + 0.1,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tether.config import RunConfig, with_values
 from tether.plan.devices import GIB, Cluster
 from tether.plan.memory import total
-from tether.plan.planning import NEAR, Group, Interval, Plan, Planner, step_of
+from tether.plan.planning import NEAR, DeviceGroup, Interval, Plan, Planner, step_of
 from tether.text.sampling.config import SERVERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -37,7 +37,7 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _excess(groups: tuple[Group, ...], memory: float) -> float:
+def _excess(groups: tuple[DeviceGroup, ...], memory: float) -> float:
     """Return the bytes by which the phases together need more than 90 % of the devices."""
     limit = (1 - NEAR) * memory * GIB
     return sum(max(0.0, total(components) - limit) for group in groups for components in group.phases.values())

@@ -68,7 +68,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices with the same models."""
 
     devices: range
@@ -87,7 +87,7 @@ class Plan:
     """Needs of a run."""
 
     cluster: Cluster
-    groups: tuple[Group, ...]
+    groups: tuple[DeviceGroup, ...]
     host: Parts
     """Bytes of the host memory of a machine."""
     checkpoint: float
@@ -106,7 +106,7 @@ class Plan:
     actor: Architecture
 
     @cached_property
-    def fullest(self) -> Group:
+    def fullest(self) -> DeviceGroup:
         """The devices that need most memory."""
         return max(self.groups, key=lambda group: total(group.phases[group.peak_phase]))
 
@@ -329,13 +329,13 @@ class Planner:
         waits = config.trainer.critic_warmup > 1
         return not once or read or waits or config.algorithm.rollout_correction.rollout_is is not None
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[DeviceGroup, ...]:
         """Return the devices of the run with what each phase needs there."""
         by_devices: dict[range, list[str]] = {}
         for name, devices in placed(self.config).items():
             by_devices.setdefault(devices, []).append(name)
         return tuple(
-            Group(devices, tuple(names), self._phases(names)) for devices, names in sorted(by_devices.items(), key=str)
+            DeviceGroup(devices, tuple(names), self._phases(names)) for devices, names in sorted(by_devices.items(), key=str)
         )
 
     def _phases(self, names: list[str]) -> dict[str, Parts]:

@@ -93,7 +93,7 @@ def _steps(run: RunFolder, number: dict[str, str]) -> Iterator[tuple[str, dict[s
             yield "groups", at
         recorded = run.record(kind, step) or {"rows": []}
         for row in recorded["rows"]:
-            yield detail, {**at, "row": str(row["row" if run.kind == "text" else "piece"])}
+            yield detail, {**at, "row": str(row["row" if run.kind == "text" else "segment"])}
 
 
 def _spread(steps: Sequence[int]) -> list[int]:

@@ -390,7 +390,7 @@ def _detailed(run: RunFolder, kind: str, step: int) -> dict[int, JsonObject]:
     if (kind, step) not in cache:
         cache.pop(next(iter(cache)), None) if len(cache) > 8 else None
         record = run.record(kind, step) or {"rows": []}
-        cache[kind, step] = {row["row" if kind == "tokens" else "piece"]: row for row in record["rows"]}
+        cache[kind, step] = {row["row" if kind == "tokens" else "segment"]: row for row in record["rows"]}
     return cache[kind, step]
 
 

@@ -423,13 +423,13 @@ class EnvCollector:
         self, env: SteppedInGroups, stepping: Collection[int], patience: float, t: int
     ) -> list[tuple[int, EnvStep]]:
         """Return the groups that finish first, and those that finish at most `patience` seconds later."""
-        left, finished, deadline = set(stepping), list[tuple[int, EnvStep]](), math.inf
-        while left and (now := time.perf_counter()) < deadline:
+        waiting, finished, deadline = set(stepping), list[tuple[int, EnvStep]](), math.inf
+        while waiting and (now := time.perf_counter()) < deadline:
             with raised_at(env.id, self._done + t + 1):
-                answers = env.receive_steps(left, deadline - now)
+                answers = env.receive_steps(waiting, deadline - now)
             self.env_seconds += time.perf_counter() - now
             finished += answers
-            left -= {group for group, _ in answers}
+            waiting -= {group for group, _ in answers}
             if answers and deadline == math.inf:
                 deadline = time.perf_counter() + patience
         return finished

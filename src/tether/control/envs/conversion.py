@@ -288,7 +288,7 @@ class ActionCodec:
                 by_part = [codec.rows(decoded[key]) for key, (codec, _) in self.parts.items()]
                 return [dict(zip(self.parts, action, strict=True)) for action in zip(*by_part, strict=True)]
             case spaces.Tuple():
-                by_part = [codec.rows(part) for (codec, _), part in zip(self.parts.values(), decoded, strict=True)]
+                by_part = [codec.rows(value) for (codec, _), value in zip(self.parts.values(), decoded, strict=True)]
                 return list(zip(*by_part, strict=True))
         array: Array = decoded
         return array

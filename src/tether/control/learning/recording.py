@@ -1,7 +1,7 @@
 """Records of the episodes of a step, for `tether view`; `tether.metrics.records` is the file.
 
-A rollout has pieces of episodes: what lies between two resets of an environment, or between a reset and the beginning
-or the end of the rollout. ``columns`` has a number for each piece, ``episodes`` the steps of a few of them: those with
+A rollout has segments of episodes: what lies between two resets of an environment, or between a reset and the beginning
+or the end of the rollout. ``columns`` has a number for each segment, ``episodes`` the steps of a few of them: those with
 the highest, the lowest and the median return and one more, as many as the budget allows.
 """
 
@@ -25,8 +25,8 @@ MAX_NUMBERS = 64
 MAX_COMPRESSION = 20
 """Pictures that are larger than so many times the budget are not compressed to see whether they fit."""
 FLOAT32_MAX = np.finfo(np.float32).max
-MAX_PIECES = 4096
-"""Pieces of a step in ``columns``; the first ones."""
+MAX_SEGMENTS = 4096
+"""Segments of a step in ``columns``; the first ones."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +42,42 @@ class EpisodeRecorder:
         return self.file.is_due
 
     def record(self, step: int, experience: Experience[EnvBatch, None], before: object, trained: object) -> None:
-        pieces = _Pieces(experience.batch, self.layout)
-        if not len(pieces.row):
+        segments = _Segments(experience.batch, self.layout)
+        if not len(segments.row):
             return
         with self.file.recording(step) as add:
-            used = add("columns", {name: pack(column[:MAX_PIECES]) for name, column in pieces.columns.items()})
+            used = add("columns", {name: pack(column[:MAX_SEGMENTS]) for name, column in segments.columns.items()})
             recorded, left_out, budget = list[dict[str, object]](), 0, self.file.max_bytes - used
-            for piece, reasons in pieces.chosen(step).items():
-                one, size = pieces.steps(piece, budget)
+            for segment, reasons in segments.chosen(step).items():
+                one, size = segments.steps(segment, budget)
                 if size > budget:
                     left_out += 1
                     continue
                 budget -= size
-                recorded.append({"piece": piece, "reasons": reasons} | one)
-            fields = {part.name: {"kind": part.kind, "shape": part.shape} for part in self.layout}
+                recorded.append({"segment": segment, "reasons": reasons} | one)
+            fields = {field.name: {"kind": field.kind, "shape": field.shape} for field in self.layout}
             add(
-                "episodes", {"rows": recorded, "left_out": left_out, "observation": fields, "chunk": pieces.batch.chunk}
+                "episodes", {"rows": recorded, "left_out": left_out, "observation": fields, "chunk": segments.batch.chunk}
             )
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """The pieces of episodes of a rollout, in the order of rows and then of time."""
+class _Segments:
+    """The segments of episodes of a rollout, in the order of rows and then of time."""
 
     batch: EnvBatch
     layout: ObsLayout
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Row, first step and end of each piece."""
+        """Row, first step and end of each segment."""
         row, first, end = self._all_bounds
         carried_out = self._sums[1] > 0
         return row[carried_out], first[carried_out], end[carried_out]
 
     @cached_property
     def _all_bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Row, first step and end of each piece, including those in which an environment only waited."""
+        """Row, first step and end of each segment, including those in which an environment only waited."""
         last = (self.batch.terminated | self.batch.truncated).numpy()
         last[:, -1] = True
         row, end = np.nonzero(last)
@@ -99,12 +99,12 @@ class _Pieces:
 
     @property
     def row(self) -> NDArray[np.int64]:
-        """The row of each piece."""
+        """The row of each segment."""
         return self._bounds[0]
 
     @cached_property
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
-        """What is known of each piece, by name."""
+        """What is known of each segment, by name."""
         row, first, end = self._bounds
         reward, length = (sums[self._sums[1] > 0] for sums in self._sums)
         batch = self.batch
@@ -120,7 +120,7 @@ class _Pieces:
         }
 
     def chosen(self, step: int) -> Mapping[int, list[str]]:
-        """Return the pieces to record step by step, each with the reasons."""
+        """Return the segments to record step by step, each with the reasons."""
         columns, reasons = self.columns, dict[int, list[str]]()
         complete = np.asarray(columns["from_start"]) & (
             np.asarray(columns["terminated"]) | np.asarray(columns["truncated"])
@@ -131,18 +131,18 @@ class _Pieces:
             "best": order[-1], "worst": order[0], "median": order[len(order) // 2],
             "random": candidates[step * 2654435761 % len(candidates)],
         }  # fmt: skip
-        for reason, piece in picks.items():
-            if int(piece) < MAX_PIECES:
-                reasons.setdefault(int(piece), []).append(reason)
+        for reason, segment in picks.items():
+            if int(segment) < MAX_SEGMENTS:
+                reasons.setdefault(int(segment), []).append(reason)
         return reasons
 
-    def steps(self, piece: int, budget: int) -> tuple[dict[str, object], int]:
-        """Return the steps of a piece, and about how many bytes they take.
+    def steps(self, segment: int, budget: int) -> tuple[dict[str, object], int]:
+        """Return the steps of a segment, and about how many bytes they take.
 
         Observations that do not fit into the budget are left out, and named.
         """
         batch, chunk = self.batch, self.batch.chunk
-        row, first, end = (int(bound[piece]) for bound in self._bounds)
+        row, first, end = (int(bound[segment]) for bound in self._bounds)
         count = batch.token_level_scores.shape[1]
         values = {
             name: pack(_by_step(tensor[row], count)[first:end])
@@ -160,33 +160,33 @@ class _Pieces:
         one: dict[str, object] = {"env": row, "first": first, "values": values, "actions": pack(actions)}
         size = sum(len(str(packed["data"])) + 80 for packed in [*values.values(), pack(actions)])
         observed, left_out = dict[str, object](), list[str]()
-        for part in self.layout:
-            array = self._observed(part, row, first // chunk, -(-end // chunk))
-            if part.kind == "text":
-                observed[part.name] = decode_text(array[0]) if part.name == TASK else "text"
+        for field in self.layout:
+            array = self._observed(field, row, first // chunk, -(-end // chunk))
+            if field.kind == "text":
+                observed[field.name] = decode_text(array[0]) if field.name == TASK else "text"
                 continue
-            is_image = part.kind == "image"
-            if array.nbytes > MAX_COMPRESSION * budget if is_image else part.width > MAX_NUMBERS:
-                left_out.append(part.name)
+            is_image = field.kind == "image"
+            if array.nbytes > MAX_COMPRESSION * budget if is_image else field.width > MAX_NUMBERS:
+                left_out.append(field.name)
                 continue
             packed = pack(array if is_image else array.reshape(len(array), -1))
             if size + len(packed["data"]) > budget:
-                left_out.append(part.name)
+                left_out.append(field.name)
                 continue
-            observed[part.name] = packed
+            observed[field.name] = packed
             size += len(packed["data"])
         return one | {"observations": observed, "left_out": left_out}, size
 
-    def _observed(self, part: ObsPart, row: int, first: int, end: int) -> Array:
-        """Return the observations before the decisions of a piece, and the last one of its episode if it is known."""
+    def _observed(self, field: ObsPart, row: int, first: int, end: int) -> Array:
+        """Return the observations before the decisions of a segment, and the last one of its episode if it is known."""
         batch = self.batch
-        shown: Array = batch.obs[part.name][row, first : end + 1].numpy()
+        shown: Array = batch.obs[field.name][row, first : end + 1].numpy()
         if batch.starts[row, end]:  # what follows is the first observation of the next episode
             finals, steps = (at.numpy() for at in batch.final_at)
             found = np.flatnonzero((finals == row) & (steps == end * batch.chunk - 1))
             shown = shown[:-1]
             if len(found):
-                shown = np.concatenate([shown, batch.final_obs[part.name][found[:1]].numpy()])
+                shown = np.concatenate([shown, batch.final_obs[field.name][found[:1]].numpy()])
         return shown
 
 

@@ -76,11 +76,11 @@ def exported_of(policy: Policy) -> Exported:
         ValueError: as in `export_policy`.
     """
     spec = policy.spec
-    own = isinstance(spec, PolicySpec) and (spec.network or spec.features_extractor)
-    if not isinstance(policy, ControlPolicy | NetworkPolicy) or own:
+    network = isinstance(spec, PolicySpec) and (spec.network or spec.features_extractor)
+    if not isinstance(policy, ControlPolicy | NetworkPolicy) or network:
         raise ValueError(
             "--to: npz and onnx are written of tether's own networks (policy.model_type=mlp_policy or cnn_policy), and "
-            f"this policy has others ({own or type(policy).__name__})."
+            f"this policy has others ({network or type(policy).__name__})."
         )
     if policy.spaces is None:
         raise ValueError(
@@ -171,8 +171,8 @@ def _parts(codec: ActionCodec, columns: Sequence[int], name: str) -> Iterator[tu
     """Yield the name of each space without parts, the space, and its columns of an action."""
     if not codec.parts:
         yield name, (codec.space, columns)
-    for key, (part, which) in codec.parts.items():
-        yield from _parts(part, [columns[n] for n in which], f"{name}.{key}")
+    for key, (inner, which) in codec.parts.items():
+        yield from _parts(inner, [columns[n] for n in which], f"{name}.{key}")
 
 
 class _Graph:
@@ -305,10 +305,10 @@ class _Graph:
             self._op("MatMul", hidden, self._constant(self._exported.arrays["lstm.weight_hh"].T)),
             self._weight("lstm.bias"),
         )
-        taken, kept, new, shown = (self._columns(gates, i * width, (i + 1) * width) for i in range(4))
-        taken, kept, shown = (self._op("Sigmoid", gate) for gate in (taken, kept, shown))
-        cell = self._op("Add", self._op("Mul", kept, cell), self._op("Mul", taken, self._op("Tanh", new)))
-        hidden = self._op("Mul", shown, self._op("Tanh", cell))
+        in_gate, forget_gate, new, out_gate = (self._columns(gates, i * width, (i + 1) * width) for i in range(4))
+        in_gate, forget_gate, out_gate = (self._op("Sigmoid", gate) for gate in (in_gate, forget_gate, out_gate))
+        cell = self._op("Add", self._op("Mul", forget_gate, cell), self._op("Mul", in_gate, self._op("Tanh", new)))
+        hidden = self._op("Mul", out_gate, self._op("Tanh", cell))
         self._op("Concat", hidden, cell, axis=1, name="memory_out")
         return hidden
 
@@ -319,8 +319,8 @@ class _Graph:
         bounds = (self._constant(np.array([bound])) for bound in (start, end, 1))
         return self._op("Slice", x, *bounds)
 
-    def _joined(self, parts: Sequence[str]) -> str:
-        return parts[0] if len(parts) == 1 else self._op("Concat", *parts, axis=1)
+    def _joined(self, columns: Sequence[str]) -> str:
+        return columns[0] if len(columns) == 1 else self._op("Concat", *columns, axis=1)
 
     def _cast(self, x: str, dtype: np.dtype[np.generic]) -> str:
         return self._op("Cast", x, to=self._onnx.helper.np_dtype_to_tensor_dtype(dtype))

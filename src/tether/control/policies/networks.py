@@ -477,13 +477,13 @@ class MixedHead(nn.Module):
         logits, means = self._split(outputs, self.chosen.outputs)
         chosen, numbers = self._split(actions, self.chosen.width)
         both = self.chosen.evaluate(logits, chosen.long()), self.numbers.evaluate(means, numbers)
-        columns = zip(*((part.log_probs, part.entropy, part.saved) for part in both), strict=True)
-        return Evaluated(*(torch.cat(parts, dim=-1) for parts in columns))
+        columns = zip(*((one.log_probs, one.entropy, one.saved) for one in both), strict=True)
+        return Evaluated(*(torch.cat(values, dim=-1) for values in columns))
 
     def backward(self, done: Evaluated, actions: Tensor, log_prob_grad: Tensor, entropy_grad: Tensor) -> Tensor:
         """Return the gradient of the outputs, [B, outputs]; arguments are those of `CategoricalHead.backward`."""
         saved = self._split(done.saved, self.chosen.outputs)
-        parts = zip(
+        by_head = zip(
             *(
                 self._split(columns, self.chosen.width)
                 for columns in (done.log_probs, done.entropy, actions, log_prob_grad, entropy_grad)
@@ -492,9 +492,9 @@ class MixedHead(nn.Module):
         )
         heads: tuple[CategoricalHead | GaussianHead, ...] = (self.chosen, self.numbers)
         grads = [
-            head.backward(Evaluated(log_probs, entropy, kept), each.to(dtype), by_log_prob, by_entropy)
-            for head, kept, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
-                heads, saved, (torch.int64, actions.dtype), parts, strict=True
+            head.backward(Evaluated(log_probs, entropy, saved_values), each.to(dtype), by_log_prob, by_entropy)
+            for head, saved_values, dtype, (log_probs, entropy, each, by_log_prob, by_entropy) in zip(
+                heads, saved, (torch.int64, actions.dtype), by_head, strict=True
             )
         ]
         return torch.cat(grads, dim=1)

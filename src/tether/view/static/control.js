@@ -7,10 +7,10 @@ export async function episodes(overview, state, ask, go) {
   const returns = listed.rows.map((row) => row.return).sort((a, b) => a - b);
   const at = (share) => returns[Math.floor(share * (returns.length - 1))];
   return [
-    h("h1", {}, `Step ${state.step}: ${listed.total} pieces of episodes`),
+    h("h1", {}, `Step ${state.step}: ${listed.total} segments of episodes`),
     stepLinks(overview, state, go),
     facts({ "lowest return": at(0), "first quartile": at(0.25), median: at(0.5), "third quartile": at(0.75), highest: at(1) }),
-    h("p", { class: "faint" }, `Rows with a reason can be opened step by step. ${listed.left_out || 0} more would have been, within ${listed.record_more}. A piece that is not from a start began in an earlier rollout.`),
+    h("p", { class: "faint" }, `Rows with a reason can be opened step by step. ${listed.left_out || 0} more would have been, within ${listed.record_more}. A segment that does not begin with its episode began in an earlier rollout.`),
     table([{ name: "episode", show: (row) => row.row }, { name: "recorded", show: (row) => row.recorded ? "yes" : "" }, ...listed.columns.map((name) => ({ name }))], listed.rows, { onRow: (row) => row.recorded && go({ sample: row.row, token: null }) }),
   ];
 }
