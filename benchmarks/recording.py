@@ -115,16 +115,16 @@ def measure() -> list[str]:
             "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_response_length=128",
             "actor_rollout_ref.rollout.ignore_eos=True", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-            "trainer.total_training_steps=10", "trainer.preflight=False", "trainer.save_freq=0",
+            "trainer.total_training_steps=6", "trainer.preflight=False", "trainer.save_freq=0",
         ]  # fmt: skip
         control = [
             "env.train.id=CartPole-v1", f"trainer.default_local_dir={root / 'control'}", "trainer.save_freq=0",
-            "trainer.total_training_steps=400", "trainer.test_freq=-1", "trainer.val_before_train=False",
+            "trainer.total_training_steps=200", "trainer.test_freq=-1", "trainer.val_before_train=False",
             "trainer.logger=file", "trainer.preflight=False", "trainer.log_freq=1",
         ]  # fmt: skip
         for name, folder, overrides in (
             ("PPO of a policy of 3 million weights, 32 responses of 128 tokens", root / "text", text),
-            ("CartPole, 400 steps", root / "control", control),
+            ("CartPole, 200 steps", root / "control", control),
         ):
             step, record, megabytes = of_run(folder, overrides)
             share = f"{record / step:.1%}"

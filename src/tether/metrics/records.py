@@ -36,8 +36,8 @@ HEAD_BYTES = 80
 """Bytes that are sure to contain the beginning that `HEAD` matches."""
 MAX_TIME_SHARE = 0.01
 """Share of the time of a run that recording may take."""
-FREE_SECONDS = 1.0
-"""Seconds of recording before the share counts, so that short runs record every step."""
+FREE_SECONDS = 0.25
+"""Seconds of recording on top of the share, so that short runs record every step."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RecordFile:
     def __init__(self, folder: Path, max_bytes: int, resumed_step: int | None) -> None:
         self.max_bytes = max_bytes
         self.seconds = 0.0
-        """Time spent on recording so far."""
+        """Processor time spent on recording so far."""
         self._path, self._failed = folder / RECORDS_FILE, False
         self._started: float | None = None
         """Time of the first step."""
@@ -146,7 +146,7 @@ class RecordFile:
 
         The records are written together when the block ends.
         """
-        began, lines = time.perf_counter(), list[bytes]()
+        began, lines = time.thread_time(), list[bytes]()
 
         def add(kind: str, content: Mapping[str, object]) -> int:
             lines.append(_line(step, kind, content))
@@ -158,7 +158,7 @@ class RecordFile:
         except Exception as error:  # noqa: BLE001  a full disk or a tokenizer that fails must not end the run
             self._give_up(error)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.thread_time() - began
 
     def _append(self, data: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
