@@ -66,6 +66,7 @@ def test_training_warns_or_refuses_before_a_model_that_does_not_fit_is_loaded() 
     with pytest.raises(ValueError, match=r"^this run does not fit: "):
         train(load_config(None, [*words, "trainer.check_memory=refuse"]))
     assert memory_warning(load_config(None, [*words, "trainer.check_memory=off"]).config) is None
-    short = ("data.train_batch_size=4", "data.max_prompt_length=16", "data.max_response_length=16")
+    sizes = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    short = (*sizes, "data.max_prompt_length=16", "data.max_response_length=16")
     small = [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m", *short]
     assert memory_warning(load_config(None, small).config) is None

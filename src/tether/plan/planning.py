@@ -335,7 +335,8 @@ class Planner:
         for name, devices in placed(self.config).items():
             by_devices.setdefault(devices, []).append(name)
         return tuple(
-            DeviceGroup(devices, tuple(names), self._phases(names)) for devices, names in sorted(by_devices.items(), key=str)
+            DeviceGroup(devices, tuple(names), self._phases(names))
+            for devices, names in sorted(by_devices.items(), key=str)
         )
 
     def _phases(self, names: list[str]) -> dict[str, Parts]:

@@ -1,7 +1,7 @@
 """Records of the episodes of a step, for `tether view`; `tether.metrics.records` is the file.
 
 A rollout has segments of episodes: what lies between two resets of an environment, or between a reset and the beginning
-or the end of the rollout. ``columns`` has a number for each segment, ``episodes`` the steps of a few of them: those with
+or the end of the rollout. ``columns`` has a number for each segment, ``episodes`` the steps of a few: those with
 the highest, the lowest and the median return and one more, as many as the budget allows.
 """
 
@@ -57,7 +57,8 @@ class EpisodeRecorder:
                 recorded.append({"segment": segment, "reasons": reasons} | one)
             fields = {field.name: {"kind": field.kind, "shape": field.shape} for field in self.layout}
             add(
-                "episodes", {"rows": recorded, "left_out": left_out, "observation": fields, "chunk": segments.batch.chunk}
+                "episodes",
+                {"rows": recorded, "left_out": left_out, "observation": fields, "chunk": segments.batch.chunk},
             )
 
 
