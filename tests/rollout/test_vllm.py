@@ -286,11 +286,11 @@ def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
 NOT_KEEPING = """
 import tether_in_vllm
 from tether_in_vllm import Extension
-keep = tether_in_vllm.Engine.keep_what_waits
+copy_pending = tether_in_vllm.TetherTransferEngine.copy_pending_weights
 
 class Careless(Extension):
     def keep(self, on):
-        tether_in_vllm.Engine.keep_what_waits = keep if on else lambda self: None
+        tether_in_vllm.TetherTransferEngine.copy_pending_weights = copy_pending if on else lambda self: None
 """
 
 
