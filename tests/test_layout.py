@@ -32,7 +32,13 @@ WITH_FACES = {"algorithms", "checkpoints", "config", "kernels", "metrics", "runt
 Integrations may reach behind a face: RLinf's files are read with the machinery of the configuration."""
 FORBIDDEN = {"config": {"torch"}, "plan": {"torch"}, "algorithms": {"transformers", "ray", "omegaconf", "pydantic"},
              "view": {"torch", "transformers", "matplotlib"}}  # fmt: skip
-LIGHT = ("tether.config", "tether.commands.cli", "tether.commands.plan", "tether.view.server", "tether.view.export")
+LIGHT = (
+    "tether.config.loading.load",
+    "tether.commands.cli",
+    "tether.commands.plan",
+    "tether.view.server",
+    "tether.view.export",
+)
 CONFIG_OF_A_ROOM = re.compile(r"^(text|control|loop)(\.\w+)*\.config(_\w+)?(\.|$)")
 """Sections and rules beside the code that reads them, ``config.py`` and ``config_*.py``. They stand at the level of
 `tether.config`, which lists them, and load nothing of their room."""
@@ -170,6 +176,22 @@ def test_light_modules_load_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_section_or_a_rule_may_be_imported_first() -> None:
+    """They and the configuration, which lists them, need each other."""
+    modules = [".".join(("tether", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in FILES]
+    firsts = [name for name in modules if CONFIG_OF_A_ROOM.match(name.removeprefix("tether."))]
+    assert len(firsts) > 10
+    lines = [
+        "import importlib, sys",
+        f"for first in {firsts}:",
+        "    for name in [name for name in sys.modules if name.split('.')[0] == 'tether']:",
+        "        del sys.modules[name]",
+        "    importlib.import_module(first)",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

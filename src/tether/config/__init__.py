@@ -7,22 +7,28 @@
     loaded.sources["trainer.total_epochs"]  # "command line"
 """
 
-from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
-from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
-from tether.config.explanations import explain, format_inheritance, format_tree
-from tether.config.integrations import integration_config
-from tether.config.keys import values_of, with_values
-from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
-from tether.config.loading.load import LoadedConfig, for_environment, load_config
-from tether.config.loading.overrides import Override
-from tether.config.loading.typos import key_written_as
-from tether.config.problems import ConfigError, Problem
-from tether.config.router_replay import replay_of
-from tether.config.schema.root import ActorRolloutRefConfig, RunConfig
-from tether.config.schema.section import Section
-from tether.config.secrets import masked_command
-from tether.config.stored_weights import reads_weights, stored_weights
-from tether.config.support.live_keys import live_keys
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
+    from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
+    from tether.config.explanations import explain, format_inheritance, format_tree
+    from tether.config.integrations import integration_config
+    from tether.config.keys import values_of, with_values
+    from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
+    from tether.config.loading.load import LoadedConfig, for_environment, load_config
+    from tether.config.loading.overrides import Override
+    from tether.config.loading.typos import key_written_as
+    from tether.config.problems import ConfigError, Problem
+    from tether.config.router_replay import replay_of
+    from tether.config.schema.root import ActorRolloutRefConfig, RunConfig
+    from tether.config.schema.section import Section
+    from tether.config.secrets import masked_command
+    from tether.config.stored_weights import reads_weights, stored_weights
+    from tether.config.support.live_keys import live_keys
 
 __all__ = [
     "DRAW",
@@ -65,3 +71,41 @@ __all__ = [
     "values_of",
     "with_values",
 ]
+
+# A section that stands in a room imports its base class from this package, which lists the section: nothing is imported
+# before it is asked for, so that either may come first.
+_FOUND_IN = {
+    name: module
+    for module, names in {
+        "tether.config.changes": (
+            "DRAW",
+            "NO_DRAW",
+            "changes_since",
+            "check_resumable",
+            "minimal_tree",
+            "saved_values",
+        ),
+        "tether.config.devices": ("device_count", "models_of", "placed", "pools", "uses_megatron"),
+        "tether.config.explanations": ("explain", "format_inheritance", "format_tree"),
+        "tether.config.integrations": ("integration_config",),
+        "tether.config.keys": ("values_of", "with_values"),
+        "tether.config.kl": ("asks_reference", "full_kl_in_loss", "full_kl_in_reward", "reference_runs_with_actor"),
+        "tether.config.loading.load": ("LoadedConfig", "for_environment", "load_config"),
+        "tether.config.loading.overrides": ("Override",),
+        "tether.config.loading.typos": ("key_written_as",),
+        "tether.config.problems": ("ConfigError", "Problem"),
+        "tether.config.router_replay": ("replay_of",),
+        "tether.config.schema.root": ("ActorRolloutRefConfig", "RunConfig"),
+        "tether.config.schema.section": ("Section",),
+        "tether.config.secrets": ("masked_command",),
+        "tether.config.stored_weights": ("reads_weights", "stored_weights"),
+        "tether.config.support.live_keys": ("live_keys",),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_FOUND_IN[name]), name)
