@@ -193,6 +193,9 @@ def test_a_section_or_a_rule_may_be_imported_first() -> None:
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    exported = importlib.import_module("tether.config")._FOUND_IN
+    hidden = {path.stem for path in (PACKAGE / "config").iterdir()} & set(exported)
+    assert not hidden, "once its module is imported, the face gives the module in the place of the function"
 
 
 FACES = {".".join(p.parent.relative_to(PACKAGE.parent).parts): p for p in FILES if p.name == "__init__.py"}

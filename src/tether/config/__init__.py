@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tether.config.schema.root import ActorRolloutRefConfig, RunConfig
     from tether.config.schema.section import Section
     from tether.config.secrets import masked_command
-    from tether.config.stored_weights import reads_weights, stored_weights
     from tether.config.support.live_keys import live_keys
+    from tether.config.weight_files import reads_weights, stored_weights
 
 __all__ = [
     "DRAW",
@@ -98,7 +98,7 @@ _FOUND_IN = {
         "tether.config.schema.root": ("ActorRolloutRefConfig", "RunConfig"),
         "tether.config.schema.section": ("Section",),
         "tether.config.secrets": ("masked_command",),
-        "tether.config.stored_weights": ("reads_weights", "stored_weights"),
+        "tether.config.weight_files": ("reads_weights", "stored_weights"),
         "tether.config.support.live_keys": ("live_keys",),
     }.items()
     for name in names
