@@ -218,7 +218,7 @@ def test_a_worker_that_dies_costs_its_episodes_only(tmp_path):
         (["env.train.id=CartPol-v1"], r"env\.train\.id: no .* registered as CartPol-v1\. Did you mean CartPole"),
         (
             ["env.eval.id=tether/Recite-v0", "env.eval.video_cfg.save_video=True", "trainer.test_freq=1"],
-            r"env\.eval\.init_params: .*Recite-v0 does not take its arguments .*turn env\.eval\.video_cfg",
+            r"env\.eval\.init_params: .*Recite-v0 does not take its .*no pictures, which env\.eval\.video_cfg",
         ),
         (
             ["env.eval.id=tether/Recite-v0", "trainer.test_freq=1"],

@@ -71,7 +71,7 @@ def test_a_copy_that_samples_keeps_its_rotary_frequencies(base: list[str]) -> No
     """Rounded to bfloat16 they would turn a token at position 1000 by other angles than the trainer's."""
     config = load_config(None, [*base, "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]).config
     policy = tiny_model("llama")
-    copied = roles._copy_to_sample(config, policy)
+    copied = roles._copy_to_sample(config.actor_rollout_ref.actor.fsdp_config.dtype, policy)
     assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
     frequencies, ours = copied.get_buffer("model.rotary_emb.inv_freq"), policy.get_buffer("model.rotary_emb.inv_freq")
     assert frequencies.dtype == torch.float32

@@ -142,7 +142,7 @@ def test_everything_that_a_run_writes_by_a_template_has_its_date(clock: Clock, i
     assert "user\n01 Feb 2026 7?" in tokenizer.decode(replies)
     tokenizer.save_pretrained(scorer)
     request = RewardRequest("toy", "14", "14", {}, Dialogue(messages=ASKED, prompt_ids=(), response_ids=()))
-    read = _reader(config, scorer).ids(request)
+    read = _reader(config.reward_model, scorer, config.data.chat_template_date).ids(request)
     assert tokenizer.decode(read).count("01 Feb 2026") == 2
 
 

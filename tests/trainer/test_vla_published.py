@@ -107,7 +107,7 @@ def test_it_imitates_is_tested_acts_and_is_trained_on(folder, tmp_path):
         torch.equal(value, cloned.model.state_dict()[name]) for name, value in exported.model.state_dict().items()
     )
     with pytest.raises(ValueError, match=r"--out=.*exists already"):
-        export(tmp_path / "cloned", tmp_path / "exported")
+        export(tmp_path / "cloned", "openvla", tmp_path / "exported")
     run = build_control_run(load_config(None, overrides(tmp_path / "run", "openvla_oft", tmp_path / "cloned")))
     run.close()
     policy = run.trainer.rollouts.policy

@@ -54,12 +54,12 @@ FASTEST = 989
 """TFLOP/s of the device that `Efficiency.half_at` was read off: an H100."""
 CPU = Efficiency(
     0.58, 0, 0.5, 0.42, 0.72, 0.0,
-    "docs/evidence/performance.md: of the limit, training reaches 59 to 61 %, decoding 42 % with one row",
+    "the page on performance: of the limit, training reaches 59 to 61 %, decoding 42 % with one row",
 )  # fmt: skip
 GPU = Efficiency(
     0.6, 6000, 0.45, 0.6, 1.0, 1.3e-4,
-    "prime-rl's BENCHMARKS.md (Qwen3-0.6B at 16k and 65k tokens on an H100, 16k on an A6000); decoding: "
-    "docs/guides/gpu.md, 3.7 to 5.3 ms for 24 to 30 layers on an H200",
+    "prime-rl's benchmarks (Qwen3-0.6B at 16k and 65k tokens on an H100, 16k on an A6000); decoding: "
+    "the page on GPUs, 3.7 to 5.3 ms for 24 to 30 layers on an H200",
 )  # fmt: skip
 SERVER = replace(GPU, per_layer=3e-5, source="as GPU; vLLM's CUDA graphs leave about 1 ms a token for 30 layers")
 

@@ -17,7 +17,8 @@ def to_native_yaml(imported: Imported) -> str:
     """Write the native keys as a YAML file, each beside the key of RLinf that it follows from."""
     native = {**dict.fromkeys(imported.left_open, MISSING), **imported.native}
     ordered = {key: native[key] for key in keys() if key in native}
-    return annotated(ordered, {**imported.left_open, **imported.origins}) + _not_supported(imported)
+    given = dict.fromkeys(ordered, "given with the file")
+    return annotated(ordered, {**given, **imported.left_open, **imported.origins}) + _not_supported(imported)
 
 
 def _not_supported(imported: Imported) -> str:

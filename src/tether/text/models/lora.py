@@ -61,7 +61,11 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
     _check_names(model, options.target_modules)
+    name = model.name_or_path or ""
+    base = Path(name)
     config = LoraConfig(
+        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
+        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=_as_list(options.target_modules),
