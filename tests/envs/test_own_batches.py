@@ -245,6 +245,7 @@ def wide():
 JAX_RUN = ["env.train.env_type=jax", "env.train.max_episode_steps=8"]
 
 
+@pytest.mark.slow
 def test_jax_environments(tmp_path: Path) -> None:
     """By hand, as one of them alone, and resumed exactly."""
     pytest.importorskip("jax")

@@ -126,6 +126,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_all_pages_of_tools_are_there_and_a_name_stands_for_one_tool(tmp_path: Path) -> None:
     (tmp_path / "pages.py").write_text(PAGES)
     (tmp_path / "elsewhere").mkdir()
@@ -188,6 +189,7 @@ def listening(folder: Path, port: int) -> Iterator[None]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_at_an_address_may_be_started_again(tmp_path: Path) -> None:
     sums(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
