@@ -115,3 +115,8 @@ def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fi
     assert data["steps"] == 15 * ((7473 + 7500) // 1024)
     loaded, device = load_for([recipe], PlanOptions("a100-40g:8", 4), load)
     assert (loaded.config.trainer.nnodes, device.name) == (4, "a100-40g")
+
+
+def test_a_run_in_a_simulator_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^env\.train\.id=CartPole-v1: runs in simulators are not planned"):
+        show_plan(["env.train.id=CartPole-v1", "policy.model_type=cnn_policy"], PlanOptions("h100-80g:1"), load)

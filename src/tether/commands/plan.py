@@ -86,6 +86,11 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     if len(arguments) == 1 and Path(arguments[0]).is_dir():
         return show_comparison(Path(arguments[0]), options)
     loaded, device = load_for(arguments, options, load)
+    if (env := loaded.config.env.train.id) is not None:
+        raise ValueError(
+            f"env.train.id={env}: runs in simulators are not planned, only those of language models. The first steps "
+            "of the run show its memory and its steps per second."
+        )
     planner = Planner(loaded.config, device, options.assumptions, corrections_of(device))
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
