@@ -20,6 +20,7 @@ from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RecordFile, pack, unpack
 from tether.view import queries
 from tether.view.compare import comparison, experiments, mean_curves, verdict
+from tether.view.export import write_page
 from tether.view.expression import matching
 from tether.view.run import RunFolder, find_runs
 
@@ -54,6 +55,8 @@ def test_any_run_opens_and_names_what_it_did_not_record(golden: Golden, tmp_path
     older.mkdir()
     (older / METRICS_FILE).write_bytes((golden.folder / METRICS_FILE).read_bytes())
     assert "trainer.record_mb" in " ".join(queries.overview(RunFolder(older))["missing"].values())
+    for runs in ([run], [RunFolder(older)], [run, RunFolder(older)]):
+        assert "opens without a server" in write_page(runs, tmp_path / "page.html")
 
 
 def test_samples_are_sorted_filtered_and_searched(planted: Path) -> None:

@@ -553,7 +553,7 @@ def prompts(run: RunFolder) -> list[JsonObject]:
     """Return each training prompt with its attempts and successes over all recorded steps, the worst first."""
     rewards_by_prompt: dict[int, list[float]] = {}
     last: dict[int, tuple[int, int]] = {}
-    for step in run.steps:
+    for step in run.steps if run.kind == "text" else ():  # simulators have none
         columns = run.columns(step)
         for row, (index, reward) in enumerate(zip(columns["index"], columns["reward"], strict=True)):
             rewards_by_prompt.setdefault(int(index), []).append(float(reward))
