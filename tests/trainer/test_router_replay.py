@@ -15,6 +15,8 @@ from tether.config import load_config
 from tether.distributed import groups
 from tether.text.build import build_run
 
+pytestmark = pytest.mark.slow
+
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODES = {
     "disabled": [],

@@ -21,6 +21,8 @@ from tether.control.policies.mlp_policy import load_policy  # noqa: E402
 from tether.integrations.robots import vla_policies  # noqa: E402
 from tether.observations import ObsPart  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 REACH = Path(__file__).resolve().parents[2] / "recipes/vla-reach/reach.py"
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 KEYS = [f"env.train.id={REACH}:Reach-v0", "policy.num_action_chunks=2", "trainer.logger=file"]

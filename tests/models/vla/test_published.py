@@ -27,6 +27,8 @@ from tether.integrations.robots.vla.spec import ACTION_BINS, Network, VlaSpec
 from tether.integrations.robots.vla.vit import HEADS, VitSpec
 from tether.observations import ObsPart, encode_text
 
+pytestmark = pytest.mark.slow
+
 IMAGE, WRIST = ObsPart("image", "image", (SIZE, SIZE, 3), "uint8"), ObsPart("wrist", "image", (SIZE, SIZE, 3), "uint8")
 TASK = ObsPart("task", "text", (12,), "uint8")
 KINDS = ("openvla", "openvla_oft")

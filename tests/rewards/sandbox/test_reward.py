@@ -46,7 +46,7 @@ IN_LANGUAGES = {
 }
 both = pytest.mark.parametrize(
     "unconfined",
-    [pytest.param(False, marks=confined), pytest.param(True, marks=needs_prlimit)],
+    [pytest.param(False, marks=confined), pytest.param(True, marks=(needs_prlimit, pytest.mark.slow))],
     ids=["confined", "plain"],
 )
 

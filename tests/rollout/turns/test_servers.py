@@ -14,6 +14,8 @@ from tests.rollout.bench import EOS, KEY, PROMPTS, SAMPLING, Bench, bench_of, pr
 from tests.rollout.bench import VLLM as BY_VLLM
 from tests.rollout.stand_in import environment
 
+pytestmark = pytest.mark.slow
+
 LONGER = replace(SAMPLING, max_new_tokens=32)
 TOLD = [200, 201, 202]
 
