@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.oracles.environment import ROOT
 from benchmarks.plan.published import Row, fit_rows, memory_rows, ratio_rows, time_rows
 from benchmarks.plan.worlds import GIB, WORLDS, counted, planned
+from benchmarks.resumable import write_between
 from benchmarks.speed.table import grid
 from tests.config.scripts import SCRIPTS
 from tests.config.test_seeds import scripts
@@ -37,19 +37,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", action="store_true", help="count the fake ranks anew")
     parser.add_argument("--write", action="store_true", help="put the tables into the pages")
-    assumptions = parser.parse_args()
-    if assumptions.count:
+    options = parser.parse_args()
+    if options.count:
         count()
     judged, missed = judge()
     blocks = {"plan": judged, "seeds": seeds()}
     for name, text in blocks.items():
         print(f"{text}\n")
-        if assumptions.write:
-            page = PAGES[name].read_text(encoding="utf-8")
-            begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-            block = f"{begin}\n{text}\n{end}"
-            page = re.sub(f"{begin}.*?{end}", lambda _: block, page, flags=re.DOTALL)  # noqa: B023
-            PAGES[name].write_text(page, encoding="utf-8")
+        if options.write:
+            write_between(PAGES[name], f"<!-- {name}:begin -->", f"<!-- {name}:end -->", text)
     return 1 if missed else 0
 
 
