@@ -22,7 +22,7 @@ from tether.text.building.loading import decided_formats, load_engine
 from tether.text.building.named_inputs import models_read_replies, row_agent, scores_texts_alone
 from tether.text.building.rewards import build_rewards, check_rewards, check_scoring
 from tether.text.building.turns import build_conversations, build_tool_pool, check_agents, scored_by_environments
-from tether.text.data.prompts import decode
+from tether.text.data.prompts import PromptDataset, decode
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation
@@ -34,7 +34,10 @@ from tether.text.models.model_path import resolve_model_path
 from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.turns.conversations import Conversations
+from tether.text.turns.tools import ToolPool
 
 
 @contextmanager
@@ -62,21 +65,31 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         check_scoring(config.reward_model, tokenizer)
         dtype, trusted = config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.model.trust_remote_code
         engine = load_engine(model, resolve_device(config.trainer.device), dtype, trust_remote_code=trusted)
-        conversations = build_conversations(
-            config.actor_rollout_ref.rollout,
-            data,
-            tools,
-            tokenizer,
-            engine.eos_token_ids,
-            [dataset],
-            environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
-        )
+        conversations = _conversations(config, engine, tokenizer, dataset, tools)
         evaluation = Evaluation(
             dataset, SamplingParams.for_validation(config.actor_rollout_ref.rollout), data.val_batch_size
         )
         with build_rewards(config) as rewards:
             rate = config.reward_model.max_error_rate
             yield evaluation, Collector(engine, rewards, tokenizer, rate, conversations)
+
+
+def _conversations(
+    config: RunConfig,
+    engine: NativeEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: PromptDataset,
+    tools: ToolPool | None,
+) -> Conversations | None:
+    return build_conversations(
+        config.actor_rollout_ref.rollout,
+        config.data,
+        tools,
+        tokenizer,
+        engine.eos_token_ids,
+        [dataset],
+        environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
+    )
 
 
 @dataclass(frozen=True)
@@ -144,15 +157,7 @@ def build_reward_trial(
                 path = resolve_model_path(model.path, cache_dir())
                 device, trusted = resolve_device(config.trainer.device), model.trust_remote_code
                 engine = load_engine(path, device, rollout.dtype, trust_remote_code=trusted)
-                conversations = build_conversations(
-                    config.actor_rollout_ref.rollout,
-                    data,
-                    tools,
-                    tokenizer,
-                    engine.eos_token_ids,
-                    [dataset],
-                    environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
-                )
+                conversations = _conversations(config, engine, tokenizer, dataset, tools)
                 collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
                 sampled_prompts = prompts[: max(1, samples // rollout.n)]
                 key = NoiseKey(config.trainer.seed, step=0)
