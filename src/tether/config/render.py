@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 
@@ -84,6 +85,9 @@ def _common(first: list[str], second: list[str]) -> int:
 
 
 def _text(path: str, value: object) -> str:
+    name = path.rsplit(".", 1)[-1]
+    if value is None or isinstance(value, int):  # of most keys; yaml.dump takes a hundred times as long
+        return f"{name}: {json.dumps(value)}"
     plain = _plain(value)
     # Line breaks and similar characters are escaped, so that every key is one line, also in a comment.
     one_line = all(text.isprintable() for text in _strings(plain))
@@ -97,7 +101,7 @@ def _text(path: str, value: object) -> str:
         allow_unicode=one_line,
         sort_keys=False,
     )
-    return f"{path.rsplit('.', 1)[-1]}: {dumped.removesuffix('...' + chr(10)).strip()}"
+    return f"{name}: {dumped.removesuffix('...' + chr(10)).strip()}"
 
 
 def _strings(value: object) -> list[str]:

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from tether.config.problems import Problem
@@ -45,6 +45,7 @@ def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
+@lru_cache(maxsize=4096)  # Hydra's parser takes a millisecond; a command reads its overrides several times
 def _parse(text: str) -> Override | Problem:
     from hydra.errors import HydraException
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 
@@ -70,5 +71,15 @@ def _why_switched_off(path: str, values: Mapping[str, object]) -> str | None:
 
 
 def _acts_elsewhere(path: str, values: Mapping[str, object]) -> bool:
-    heirs = (heir for heir in live_keys() if (source := keys()[heir].inherits) is not None and source.key == path)
+    heirs = _heirs().get(path, ())
     return any(values[heir] == values[path] and why_idle(heir, values) is None for heir in heirs)
+
+
+@cache
+def _heirs() -> dict[str, list[str]]:
+    """Return the live keys that inherit from each key."""
+    heirs = defaultdict[str, list[str]](list)
+    for heir in live_keys():
+        if (source := keys()[heir].inherits) is not None:
+            heirs[source.key].append(heir)
+    return heirs
