@@ -423,7 +423,7 @@ def test_a_key_that_nothing_reads_would_show(situation: Situation, bench: Bench,
     """The negative control: batch sizes that do nothing (verl #1028), a seed or a rate that is read from elsewhere."""
     deaf = {
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": ("micro_batching", MicroBatching(max_rows=8)),
-        "actor_rollout_ref.actor.optim.betas": ("build_optimizer", OptimizerOptions(lr=1e-2)),
+        "actor_rollout_ref.actor.optim.betas": ("optimizer_options", OptimizerOptions(lr=1e-2)),
     }
     sight.cache_clear()
     for _, (builder, always) in deaf.items():

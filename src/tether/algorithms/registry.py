@@ -1,8 +1,7 @@
-"""One set of keywords for all functions of a registry, of which each function declares only those that it uses.
+"""Registries of functions: one set of keywords for all functions of a registry, and validation of arguments.
 
-Arguments are also validated, and detached unless they may have a gradient.
-
-Validation of arguments of public functions by their annotations: types, shapes, devices, and ranges of numbers.
+A function declares only the keywords that it uses (`uniform`). Arguments are detached unless they may have a gradient,
+and validated by the annotations of the function: types, shapes, devices, and ranges of numbers.
 
 Broadcasting turns a wrong shape into a plausible result: scores of shape [B, 1] under a mask [B, T] count T times. Only
 shapes, types, devices and Python numbers are checked, so that no check waits for a GPU.
@@ -255,7 +254,7 @@ def uniform(
     """Wrap every function of a registry so that it accepts the keywords of all of them.
 
     A keyword that a function does not declare is ignored if another function of the registry declares it, and raises a
-    TypeError if none does. Arguments that do not match their annotations raise a ValueError (`checks`).
+    TypeError if none does. Arguments that do not match their annotations raise a ValueError.
 
     Args:
         functions: the functions by name.

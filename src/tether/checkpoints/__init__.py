@@ -1,6 +1,7 @@
 """The checkpoint store: a checkpoint is complete or absent, hashed, and identified by its step.
 
-Rank 0 of a run writes through `CheckpointStore`; use `find_checkpoint` and `load_state` to read a folder.
+What a checkpoint of a run consists of is decided by `tether.loop.checkpoint`. Rank 0 of a run writes through
+`CheckpointStore`; use `find_checkpoint` and `load_state` to read a folder.
 """
 
 from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of

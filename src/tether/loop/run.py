@@ -122,7 +122,7 @@ def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, 
     return loggers
 
 
-def build_optimizer(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
+def optimizer_options(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
     """Return the options of a model's optimizer and schedule."""
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
     schedule = optim.lr_scheduler_type if optim.lr_decay_style == "constant" else optim.lr_decay_style

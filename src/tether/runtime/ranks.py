@@ -38,7 +38,10 @@ class RankFailed(ValueError):
 
 
 class RankLost(RankFailed):
-    """A rank died, did not answer, or lost the other ranks. Restarting may help; the message has its last output."""
+    """A rank died, did not answer, or lost the other ranks. The message has its last output.
+
+    `tether.commands.train` then restarts the run from its last checkpoint, at most ``trainer.max_restarts`` times.
+    """
 
     instead: tuple[str, int] | None = None
     """Key and value for a restart, if a rank ran out of memory for its micro-batch."""

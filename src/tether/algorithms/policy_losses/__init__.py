@@ -43,6 +43,7 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
     },
     learns="log_probs",
 )
+"""`policy_loss.loss_mode` -> loss. A new name also goes into ``LossMode`` of `tether.config.schema.actor`."""
 
 TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(
     {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov},

@@ -37,7 +37,7 @@ from tether.loop.engine import (
     within_memory,
 )
 from tether.loop.incident import Incidents
-from tether.loop.run import build_optimizer
+from tether.loop.run import optimizer_options
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.types import StateDict
@@ -159,7 +159,7 @@ class FlatEngine:
         cls, policy: Policy, actor: OptimConfig, critic: OptimConfig, total_steps: int, incidents: Path
     ) -> Self:
         """Return the engine of a policy, with the optimizer of ``actor.optim`` and the rate of ``critic.optim``."""
-        return cls(policy, build_optimizer(actor, total_steps), critic.lr, incidents)
+        return cls(policy, optimizer_options(actor, total_steps), critic.lr, incidents)
 
     def infer(self, batch: EnvBatch, forward: Forward[Any, RolloutOutputs]) -> RolloutOutputs:
         """Run a forward pass over a rollout, as `Engine.infer` describes.

@@ -28,7 +28,7 @@ from verifiers.types import (
     ToolCall,
 )
 
-from tether.text.turns.tools.calls import FORMATS, Call
+from tether.text.turns.tools.call_formats import FORMATS, Call
 from tether.text.turns.tools.spec import LIBRARY
 from tether.types import JsonObject, Message
 

@@ -48,7 +48,7 @@ LOGGERS: Mapping[str, str] = {
     "wandb": "tether.metrics.loggers.wandb:WandbLogger",
     "mlflow": "tether.metrics.loggers.mlflow:MlflowLogger",
 }
-"""Name -> module:class; the class is called with a `RunInfo`."""
+"""Name -> module:class, called with a `RunInfo`. A new name also goes into ``LoggerName`` of `tether.loop.config`."""
 ALIASES: Mapping[str, str] = {"file": "jsonl"}
 """verl's names for our loggers."""
 

@@ -1,1 +1,4 @@
-"""Builders of the parts of a text run, which `tether.text.build` calls in order, and of what single commands need."""
+"""Builders of the parts of a text run, and of what single commands need.
+
+The list of parts is `tether.text.build`, which calls them in order.
+"""

@@ -26,7 +26,7 @@ from tether.config import (
 )
 from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
 from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
-from tether.loop.run import build_optimizer, loss_by_step, policy_loss_options, selection_options
+from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
@@ -248,7 +248,7 @@ def actor_engine(
     return make(
         model,
         _update_micro(actor, packed, sequence_ranks(config, actor)),
-        build_optimizer(actor.optim, total_steps),
+        optimizer_options(actor.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=rollout.log_prob_use_dynamic_bsz,
             rows=rollout.log_prob_micro_batch_size_per_gpu,
@@ -375,7 +375,7 @@ def critic_engine(
     return make(
         model,
         _update_micro(critic, packed, sequence_ranks(config, critic)),
-        build_optimizer(critic.optim, total_steps),
+        optimizer_options(critic.optim, total_steps),
         infer_micro=micro_batching(
             dynamic=critic.use_dynamic_bsz,
             rows=critic.forward_micro_batch_size_per_gpu,

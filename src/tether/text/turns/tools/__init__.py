@@ -3,7 +3,7 @@
 This package does not import torch, so that the processes start in a fraction of a second.
 """
 
-from tether.text.turns.tools.calls import FORMATS, Call, shortened
+from tether.text.turns.tools.call_formats import FORMATS, Call, shortened
 from tether.text.turns.tools.pool import CallRequest, Reply, StepRequest, ToolPool
 from tether.text.turns.tools.spec import (
     LIBRARY,

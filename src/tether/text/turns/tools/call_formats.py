@@ -37,7 +37,7 @@ def llama3_json(text: str) -> list[Call]:
 
 
 FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes, "llama3_json": llama3_json}
-"""`multi_turn.format` -> parser of the calls in a turn of the policy."""
+"""`multi_turn.format` -> parser of the calls in a turn. New names also go into `tether.text.turns.config`."""
 
 
 def _call(inner: str) -> Call:
