@@ -5,6 +5,7 @@
 import fcntl
 import gc
 import os
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,20 @@ from tests.real_data import pytest_runtest_makereport, test_data  # noqa: F401
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("search" if os.environ.get("TETHER_TEST_SEARCH") else "fixed")
+
+
+INTEGRATIONS = re.compile(
+    r"^tests/(config/(rlinf/|test_verl_scripts)|models/(vla|flow|megatron)/|tools/test_mcp|data/test_lerobot"
+    r"|(trainer|training)/test_(vla|flow_policies|cloning|behaviour_cloning|megatron)\b)|\bsglang\b"
+)
+"""Tests of other programs' formats, of robots and of SGLang and Megatron, which a change elsewhere hardly breaks."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave what `INTEGRATIONS` matches to the slow selection, unless files or folders of tests are named."""
+    if item.config.args_source is pytest.Config.ArgsSource.TESTPATHS and INTEGRATIONS.search(item.nodeid):
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(trylast=True)

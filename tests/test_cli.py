@@ -403,6 +403,7 @@ def test_train_reports_and_the_same_command_goes_on(cli: Cli, run_arguments: tup
     assert (folder / "global_step_3" / "actor" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_after_a_chosen_checkpoint_the_shown_command_goes_on(cli: Cli, finished: Path, inputs: Path, tmp_path: Path):
     chosen = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={finished / 'global_step_2'}"]
     said = cli("train", *base_overrides(inputs, tmp_path / "run"), *GAE, "trainer.save_freq=3", *chosen)

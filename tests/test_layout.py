@@ -57,6 +57,7 @@ def test_a_script_beside_the_clone_or_in_it_imports_the_package(tmp_path: Path) 
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_benchmark_without_the_packages_of_the_tests_ends_with_a_sentence(tmp_path: Path) -> None:
     """The quickstart installs no pytest."""
     hide = (

@@ -42,6 +42,7 @@ def test_a_text_that_is_not_there_once_is_stale() -> None:
             mutation.applied(text)
 
 
+@pytest.mark.slow
 def test_a_mutation_is_caught_or_lives_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "src/tether").mkdir(parents=True)
     (tmp_path / "tests").mkdir()

@@ -211,7 +211,11 @@ def test_resuming_is_exact(file: Path, tmp_path: Path) -> None:
     assert_resume_is_exact(tmp_path, Control().overrides(tmp_path, *named, *short), total=2)
 
 
-@pytest.mark.parametrize("more", [[], ["env.train.vectorization=subprocess", "env.train.num_workers=2"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["env.train.vectorization=subprocess", "env.train.num_workers=2"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_the_state_of_wrappers_of_a_file_is_saved(
     more: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,6 +71,7 @@ class Doubling(LlamaForCausalLM):
         self.model.norm = Twice(self.model.norm)
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_trains_and_resumes(tmp_path: Path) -> None:
     """With a reference; resumed after a step it ends as the uninterrupted run."""
     torch.manual_seed(0)

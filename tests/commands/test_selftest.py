@@ -65,6 +65,7 @@ def test_checks_of_an_update_hold_and_fail_where_it_is_broken(
         assert (outcome.status, line in outcome.detail) == ("fail", True), outcome
 
 
+@pytest.mark.slow
 def test_a_resume_that_differs_is_found(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
     assert runs.control_ppo(context).status == "pass"

@@ -259,6 +259,7 @@ def test_where_there_is_no_terminal_long_work_says_how_far_it_is(
     assert capsys.readouterr().err == lines
 
 
+@pytest.mark.slow
 def test_real_data(test_data: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     files = [str(test_data / "gsm8k/test.parquet"), str(test_data / "math/test.parquet")]
     rows = load_rows(files)

@@ -189,6 +189,7 @@ def test_a_port_of_a_local_ray_that_is_taken_is_said(taken: int, tmp_path: Path)
         ray_group([Pool(1, 1)], "cpu", 1, tmp_path, options=options)
 
 
+@pytest.mark.slow
 def test_the_doctor_says_that_there_is_no_cluster(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -224,6 +224,7 @@ def resolve_member(model: KnownModel) -> bytes:
         return archive.read(model.wheels[0].member)
 
 
+@pytest.mark.slow
 def test_the_hub_is_tried_first_and_believed_by_the_pinned_hash_only(tiny_wheel, tmp_path, monkeypatch):
     content = resolve_member(tiny_wheel)
     model = replace(tiny_wheel, hub_file=("me/tiny-GGUF", "tiny.gguf"))

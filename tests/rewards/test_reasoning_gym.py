@@ -169,6 +169,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_for_ever_is_a_wrong_one(monkeypatch):
     points("coin_flip", "319/512", answer="0.623046875")  # imports what scorers need
     monkeypatch.setattr(bounded, "MAX_SECONDS", 0.2)

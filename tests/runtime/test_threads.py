@@ -228,6 +228,7 @@ def test_threads_that_wait_sleep_soon(given: dict[str, str], expected: str | Non
     assert done.stdout == f"{expected}\n"
 
 
+@pytest.mark.slow
 @needs_affinity
 def test_openmp_reads_how_they_wait_when_torch_is_loaded() -> None:
     others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

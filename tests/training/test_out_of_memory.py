@@ -298,6 +298,7 @@ def test_out_of_memory_in_the_optimizers_step_is_one_clear_error(fail, batch: Tr
         engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(ROWS), step=0)
 
 
+@pytest.mark.slow
 def test_a_process_of_limited_memory_goes_on(caplog) -> None:
     """Nothing is faked here: the kernel refuses the memory of all rows at once, and gives that of some."""
     learner = flat_learner(ControlPolicy(PolicySpec(5, (3,), 1, num_layers=2, hidden_dim=128), seed=0))

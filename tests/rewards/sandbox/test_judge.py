@@ -140,7 +140,7 @@ PRINTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("offset", [0, *(pytest.param(later, marks=pytest.mark.slow) for later in (1, 2))])
 def test_whatever_an_answer_prints_is_wrong_at_worst_and_soon(offset):
     for expected, printed in itertools.product(EXPECTED, PRINTED[offset::3]):
         job, begun = job_for(CallTest("f", [], expected), Answer("python", "")), time.process_time()
