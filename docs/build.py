@@ -37,6 +37,7 @@ METRIC_GROUPS = {
     "Progress": metrics.PROGRESS,
     "Embodied runs": metrics.EMBODIED,
     "Training of reward models": metrics.REWARD_MODELS,
+    "Supervised fine-tuning": metrics.FINE_TUNING,
     "Time": metrics.TIMING,
     "Validation": metrics.VALIDATION,
 }

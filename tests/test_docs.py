@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tether.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from tether.commands.cli import app
 from tether.config.keys import keys, sections
+from tether.config.loading.sft_names import full_name
 from tether.config.loading.typos import MISSPELLINGS
 from tether.config.support.patterns import look_up
 from tether.config.support.verl_keys import renamed, unread
@@ -58,7 +59,7 @@ def code_spans(page: Path) -> list[str]:
 
 @cache
 def is_key(name: str) -> bool:
-    name = renamed(name)
+    name = full_name(renamed(name))
     owners = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
     in_mapping = any(owner in keys() and keys()[owner].is_mapping for owner in owners)
     return name in keys() or name in sections() or in_mapping or unread(name) is not None

@@ -142,6 +142,9 @@ def write_files(folder: Path) -> None:
     write_jsonl(folder / "ragged.jsonl", ragged)
     ragged[3]["prompt"][0]["content"] += f"{EOS} And now?"
     write_jsonl(folder / "control_tokens.jsonl", ragged)
+    chats = [row | {"messages": [*row["prompt"], {"role": "assistant", "content": "7"}]} for row in rows(count=8)]
+    write_jsonl(folder / "chats.jsonl", chats)
+    write_jsonl(folder / "answered.jsonl", [row | {"response": "7"} for row in rows(count=8)])
     unnamed = [{key: value for key, value in row.items() if key != "data_source"} for row in rows(count=8)]
     write_jsonl(folder / "unnamed.jsonl", unnamed)
 
@@ -149,6 +152,7 @@ def write_files(folder: Path) -> None:
 def text_context(folder: Path) -> dict[str, list[str]]:
     """See `Situation.context`."""
     overlong = [f"data.train_files={folder / 'ragged.jsonl'}", "data.max_prompt_length=50"]
+    fine_tuning = [f"data.{name}={folder / 'chats.jsonl'}" for name in ("train_files", "val_files")]
     own_class = ["data.custom_cls.name=First", f"data.custom_cls.path={folder / 'datasets.py'}"]
     learned = ["reward_model.enable=True", f"reward_model.model.path={folder / 'rm'}"]
     both = [*learned, "reward_model.parts={m: {kind: model}, r: {kind: rules}}"]
@@ -180,6 +184,10 @@ def text_context(folder: Path) -> dict[str, list[str]]:
             "data.max_prompt_length=80",
         ],
         "data.data_source": [f"data.train_files={folder / 'unnamed.jsonl'}", "data.data_source=toy"],
+        "sft.enable": fine_tuning,
+        "data.messages_key": fine_tuning,
+        "data.max_length": fine_tuning,
+        "data.response_key": [f"data.{name}={folder / 'answered.jsonl'}" for name in ("train_files", "val_files")],
         "data.custom_cls.path": own_class,
         "data.custom_cls.name": own_class,
         f"{VALIDATION}.temperature": sampled,

@@ -8,7 +8,15 @@ from tether.checkpoints.manifest import CARD, PARTIAL, sha256_of
 from tether.checkpoints.ownership import read_own, write_own
 from tether.checkpoints.rollbacks import Rollback, forget_other_rollbacks, roll_back, rollbacks_of
 from tether.checkpoints.state import as_bytes, load_state, moments_path, save_moments, save_state
-from tether.checkpoints.store import BEST, CheckpointStore, find_checkpoint, is_disk_full, run_of, step_of
+from tether.checkpoints.store import (
+    BEST,
+    CheckpointStore,
+    find_checkpoint,
+    is_checkpoint,
+    is_disk_full,
+    run_of,
+    step_of,
+)
 from tether.checkpoints.trees import from_tree, to_tree
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "find_checkpoint",
     "forget_other_rollbacks",
     "from_tree",
+    "is_checkpoint",
     "is_disk_full",
     "load_state",
     "moments_path",

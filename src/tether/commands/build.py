@@ -20,6 +20,11 @@ def build(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: 
         ValueError: the inputs are not usable.
     """
     forget_imports()
+    if loaded.config.sft.enable:
+        begin("loading transformers")
+        from tether.text.building.supervised import build_supervised_run
+
+        return build_supervised_run(loaded, begin)
     if loaded.config.env.train.id is None:
         begin("loading transformers")
         from tether.text.build import build_run

@@ -86,6 +86,7 @@ def _card(loaded: LoadedConfig, step: int, key: str, scores: Mapping[int, float]
 
 def _front_matter(config: RunConfig, name: str, key: str, scores: Mapping[int, float]) -> str:
     text, task = config.env.train.id is None, _task(config)
+    method = ["sft"] if config.sft.enable else ["reinforcement-learning", config.algorithm.adv_estimator]
     results = [
         EvalResult(
             task_type="text-generation" if text else "reinforcement-learning",
@@ -102,7 +103,7 @@ def _front_matter(config: RunConfig, name: str, key: str, scores: Mapping[int, f
         library_name="transformers" if text else "tether",
         pipeline_tag="text-generation" if text else "reinforcement-learning",
         base_model=_hub_id(config),
-        tags=["tether", "reinforcement-learning", config.algorithm.adv_estimator],
+        tags=["tether", *method],
         eval_results=results or None,
     )
     return data.to_yaml()
@@ -131,6 +132,8 @@ def _task(config: RunConfig) -> str:
 
 
 def _algorithm(config: RunConfig) -> str:
+    if config.sft.enable:
+        return "supervised fine-tuning"
     estimator, loss = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
     name = "PPO with a critic (gae)" if estimator == "gae" else estimator
     return name if loss == "vanilla" else f"{name}, policy loss {loss}"
@@ -139,12 +142,7 @@ def _algorithm(config: RunConfig) -> str:
 def _facts(config: RunConfig, step: int, key: str, scores: Mapping[int, float]) -> str:
     rows = {"task": f"`{_task(config)}`", "training steps": str(step)}
     if config.env.train.id is None:
-        n = config.actor_rollout_ref.rollout.n
-        rows["a step"] = f"{config.data.train_batch_size} prompts, {n} response{'s' * (n > 1)} each"
-        reward = config.custom_reward_function
-        rows["reward"] = (
-            f"`{Path(reward.path).name}:{reward.name}`" if reward.path else "tether's rule for the data source"
-        )
+        rows |= {"a step": f"{config.data.train_batch_size} conversations"} if config.sft.enable else _rl_facts(config)
         if config.actor_rollout_ref.model.lora_rank:
             rows["adapter"] = f"LoRA of rank {config.actor_rollout_ref.model.lora_rank}, merged into the weights"
     rows["seed"] = f"{config.trainer.seed} (one run; a score of one seed varies)"
@@ -152,6 +150,12 @@ def _facts(config: RunConfig, step: int, key: str, scores: Mapping[int, float]) 
         first, last = min(scores), max(scores)
         rows[f"`{key}`"] = f"{scores[first]:.3f} at step {first}, {scores[last]:.3f} at step {last}"
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _rl_facts(config: RunConfig) -> dict[str, str]:
+    n, reward = config.actor_rollout_ref.rollout.n, config.custom_reward_function
+    own = f"`{Path(reward.path).name}:{reward.name}`" if reward.path else "tether's rule for the data source"
+    return {"a step": f"{config.data.train_batch_size} prompts, {n} response{'s' * (n > 1)} each", "reward": own}
 
 
 def _table(key: str, scores: Mapping[int, float]) -> str:

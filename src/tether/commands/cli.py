@@ -161,6 +161,24 @@ def train(arguments: ConfigArguments = None, config_path: ConfigPath = None, con
 
     For example: tether train run.yaml trainer.total_epochs=2, or tether train quickstart (a recipe)
     """
+    _train(arguments, config_path, config_name)
+
+
+@app.command()
+def sft(arguments: ConfigArguments = None, config_path: ConfigPath = None, config_name: ConfigName = None) -> None:
+    """Fine-tune a language model on conversations, or resume from the last checkpoint of the run.
+
+    Rows have messages, or prompt and response; the loss is that of the assistant's tokens. Keys of verl's SFT trainer
+    are read, too: model.partial_pretrain, optim.lr, data.micro_batch_size_per_gpu. PPO starts from the result with
+    actor_rollout_ref.model.path=RUN.
+
+    For example: tether sft model.path=Qwen/Qwen2.5-0.5B data.train_files=chats.jsonl data.val_files=held_out.jsonl
+    """
+    path, overrides = _split(arguments)
+    _train([*([] if path is None else [str(path)]), "sft.enable=True", *overrides], config_path, config_name)
+
+
+def _train(arguments: Sequence[str] | None, config_path: Path | None, config_name: str | None) -> None:
     restart_with_huge_pages()
     outlive_lost_output()
     loaded = _load(arguments, config_path, config_name, files=True)

@@ -55,6 +55,11 @@ def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:
     else:
         checkpoint = checkpoint_at(folder)
         loaded = load_saved(checkpoint, overrides)
+        if loaded.config.sft.enable and loaded.sources["data.val_files"] != "command line":
+            raise ValueError(
+                f"{folder}: was fine-tuned (tether sft), and its validation rows name no reward. Give prompts that "
+                "do: data.val_files=FILE. The validation loss is val/loss in the run's metrics.jsonl"
+            )
         out = checkpoint.parent / f"eval_{checkpoint.name}.json"  # not in it: its manifest lists every file
         if loaded.config.env.train.id is None:
             result = _evaluate_text(loaded, checkpoint / "actor", step_of(checkpoint), screen)

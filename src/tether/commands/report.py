@@ -14,7 +14,7 @@ from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
 from tether.control.build import fit_defaults
-from tether.metrics.loggers import METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
+from tether.metrics.loggers import HELD_OUT_LOSS, METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
 from tether.types import JsonObject
 
@@ -117,7 +117,7 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
     """Return a table with the first, last and best value of every reported metric."""
     rows: dict[str, dict[int, float]] = {}
     for step, metrics in steps.items():
-        for key in [*validation_means(metrics), *(key for key in EPISODES if key in metrics)]:
+        for key in [*validation_means(metrics), *(key for key in (*EPISODES, HELD_OUT_LOSS) if key in metrics)]:
             rows.setdefault(key, {})[step] = metrics[key]
     table = Table(title="episodes" if rows.keys() & set(EPISODES) else "held-out score")
     if not rows:
@@ -136,7 +136,8 @@ def _scores(steps: Mapping[int, Mapping[str, float]]) -> Table:
         table.add_column(column)
     for key, series in rows.items():
         first, last = series[min(series)], series[max(series)]
-        cells = [f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{max(series.values()):.3f}"]
+        best = min(series.values()) if key == HELD_OUT_LOSS else max(series.values())
+        cells = [f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}", f"{best:.3f}"]
         table.add_row(key, *cells[: len(columns)], *(context[key][name] for name in auxiliary))
     return table
 

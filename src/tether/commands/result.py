@@ -12,11 +12,11 @@ from statistics import fmean
 
 from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.policy import Policy, load
-from tether.metrics.loggers import read_metrics, validation_means
+from tether.metrics.loggers import HELD_OUT_LOSS, read_metrics, validation_means
 
 HELD_OUT = "val-core"
 """Name of the score if there are several data sources: the mean of their held-out scores."""
-SCORES = ("eval/return", "critic/score/mean", "env/return")
+SCORES = (HELD_OUT_LOSS, "eval/return", "critic/score/mean", "env/return")
 """Scores of a run without held-out prompts; the first one that was logged counts."""
 
 
@@ -91,6 +91,8 @@ def read_result(folder: Path, *, step: int, total_steps: int, stopped_by: str | 
     steps = read_metrics(folder)
     key, scores = run_scores(steps)
     best = max(scores, key=scores.__getitem__, default=None)
+    if key == HELD_OUT_LOSS:
+        best = min(scores, key=scores.__getitem__)
     return TrainingResult(
         folder=folder,
         checkpoint=CheckpointStore(folder).last_saved(),

@@ -74,8 +74,8 @@ def misplaced(cfg: RunConfig) -> Problem | None:
 
 
 def models_of(cfg: RunConfig) -> set[str]:
-    """Return the models on the devices of a run; an embodied run only has the policy, which includes its critic."""
-    if cfg.env.train.id is not None:
+    """Return the models on the devices of a run; embodied runs and fine-tuning only have the policy."""
+    if cfg.env.train.id is not None or cfg.sft.enable:
         return {"actor"}
     has = {
         "actor": True,

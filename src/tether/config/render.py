@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import yaml
 
-from tether.config import control_defaults
+from tether.config import control_defaults, sft
 from tether.config.support.live_keys import live_keys, why_idle
 
 Line = Callable[[str, str], str]
@@ -63,7 +63,7 @@ def _shown_keys(values: Mapping[str, object], sources: Mapping[str, str]) -> lis
 
 
 def _is_untouched(source: str) -> bool:
-    return source in ("default", control_defaults.SOURCE) or source.startswith("inherits ")
+    return source in ("default", control_defaults.SOURCE, sft.SOURCE) or source.startswith("inherits ")
 
 
 def _tree(values: Mapping[str, object], paths: list[str], line: Line) -> str:

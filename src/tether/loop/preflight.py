@@ -43,8 +43,8 @@ class PreflightSample(Protocol):
         ...
 
     @property
-    def step_rows(self) -> int:
-        """The number of rows that a training step learns from."""
+    def step_rows(self) -> int | None:
+        """The number of rows that a training step of PPO learns from; None for another loss, which clips no ratio."""
         ...
 
     def render(self) -> list[RenderableType]:
@@ -100,7 +100,8 @@ def preflight(
     if lacking:
         return Preflight(None, lacking)
     sample, plan = take_sample(), learners[0].plan
-    return Preflight(sample, [*sample.findings, *update_findings(sample.step_rows, plan.mini_batch_rows, plan.epochs)])
+    updates = [] if sample.step_rows is None else update_findings(sample.step_rows, plan.mini_batch_rows, plan.epochs)
+    return Preflight(sample, [*sample.findings, *updates])
 
 
 def memory_findings(needs: Sequence[MemoryNeed]) -> list[Finding]:

@@ -338,6 +338,20 @@ REWARD_MODELS: Mapping[str, MetricInfo] = {
     "rm/<figure>": MetricInfo("Learning rate, norm of the gradient and skipped updates.", when="in tether rm train"),
 }
 
+FINE_TUNING: Mapping[str, MetricInfo] = {
+    "train/loss": MetricInfo(
+        "Minus the mean log-probability of the assistant's tokens, in nats, before the update.",
+        "falls",
+        when="in tether sft",
+    ),
+    "train/learned_tokens": MetricInfo("Tokens of the assistant in the step.", when="in tether sft"),
+    "val/loss": MetricInfo(
+        "The same loss on held-out conversations.",
+        "falls; a rise while train/loss falls is overfitting",
+        when="in tether sft",
+    ),
+}
+
 TIMING: Mapping[str, MetricInfo] = {
     "timing_s/step": MetricInfo("Seconds of the training step, without validation and saving."),
     "timing_s/gen": MetricInfo("Seconds of generating responses; with `trainer.async_mode`, of waiting for them."),
@@ -406,6 +420,7 @@ METRICS: Mapping[str, MetricInfo] = {
     **PROGRESS,
     **EMBODIED,
     **REWARD_MODELS,
+    **FINE_TUNING,
     **TIMING,
     **VALIDATION,
 }

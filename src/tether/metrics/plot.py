@@ -73,6 +73,7 @@ class Panel:
 
 PANELS = (
     Panel("Training score", "mean reward of a response", ("critic/score/mean",)),
+    Panel("Loss of fine-tuning", "nats per token", ("train/loss", "val/loss"), ("training", "held out")),
     Panel("Return of an episode", "sum of rewards, mean", ("env/return", "eval/return"), ("training", "test")),
     Panel("Success", "share of episodes", ("env/success_once", "eval/success_once"), ("training", "test")),
     Panel("Length of an episode", "steps, mean", ("env/episode_len",)),

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
@@ -39,7 +38,6 @@ from tether.loop.parts import Saver
 from tether.loop.preflight import preflight
 from tether.loop.run import (
     Run,
-    after_rollbacks,
     begin_run,
     build_best_evaluation,
     build_critic_warmup,
@@ -47,17 +45,13 @@ from tether.loop.run import (
     build_recorder,
     build_rollbacks,
     checkpoint_line,
-    find_start,
     ranks_line,
 )
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
-from tether.runtime.global_rng import seed_rng
-from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
-from tether.runtime.run_lock import RunLock
-from tether.text.building.inputs import Inputs, build_inputs, with_template_date
+from tether.text.building.inputs import Inputs, build_inputs
 from tether.text.building.learners import check_router_replay
-from tether.text.building.loading import DTYPES, decided_formats, formats_line
+from tether.text.building.loading import DTYPES, formats_line
 from tether.text.building.named_inputs import TURNS
 from tether.text.building.off_policy import (
     build_dynamic_sampling,
@@ -70,6 +64,7 @@ from tether.text.building.parts import sources_of
 from tether.text.building.rewards import build_rewards, reward_model_path
 from tether.text.building.roles import build_roles
 from tether.text.building.servers import look_at_servers
+from tether.text.building.start import start_run
 from tether.text.building.turns import build_conversations, build_tool_pool, scored_by_environments
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
@@ -121,20 +116,10 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
     """
     config = loaded.config
     check_own_functions(config.algorithm, config.actor_rollout_ref.actor, has_critic=config.critic.enable)
-    set_threads(config.trainer.num_threads)
-    seed_rng(config.trainer.seed)
-    device = resolve_device(config.trainer.device)
-    directory = Path(config.trainer.default_local_dir)
     with ExitStack() as resources:
-        if is_progress_bar_enabled():  # transformers' progress bars would appear at every checkpoint
-            disable_progress_bar()
-            resources.callback(enable_progress_bar)
-        resources.enter_context(RunLock(directory))
-        store, checkpoint = find_start(loaded)
-        loaded = with_template_date(after_rollbacks(loaded, store, checkpoint), checkpoint)
-        formats = decided_formats(loaded.config, device, checkpoint)
-        loaded = loaded.with_values(formats, "what this device computes in")
-        config = loaded.config
+        start = start_run(loaded, resources)
+        loaded, device, store, checkpoint = start.loaded, start.device, start.store, start.checkpoint
+        config, directory = loaded.config, store.root
         algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
         tools = build_tool_pool(rollout, config.data)
         if tools:
@@ -195,7 +180,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
         chat_format = _chat_format(config.data, inputs.tokenizer)
         check = partial(preflight, partial(sample_responses, source, rollouts, chat_format), learners)
-        about = [*_about(config, inputs, groups, learners), *formats_line(config, formats)]
+        about = [*_about(config, inputs, groups, learners), *formats_line(config, start.formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tether.config import sft
 from tether.config.contradictions import contradictions
 from tether.config.control_defaults import is_undecided, with_defaults
 from tether.config.keys import keys, values_of, with_values
@@ -108,7 +109,7 @@ def _load(
     continuous: bool = False,
     pictures: bool = False,
 ) -> LoadedConfig:
-    resolved = resolve(with_defaults(settings, continuous=continuous, pictures=pictures))
+    resolved = resolve(sft.with_defaults(with_defaults(settings, continuous=continuous, pictures=pictures)))
     problems += [*resolved.problems, *unread_problems(_values(resolved.unread), resolved.values)]
     try:
         config = RunConfig.model_validate(nest(resolved.values))
@@ -156,7 +157,7 @@ def _check_other_keys(settings: Settings, bad: set[str], look: AdditionalCheck) 
     """Check the config with defaults for its bad keys, and return only problems that mention none of them."""
     stand_ins = {key: Setting(PLACEHOLDER, COMMAND_LINE, 0) for key in bad if keys()[key].required or key == ENV_KEY}
     good = {key: setting for key, setting in settings.items() if key not in bad}
-    resolved = resolve(with_defaults(good | stand_ins))
+    resolved = resolve(sft.with_defaults(with_defaults(good | stand_ins)))
     config = RunConfig.model_validate(nest(resolved.values))
     problems = _check(resolved.settings, config, look)
     return [problem for problem in problems if not any(key in str(problem) for key in bad)]

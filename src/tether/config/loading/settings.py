@@ -17,6 +17,7 @@ from tether.config.loading.foreign_words import KEYS
 from tether.config.loading.interpolation import interpolates
 from tether.config.loading.overrides import Override, parse_overrides
 from tether.config.loading.rlinf_marks import ENV_KEY, NOT_SUPPORTED, is_rlinf
+from tether.config.loading.sft_names import full_name, is_fine_tuning, with_full_names
 from tether.config.loading.typos import unknown_key
 from tether.config.loading.yaml_file import MISSING, read_yaml
 from tether.config.problems import ConfigError, Problem
@@ -71,6 +72,9 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     verl_files = composed_files() if path is not None and _may_be_shipped_by_verl(path) else {}
     shipped = verl_files.get(path.stem) if path is not None else None
     tree = shipped if shipped is not None else {} if path is None else read_yaml(path, verl_files)
+    if is_fine_tuning(tree, parsed):
+        tree = with_full_names(tree)
+        parsed = [replace(override, path=full_name(override.path)) for override in parsed]
     if path is not None and is_rlinf(tree):  # imported here, since its tables are slow to load
         imported: Imported = integration("rlinf", "importer").import_file(path, parsed)
         settings, parsed = _translated(imported, path.name), list(imported.other_overrides)

@@ -13,7 +13,7 @@ from tether.config.schema.section import EMBODIED, EMBODIED_TOO, ActsIf, Options
 from tether.control.envs.config import EnvConfig
 from tether.control.policies.config import PolicyConfig
 from tether.loop.config import ClusterConfig, RayKwargsConfig, TrainerConfig
-from tether.text.data.config import DataConfig
+from tether.text.data.config import DataConfig, SftConfig
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 
@@ -38,6 +38,7 @@ class RunConfig(Section):
     """All settings of a run; only `load_config` creates it, with defaults and inherited values."""
 
     data: DataConfig
+    sft: SftConfig
     actor_rollout_ref: ActorRolloutRefConfig
     critic: Annotated[CriticConfig, ActsIf("critic.enable", on=(True,))]
     algorithm: AlgorithmConfig

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 
-from tether.config import control_defaults
+from tether.config import control_defaults, sft
 from tether.config.keys import keys, show
 from tether.config.schema.section import ActsIf
 from tether.runtime.objects import is_object
@@ -57,6 +57,8 @@ def _state(switch: ActsIf, values: Mapping[str, object]) -> str:
 
 
 def _why_unread(path: str, values: Mapping[str, object]) -> str | None:
+    if values[sft.SWITCH] and not sft.is_read(path):
+        return f"{sft.SWITCH} is true, and fine-tuning does not read it"
     if values[control_defaults.SWITCH] is None or keys()[path].in_embodied:
         return None
     return f"{control_defaults.SWITCH} is set, and embodied runs do not read it"

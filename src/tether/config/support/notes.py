@@ -130,7 +130,7 @@ def _idle(settings: Settings, values: Mapping[str, object]) -> list[str]:
     silenced: dict[str, list[str]] = defaultdict(list)
     for path, setting in settings.items():
         reason = why_idle(path, values)
-        if reason is not None and setting.source != control_defaults.SOURCE and _differs(keys()[path], values):
+        if reason is not None and setting.position >= 0 and _differs(keys()[path], values):
             silenced[reason].append(f"{path}={show(values[path])}")
     return [f"no effect: {', '.join(settings)} ({reason})" for reason, settings in silenced.items()]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
-from tether.metrics.loggers.headline import VALIDATION, evaluation_score, validation_means
+from tether.metrics.loggers.headline import HELD_OUT_LOSS, VALIDATION, evaluation_score, validation_means
 from tether.metrics.loggers.jsonl import (
     DISCARDED_FILE,
     EVENTS_FILE,
@@ -25,6 +25,7 @@ from tether.spelling import did_you_mean
 __all__ = [
     "DISCARDED_FILE",
     "EVENTS_FILE",
+    "HELD_OUT_LOSS",
     "METRICS_FILE",
     "SAMPLES_FILE",
     "VALIDATION",

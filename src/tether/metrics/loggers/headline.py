@@ -27,9 +27,13 @@ class Headline:
         return {key: format(metrics[key], self.style) for key in keys}
 
 
+HELD_OUT_LOSS = "val/loss"
+"""Loss of held-out conversations in fine-tuning; lower is better."""
+
 HEADLINES = (
     Headline("score", ("critic/score/mean", "env/return"), ".3f"),
-    Headline("val", ("eval/return",), ".3f"),
+    Headline("loss", ("train/loss",), ".3f"),
+    Headline("val", ("eval/return", HELD_OUT_LOSS), ".3f"),
     Headline("ref kl", ("actor/reward_kl_penalty",), ".4f"),
     Headline("kl loss", ("actor/kl_loss",), ".4f"),
     Headline("ppo kl", ("actor/ppo_kl",), ".4f"),
@@ -49,6 +53,7 @@ LABELS = tuple(headline.label for headline in HEADLINES)
 """Labels in display order."""
 OPTIONAL_LABELS = (
     "critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "steps/s", "length", "env steps",
+    "loss",
 )  # fmt: skip
 """Labels that are dropped on a narrow screen, in this order."""
 
@@ -59,9 +64,10 @@ def validation_means(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation_score(metrics: Mapping[str, float]) -> float:
-    """Return the score of an evaluation: the mean over data sources, or the mean return of its episodes; -inf without
-    either."""
-    scores = list(validation_means(metrics).values()) or [metrics.get("eval/return", -math.inf)]
+    """Return the score of an evaluation: the mean over data sources, the mean return of its episodes, or minus the
+    loss; -inf without any."""
+    scores = list(validation_means(metrics).values())
+    scores = scores or [metrics.get("eval/return", -metrics.get(HELD_OUT_LOSS, math.inf))]
     score = sum(scores) / len(scores)
     return -math.inf if math.isnan(score) else score
 

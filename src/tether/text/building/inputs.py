@@ -19,6 +19,7 @@ from tether.text.building.turns import check_agents
 from tether.text.data.columns import Columns
 from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
+from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent
 from tether.text.models.load import load_config, load_tokenizer
@@ -75,7 +76,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     check_scoring(config.reward_model, tokenizer)
     for path in dict.fromkeys((model_path, critic_path)):
         for prompts in datasets:
-            _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
+            check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
     return Inputs(model_path, critic_path, tokenizer, train, validation)
 
 
@@ -106,11 +107,16 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
             )
 
 
-def _check_vocabulary(path: Path | str, prompts: PromptDataset, *, trust_remote_code: bool) -> None:
+def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, trust_remote_code: bool) -> None:
+    """Check that a model has all tokens of its rows.
+
+    Raises:
+        ValueError: the message names a row and its token.
+    """
     vocabulary = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
-    if problem := prompts.first_beyond(vocabulary):
+    if problem := rows.first_beyond(vocabulary):
         raise ValueError(
-            f"{path}: its vocabulary has {vocabulary} tokens, but the prompt of {problem}. The tokenizer knows "
+            f"{path}: its vocabulary has {vocabulary} tokens, but {problem}. The tokenizer knows "
             "more tokens than the model: use its own (actor_rollout_ref.model.tokenizer_path), or one whose embeddings "
             "were resized after tokens were added."
         )

@@ -243,7 +243,8 @@ def actor_engine(
     """Build the engine of the policy."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
-    _set_sampling(model, rollout)
+    if not config.sft.enable:
+        _set_sampling(model, rollout)
     save = _save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model
     return make(
         model,

@@ -26,6 +26,7 @@ from tether.runtime.objects import is_object
 from tether.runtime.program import environment_of
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
+from tether.text.data.chats import load_chats
 from tether.text.data.config import DataConfig
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
@@ -169,7 +170,10 @@ def missing_inputs(
         sections: prefixes of the keys to check.
         rows: number of rows to check per file; None: all.
     """
-    named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
+    if config.sft.enable:
+        named = _of_fine_tuning(config, rows)
+    else:
+        named = _of_control(config) if config.env.train.id is not None else _of_text(config, rows)
     problems: dict[str, Problem] = {}
     for key, value, look in named:
         # A path under several keys is one problem, of the first key; asking a hub again would take time.
@@ -277,6 +281,21 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if is_own_function(rollout.agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     yield from _of_both(config)
+
+
+def _of_fine_tuning(config: RunConfig, first: int | None) -> Named:
+    model, data = config.actor_rollout_ref.model, config.data
+    yield "actor_rollout_ref.model.path", model.path, _model
+    yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
+    for key, names in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        yield from ((key, name, partial(_chats, data, first)) for name in names)
+    yield from _of_both(config)
+
+
+def _chats(data: DataConfig, first: int | None, name: str) -> None:
+    """Check the rows of a file; a hub is asked when the run is built."""
+    if locate(expand(name)[0]).kind != "hub":
+        load_chats(data, [name], first)
 
 
 def _of_parts(reward: RewardModelConfig) -> Named:

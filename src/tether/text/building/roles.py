@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch
-from tether.config import RunConfig, asks_reference, models_of, placed, reference_runs_with_actor, uses_megatron
+from tether.config import RunConfig, models_of, placed, reference_runs_with_actor, uses_megatron
 from tether.config.schema import CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.distributed import Group
 from tether.distributed.groups import RankGroups
@@ -87,6 +87,21 @@ class Engines:
         return {name: engine for name, engine in vars(self).items() if engine is not None}
 
 
+def build_policy_engine(config: RunConfig, sources: Sources, groups: RankGroups | None) -> PolicyEngine:
+    """Load only the policy on the devices of a run; the arguments are those of `build_roles`.
+
+    Raises:
+        ValueError: the model cannot be loaded or trained.
+    """
+    if groups is None:
+        engine = _engines(config, sources, lambda _: LocalEngine, frozenset({"actor"}), sharded=False).actor
+        assert engine is not None
+        return engine
+    groups.build(build_parts, config, sources)
+    assign = balanced if config.trainer.balance_batch else in_order
+    return ShardedEngine(groups.of["actor"], "actor", _replicas(config, groups)["actor"], assign)
+
+
 def build_roles(
     config: RunConfig,
     sources: Sources,
@@ -147,9 +162,9 @@ def _of_first_rank(group: Group, component: str, method: str) -> Any:
 def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
     """Return for each model which ranks share its rows."""
     ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
-    if config.critic.enable:
+    if "critic" in groups.of:
         ranks_per_replica["critic"] = sequence_ranks(config, config.critic)
-    if asks_reference(config):
+    if "reference" in groups.of:
         ranks_per_replica["reference"] = reference_ranks(config)
     if uses_megatron(config):
         return {name: Replicas.reported_by(groups.of[name], name) for name in ranks_per_replica}

@@ -66,6 +66,8 @@ class Columns:
     """Text of a system message before the prompt."""
     suffix: str = ""
     """Text appended verbatim to the last message."""
+    others: tuple[str, ...] = ()
+    """Further columns to read."""
 
     def with_options(self, options: Mapping[str, str]) -> Columns:
         """Return these columns, overridden by the options of one source (`tether.text.data.location.ROW_OPTIONS`)."""

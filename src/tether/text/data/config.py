@@ -29,6 +29,17 @@ class CustomClassConfig(Section):
     """Name of the class in that file."""
 
 
+class SftConfig(Section):
+    """`sft`: supervised fine-tuning in place of PPO."""
+
+    enable: bool = False
+    """Learn the assistant's messages in the rows, without sampling and rewards; `tether sft` sets it. (tether's own
+    key.)"""
+
+
+FINE_TUNING = ActsIf("sft.enable", on=(True,))
+
+
 class DataConfig(Section):
     """Prompts: files, order, lengths, chat template."""
 
@@ -43,9 +54,9 @@ class DataConfig(Section):
     max_response_length: Positive = 512
     """Longest response in tokens; one that reaches it is cut."""
     filter_overlong_prompts: bool = False
-    """Drop rows whose prompt is longer than max_prompt_length; the number dropped is shown."""
+    """Drop rows longer than max_prompt_length (`tether sft`: max_length); the number dropped is shown."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """An overlong prompt: refuse it, or cut its left end, its right end, or its middle."""
+    """An overlong prompt (`tether sft`: conversation): refuse it, or cut its left end, its right end, or its middle."""
     shuffle: bool = True
     """Draw training prompts in a new random order each epoch."""
     seed: Annotated[Seed, Inherits("trainer.seed")]
@@ -56,6 +67,12 @@ class DataConfig(Section):
     """Use this many held-out rows."""
     prompt_key: str = "prompt"
     """Column with the conversation."""
+    messages_key: Annotated[str, FINE_TUNING] = "messages"
+    """Column with whole conversations, in `tether sft`; files without it have prompt_key and response_key."""
+    response_key: Annotated[str, FINE_TUNING] = "response"
+    """Column with the response to prompt_key, in `tether sft`."""
+    max_length: Annotated[Positive, FINE_TUNING] = 1024
+    """Longest conversation in tokens, in `tether sft`."""
     reward_fn_key: str = "data_source"
     """Column that names the reward."""
     answer_key: str | None = None

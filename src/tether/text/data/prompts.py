@@ -49,7 +49,7 @@ TEMPLATE_ERRORS = (
 )  # fmt: skip
 """Errors that expressions in a template can raise."""
 
-TRUNCATIONS: dict[str, Callable[[TokenIds, int], TokenIds]] = {
+TRUNCATIONS: dict[str, Callable[[NDArray[Any], int], NDArray[Any]]] = {
     "left": lambda ids, length: ids[len(ids) - length :],
     "right": lambda ids, length: ids[:length],
     "middle": lambda ids, length: np.concatenate([ids[: length // 2], ids[len(ids) - (length - length // 2) :]]),
@@ -121,17 +121,26 @@ def write_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokeniz
     Raises:
         ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
     """
-    try:
-        with deadline(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
-            text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **arguments)
-    except TEMPLATE_ERRORS as error:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        why = f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
-        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {why}") from error
+    text = apply_template(messages, tokenizer, tokenize=False, **arguments)
     assert isinstance(text, str)
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"the chat template wrote {len(text)} characters, and {LONGEST_TEXT} are the most")
     return text
+
+
+def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **arguments: Any) -> object:
+    """Call `apply_chat_template` with limits of time and memory.
+
+    Raises:
+        ValueError: the template has a syntax error, refuses the conversation, fails or does not end.
+    """
+    try:
+        with deadline(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
+            return tokenizer.apply_chat_template([dict(message) for message in messages], **arguments)
+    except TEMPLATE_ERRORS as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        why = f"it takes more than {TEMPLATE_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
+        raise ValueError(f"the chat template refuses the conversation (roles: {roles}): {why}") from error
 
 
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
@@ -412,7 +421,7 @@ class PromptDataset:
             raise ValueError(f"no prompt is left: {self.report}. Raise data.max_prompt_length.")
         self._rows = rows
         self._row_indices = [chosen[i] for i in used]
-        self._token_ids = [_cut(encoded[i], limit, options.truncation) for i in used]
+        self._token_ids = [cut(encoded[i], limit, options.truncation) for i in used]
         self.report = replace(self.report, num_distinct=len(self._keys()))
 
     def _keys(self) -> set[bytes]:
@@ -557,7 +566,8 @@ def _encode_as_text(
     return control.tokenize_broken(text, mark)
 
 
-def _cut(ids: TokenIds, limit: int, truncation: str) -> TokenIds:
+def cut(ids: NDArray[Any], limit: int, truncation: str) -> NDArray[Any]:
+    """Truncate ids, or anything parallel to them, to `limit` tokens."""
     return TRUNCATIONS[truncation](ids, limit) if len(ids) > limit else ids
 
 

@@ -213,7 +213,7 @@ def record_problems(record: object, columns: Columns = _USUAL) -> Iterator[str]:
         yield f"a {type(record).__name__}, not an object with keys. {LAYOUT}."
         return
     prompt = record.get(columns.prompt)
-    yield from _prompt_problems(prompt, columns.prompt)
+    yield from prompt_problems(prompt, columns.prompt)
     if (
         columns.system is not None
         and isinstance(prompt, list)
@@ -249,7 +249,8 @@ def _is_prompt(record: object) -> TypeGuard[Prompt]:
     return isinstance(record, Prompt)
 
 
-def _prompt_problems(prompt: object, key: str) -> Iterator[str]:
+def prompt_problems(prompt: object, key: str) -> Iterator[str]:
+    """Yield problems with a text or conversation that is missing or has another type."""
     if prompt is None or prompt == "" or prompt == []:
         yield f"no `{key}`. Give a list of {{role, content}}, or a string."
     elif isinstance(prompt, list):

@@ -55,13 +55,23 @@ def load_rows(
     problems: list[str] = []
     for name in names:
         try:
-            sources += [_read(spec, columns, first) for spec in expand(name)]
+            sources += [read_source(spec, columns, first) for spec in expand(name)]
         except ValueError as error:  # reported together with the problems of other files
             problems.append(str(error))
     return Rows(sources, problems)
 
 
-def _read(spec: str, columns: Columns, first: int | None) -> RowSource:
+def read_source(spec: str, columns: Columns, first: int | None) -> RowSource:
+    """Read one source.
+
+    Args:
+        spec: one of the forms of `load_rows`, without patterns.
+        columns: names of its columns, which options after the ``?`` override.
+        first: maximum rows to read from a file; None: all.
+
+    Raises:
+        ValueError: it is missing or unreadable.
+    """
     location = locate(spec)
     # Adapters are imported on first use, so that other sources do not load their packages.
     if location.kind == "task":
@@ -100,6 +110,7 @@ def _read_parquet(path: Path, columns: Columns, first: int | None = None) -> Row
         "chosen",
         "rejected",
         *MEDIA_KEYS,
+        *columns.others,
     } | LAYOUT_KEYS
     try:
         keys = pyarrow.parquet.read_schema(path).names

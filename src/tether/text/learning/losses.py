@@ -286,6 +286,18 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
+class LikelihoodLoss:
+    """Minus the log-probability of each token, aggregated: the loss of supervised fine-tuning."""
+
+    aggregation: Aggregation = Aggregation()
+
+    def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
+        """Compute the loss as a `tether.loop.engine.LossFunction`."""
+        total = self.aggregation(-outputs.log_probs, batch.response_mask, sizes)
+        return LossTerm(total, {}, {"train/loss": total})
+
+
+@dataclass(frozen=True)
 class TokenSelection:
     """Selects tokens for a policy loss that treats some tokens of a mini-batch differently (`TOKEN_SELECTIONS`).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,14 +68,25 @@ def step_metrics(
 TextExperience = Experience[TrainBatch, ScoredResponses]
 
 
-@dataclass(frozen=True)
-class PromptSource:
-    """Provides prompts in the order of the data, as a `tether.loop.protocol.Source`."""
+class RowDataset(Protocol):
+    """The rows of a run, in any form."""
 
-    dataset: PromptDataset
+    def __getitem__(self, position: int, /) -> Any:
+        """Return a row."""
+        ...
+
+
+AnyDataset = TypeVar("AnyDataset", bound=RowDataset)
+
+
+@dataclass(frozen=True)
+class DatasetSource(Generic[AnyDataset]):
+    """Provides rows in the order of the sampler, as a `tether.loop.protocol.Source`."""
+
+    dataset: AnyDataset
     sampler: PromptSampler
 
-    def next(self, step: int) -> list[Prompt]:
+    def next(self, step: int) -> list[Any]:
         return [self.dataset[row] for row in self.sampler.next_batch()]
 
     def metrics(self) -> dict[str, float]:
@@ -87,8 +99,36 @@ class PromptSource:
         self.sampler.load_state_dict(state)
 
 
+PromptSource = DatasetSource[PromptDataset]
+
+
+class StatelessRollouts:
+    """Methods of a `tether.loop.protocol.Rollouts` without a state, whose metrics are all those of steps."""
+
+    def metrics_to_log(self) -> dict[str, float]:
+        return {}
+
+    def logged(self) -> None:
+        pass
+
+    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
+        return CheckpointExtras()
+
+    def checkpoint_saved(self, step: int) -> None:
+        pass
+
+    def load_checkpoint(self, checkpoint: Path) -> None:
+        pass
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        pass
+
+
 @dataclass(frozen=True, kw_only=True)
-class TextRollouts:
+class TextRollouts(StatelessRollouts):
     """Samples and scores responses, as a `tether.loop.protocol.Rollouts`; optional components may be None."""
 
     collector: Collector
@@ -162,30 +202,9 @@ class TextRollouts:
         metrics = step_metrics(experience.batch, outputs, experience.details.report, time, self.max_prompt_length)
         return metrics | self.transfers() | self.weight_transfers()
 
-    def metrics_to_log(self) -> dict[str, float]:
-        return {}  # there are only the metrics of steps
-
-    def logged(self) -> None:
-        pass
-
     def load_weights(self, weights: WeightUpdate) -> None:
         self.collector.engine.load_weights(weights)
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult:
         assert self.evaluation
         return self.evaluation.run(self.collector, NoiseKey(self.seed, step), progress)
-
-    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
-        return CheckpointExtras()
-
-    def checkpoint_saved(self, step: int) -> None:
-        pass
-
-    def load_checkpoint(self, checkpoint: Path) -> None:
-        pass
-
-    def state_dict(self) -> StateDict:
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        pass

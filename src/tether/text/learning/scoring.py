@@ -114,7 +114,7 @@ def score_batch(sequences: Sequence[TokenList], prompts: Sequence[Hashable]) -> 
             uid[row], shared[row] = number, common
     beginnings = [ids[:common] for ids, common in zip(sequences, shared, strict=True)]
     endings = [ids[common:] for ids, common in zip(sequences, shared, strict=True)]
-    return _rows(uid, beginnings, endings, [[len(ending) - 1] for ending in endings])
+    return marked_rows(uid, beginnings, endings, [[len(ending) - 1] for ending in endings])
 
 
 def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[float] = ()) -> TrainBatch:
@@ -129,7 +129,7 @@ def pair_batch(pairs: Sequence[tuple[TokenList, TokenList]], margins: Sequence[f
         beginnings.append(chosen[:common])
         endings.append(chosen[common:] + rejected[common:])
         ends.append([len(chosen) - common - 1, len(endings[-1]) - 1])
-    return _rows(list(range(len(pairs))), beginnings, endings, ends, margins)
+    return marked_rows(list(range(len(pairs))), beginnings, endings, ends, margins)
 
 
 def without_padding(ids: TokenList, pad_id: int | None) -> TokenList:
@@ -147,13 +147,23 @@ def _common_tokens(sequences: Sequence[TokenList]) -> int:
     return next((at for at in range(limit) if len({ids[at] for ids in sequences}) > 1), limit)
 
 
-def _rows(
+def marked_rows(
     uid: list[int],
     prompts: list[TokenList],
     responses: list[TokenList],
     marked: list[list[int]],
     scores: Sequence[float] = (),
 ) -> TrainBatch:
+    """Make a batch of rows that were not sampled.
+
+    Args:
+        uid: the prompt of each row; rows with the same one share it.
+        prompts: token ids, at least one each.
+        responses: token ids after the prompt.
+        marked: columns of each response in which the mask is set.
+        scores: one for each row; 0 without them.
+    """
+
     def padded(rows: list[TokenList]) -> Tensor:
         return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
 

@@ -1,6 +1,7 @@
 """Resolves a user's model path to something that can be loaded, or raises an error. Imports no torch.
 
-A path is, in this order, a name of `KNOWN_MODELS`, a Hugging Face directory, a GGUF file, an id on a model hub: Hugging
+A path is, in this order, a name of `KNOWN_MODELS`, a Hugging Face directory, a checkpoint or the folder of a run (its
+last one), a GGUF file, an id on a model hub: Hugging
 Face's, or ModelScope's after ``modelscope:`` and where VERL_USE_MODELSCOPE is true.
 """
 
@@ -120,8 +121,9 @@ def resolve_model_path(path: str | Path, cache_dir: Path, *, fetch: bool = True,
     local = Path(path).expanduser()
     check_readable([local])
     if local.is_dir():
-        _check_directory(local, weights=weights)
-        return local
+        directory = _policy_of_run(local)
+        _check_directory(directory, weights=weights)
+        return directory
     if local.is_file():
         if local.suffix != ".gguf":
             raise ValueError(f"{local}: is a file but not a .gguf one. Name the model's directory or a GGUF file.")
@@ -196,6 +198,17 @@ def _converted(file: Path, cache_dir: Path) -> Path:
     from tether.text.models.gguf import converted_gguf  # loads torch
 
     return converted_gguf(file, cache_dir, say=_log.warning)
+
+
+def _policy_of_run(directory: Path) -> Path:
+    """Return the policy of a checkpoint, or of the last one in the folder of a run; other directories are unchanged."""
+    manifests = [*directory.glob("manifest.json"), *directory.glob("global_step_*/manifest.json")]
+    if (directory / "config.json").is_file() or not manifests:
+        return directory
+    from tether.checkpoints import CheckpointStore, is_checkpoint  # loads torch
+
+    checkpoint = directory if is_checkpoint(directory) else CheckpointStore(directory).last_saved()
+    return directory if checkpoint is None else checkpoint / "actor"
 
 
 def _check_directory(directory: Path, *, weights: bool) -> None:
