@@ -1,20 +1,32 @@
 """`tether sft`: which tokens are learned, their loss, a run that is resumed, and PPO from its result."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from tests.device import DEVICE
 from tests.tiny import CHATML, EOS, EOS_ID, IM_START, tiny_tokenizer
 from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs, write_jsonl
 from tether.commands.build import build
+from tether.commands.card import write_card
+from tether.commands.cli import app
+from tether.commands.evaluate import evaluate
+from tether.commands.policy import load
+from tether.commands.report import show_report
+from tether.commands.result import read_result
 from tether.config import ConfigError, load_config
+from tether.metrics.keys import describe
+from tether.metrics.plot import plot_run
+from tether.runtime.terminal import Screen
 from tether.text.building.named_inputs import missing_inputs
 from tether.text.data.chats import ChatRow, load_chats
 from tether.text.data.config import DataConfig
@@ -259,3 +271,83 @@ def test_ppo_starts_from_the_folder_of_the_run(trained: Path, folder: Path, tmp_
     settings = [*base_overrides(folder, tmp_path), *GRPO, "trainer.total_training_steps=1", "trainer.save_freq=1"]
     run = train([*settings, f"actor_rollout_ref.model.path={trained}", "actor_rollout_ref.actor.optim.lr=0"])
     assert same(weights(run / "global_step_1"), weights(trained / "global_step_4"))
+
+
+def test_commands_take_the_run(
+    trained: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(trained).generate("1?", max_new_tokens=4)[0].text
+    with pytest.raises(ValueError, match=r"was fine-tuned \(tether sft\), and its validation rows name no reward"):
+        evaluate(str(trained), None, [])
+    scored = [f"custom_reward_function.path={folder / 'reward.py'}", "reward_model.num_workers=1"]
+    evaluate(str(trained), None, [f"data.val_files={folder / 'val.jsonl'}", "data.max_response_length=4", *scored])
+    assert "val-core/tiny/sums" in capsys.readouterr().out
+    assert "trained with supervised fine-tuning by tether" in write_card(trained).read_text()
+    assert plot_run(trained, tmp_path / "curves.png").stat().st_size > 0
+    show_report(trained, Screen(), "tether sft")
+    assert "val/loss" in capsys.readouterr().out
+    result = read_result(trained, step=4, total_steps=4)
+    assert (result.score, result.best_score) == ("val/loss", min(result.column("val/loss")[::2]))
+    assert all(describe(key) for row in result.metrics for key in row if key != "step")
+
+
+def test_adapters_alone_are_trained(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = ["model.lora_rank=2", "model.target_modules=[q_proj]", "trainer.total_epochs=1"]
+    run = fit(overrides(folder, tmp_path / "run", *lora))
+    before, after = load_file(folder / "model" / "model.safetensors"), weights(run / "global_step_2")
+    assert {name.split(".")[-2] for name in before if not same(before[name], after[name])} == {"q_proj"}
+    assert (run / "global_step_2" / "adapter" / "adapter_model.safetensors").is_file()
+    assert measured(run)[2]["val/loss"] < measured(run)[0]["val/loss"]
+
+
+def test_the_best_checkpoint_has_the_lowest_loss(folder: Path, tmp_path: Path) -> None:
+    """At a rate at which the second epoch undoes the first."""
+    run = fit(overrides(folder, tmp_path, "trainer.keep_best=True", "optim.lr=3e-1", "optim.lr_scheduler=constant"))
+    losses = {step: metrics["val/loss"] for step, metrics in measured(run).items() if "val/loss" in metrics}
+    assert losses[2] < losses[4]
+    assert [path.name for path in (run / "best").glob("global_step_*")] == ["global_step_2"]
+
+
+def test_verls_names_and_a_file_of_ppo_are_read(folder: Path, tmp_path: Path) -> None:
+    """What only PPO reads is named; the file's own names and verl's of its SFT trainer set the same keys."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {train_files: a.jsonl, micro_batch_size_per_gpu: 3}\nmodel: {partial_pretrain: m, lora_rank: 4}\n"
+        "optim: {lr: 1e-4}\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 5}}\n"
+    )
+    loaded = load_config(file, ["sft.enable=True", "optim.weight_decay=0.5"])
+    model, actor = loaded.config.actor_rollout_ref.model, loaded.config.actor_rollout_ref.actor
+    assert (model.path, model.lora_rank, actor.ppo_micro_batch_size_per_gpu) == ("m", 4, 3)
+    assert (actor.optim.lr, actor.optim.weight_decay, actor.optim.lr_scheduler_type) == (1e-4, 0.5, "cosine")
+    (note,) = loaded.notes
+    assert note.startswith("no effect: actor_rollout_ref.rollout.n=5, algorithm.adv_estimator=grpo (sft.enable is true")
+    again = tmp_path / "saved.yaml"
+    again.write_text(loaded.to_yaml())
+    assert load_config(again, []).config == loaded.config
+    with pytest.raises(ConfigError, match=r"model\.path: unknown key"):
+        load_config(None, ["model.path=m", "data.train_files=a.jsonl"])
+
+
+def test_the_command_prints_the_tokens_that_are_learned(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = overrides(folder, tmp_path / "run", "trainer.preflight=True", "trainer.total_training_steps=1")
+    monkeypatch.setattr("sys.argv", ["tether", "sft"])
+    done = CliRunner().invoke(app, ["sft", *settings[1:]])
+    assert done.exit_code == 0, done.output
+    printed = " ".join(done.output.replace("\u2502", "").split())
+    assert re.search(
+        r"row 0, \d+ tokens, of which the green ones are learned <\|im_start\|>user 0\?<\|im_end\|>", printed
+    )
+    assert "8 conversations" in printed
+    assert "clip" not in done.output
+
+
+@pytest.mark.slow
+def test_two_devices_learn_the_same(folder: Path, trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run = fit(overrides(folder, tmp_path / "run", "trainer.device=cpu", "trainer.n_gpus_per_node=2"))
+    for step in (0, 2, 4):
+        assert measured(run)[step]["val/loss"] == pytest.approx(measured(trained)[step]["val/loss"], rel=1e-3)
