@@ -4,12 +4,14 @@ import importlib
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.config.test_reference_command import PAGE, RUN_GEMMA
 from tether.config import LoadedConfig, load_config
+from tether.text.data.examples import assistant_mask
 from tether.text.data.pairs import pair_problems
 from tether.text.data.sources import load_rows
 from tether.text.rewards.custom import load_reward_function
@@ -129,3 +131,26 @@ def test_the_pairs_of_the_reward_model_follow_the_gold_score_and_no_tested_promp
     for row in rows["train"]:
         asked = words.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         assert words.unk_token_id not in words.encode(f"{asked}{rows['pairs'][0]['chosen']}")
+
+
+def test_the_fine_tuned_words_are_reversed_and_no_tested_one_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RECIPES / "sft-reverse"
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "make", raising=False)  # that of another recipe
+    make, reward = (importlib.import_module(name) for name in ("make", "reward"))
+    rows = make.rows(random.Random(1))
+    tested = {row["prompt"][0]["content"] for row in rows["test"]}
+    assert {row["messages"][0]["content"] for row in rows["held_out"]} == tested
+    assert not tested & {row["messages"][0]["content"] for row in rows["chats"]}
+    assert not tested & {row["prompt"][0]["content"] for row in rows["train"]}
+    words = make.tokenizer()
+    for row in rows["chats"]:
+        asked, answer = (message["content"] for message in row["messages"])
+        assert reward.compute_score("reverse", answer, asked[::-1], None) == {"score": 1, "acc": 1}
+        ids, mask = assistant_mask(row["messages"], words, {"chat_template": None})
+        assert words.decode(ids[mask]) == f"{answer} <|im_end|>"
+    assert reward.compute_score("reverse", "a b", "a c d", None) == {"score": 1 / 3, "acc": 0}
+    fine_tuning, ppo = (load_config(folder / f"{name}.yaml", []).config for name in ("run", "ppo"))
+    assert fine_tuning.sft.enable
+    assert ppo.actor_rollout_ref.model.path == f"{fine_tuning.trainer.default_local_dir}/best"
+    monkeypatch.delitem(sys.modules, "make")

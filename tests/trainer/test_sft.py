@@ -285,6 +285,10 @@ def test_commands_take_the_run(
     assert "val-core/tiny/sums" in capsys.readouterr().out
     assert "trained with supervised fine-tuning by tether" in write_card(trained).read_text()
     assert plot_run(trained, tmp_path / "curves.png").stat().st_size > 0
+    shown = CliRunner().invoke(app, ["view", str(trained), "--json", "--key", "val/loss"])
+    assert (shown.exit_code, "val/loss" in shown.output) == (0, True), shown.output
+    planned = CliRunner().invoke(app, ["plan", str(trained / "global_step_4" / "run.yaml"), "--device", "h100-80g"])
+    assert "fine-tuning is not planned" in str(planned.exception)
     show_report(trained, Screen(), "tether sft")
     assert "val/loss" in capsys.readouterr().out
     result = read_result(trained, step=4, total_steps=4)

@@ -91,6 +91,8 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
             f"env.train.id={env}: runs in simulators are not planned, only those of language models. The first steps "
             "of the run show its memory and its steps per second."
         )
+    if loaded.config.sft.enable:
+        raise ValueError("sft.enable=True: fine-tuning is not planned, only PPO of language models")
     planner = Planner(loaded.config, device, options.assumptions, corrections_of(device))
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)

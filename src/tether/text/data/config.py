@@ -33,8 +33,7 @@ class SftConfig(Section):
     """`sft`: supervised fine-tuning in place of PPO."""
 
     enable: bool = False
-    """Learn the assistant's messages in the rows, without sampling and rewards; `tether sft` sets it. (tether's own
-    key.)"""
+    """Learn the assistant's messages in the rows, without sampling; `tether sft` sets it. (tether's own key.)"""
 
 
 FINE_TUNING = ActsIf("sft.enable", on=(True,))
