@@ -2,8 +2,11 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from tether.commands.policy import load
 from tether.commands.report import show_report
 from tether.commands.result import read_result
 from tether.config import ConfigError, load_config
+from tether.loop.loop import Trainer
 from tether.metrics.keys import describe
 from tether.metrics.plot import plot_run
 from tether.runtime.terminal import Screen
@@ -42,6 +46,9 @@ MARKED = (
 LAST_ONLY = CHATML.replace("message['content']", "(message['content'] if loop.last else 'old')")
 """A template that writes earlier messages differently, as those that leave out earlier thoughts."""
 SILENT = "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else '' }}{% endfor %}"
+
+
+save = Trainer.save
 
 
 def said(*contents: str) -> list[dict[str, str]]:
@@ -207,17 +214,17 @@ def test_a_missing_column_is_named_with_the_keys(row: dict[str, Any], hint: str,
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
-def reference_loss(model: Path, examples: Sequence[Example]) -> float:
-    """The cross entropy of transformers' own model over the learned tokens, row by row."""
-    network, total, count = AutoModelForCausalLM.from_pretrained(model), 0.0, 0
+def reference_losses(model: Path, examples: Sequence[Example]) -> tuple[float, float]:
+    """The cross entropy of transformers' own model over the learned tokens: their mean, and the mean of the rows'."""
+    network, sums, counts = AutoModelForCausalLM.from_pretrained(model), list[float](), list[int]()
     for example in examples:
         ids = torch.tensor(example.token_ids)[None].long()
         labels = torch.where(torch.tensor(example.mask), ids[0], -100)[1:]
         with torch.no_grad():
             logits = network(input_ids=ids).logits[0, :-1].float()
-        total += float(cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-        count += int(example.mask.sum())
-    return total / count
+        sums.append(float(cross_entropy(logits, labels, ignore_index=-100, reduction="sum")))
+        counts.append(int(example.mask.sum()))
+    return sum(sums) / sum(counts), fmean(total / count for total, count in zip(sums, counts, strict=True))
 
 
 def losses(settings: list[str]) -> dict[str, float]:
@@ -233,7 +240,11 @@ def test_the_loss_is_transformers_cross_entropy_packed_or_not_and_in_any_micro_b
     everything = [f"data.val_files={folder / 'chats.jsonl'}", "data.train_batch_size=8"]
     packed = losses(overrides(folder, tmp_path / "packed", *everything))
     examples = dataset([row["messages"] for row in conversations(8)])
-    assert packed["val"] == pytest.approx(reference_loss(folder / "model", examples), rel=1e-5)
+    by_token, by_row = reference_losses(folder / "model", examples)
+    assert packed["val"] == pytest.approx(by_token, rel=1e-5)
+    rows_alike = [*everything, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"]
+    assert losses(overrides(folder, tmp_path / "rows", *rows_alike))["val"] == pytest.approx(by_row, rel=1e-5)
+    assert abs(by_row - by_token) > 1e-3
     assert packed["train"] == pytest.approx(packed["val"], rel=1e-6)
     for name, settings in {
         "padded": ["use_remove_padding=False"],
@@ -254,10 +265,20 @@ def test_held_out_loss_falls(trained: Path) -> None:
     assert steps[1]["train/learned_tokens"] > 0
 
 
-def test_a_run_that_was_stopped_resumes_bitwise(trained: Path, folder: Path, tmp_path: Path) -> None:
-    settings = overrides(folder, tmp_path / "run", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
-    fit(settings, stop_after=3)
-    assert not (tmp_path / "run" / "global_step_4").exists()
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_was_stopped_or_killed_resumes_bitwise(
+    killed: bool, trained: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run saves nothing, and repeats the step after its last checkpoint."""
+    settings = overrides(folder, tmp_path / "run", "trainer.save_freq=2")
+    with monkeypatch.context() as during:
+        if killed:
+            during.setattr(Trainer, "save", lambda trainer: sys.exit() if trainer.step_number > 2 else save(trainer))
+            during.setattr(Trainer, "_saving_on_error", lambda *_: nullcontext())
+        with suppress(SystemExit):
+            fit(settings, stop_after=3)
+    assert (tmp_path / "run" / "global_step_3").exists() != killed
+    assert sorted(measured(tmp_path / "run")) == [0, 1, 2, 3]
     fit(settings)
     assert measured(tmp_path / "run") == measured(trained)
     last = "global_step_4"
