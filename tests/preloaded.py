@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import tests.trainer.loops
 import tests.training.test_fsdp
 import tether.control.ranks
-import tether.text.building.roles
+import tether.text.roles
 from tests.installed import HAS_MEGATRON
 
 if find_spec("peft") is not None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tether.config import load_config
-from tether.text.building import named_inputs
+from tether.text import named_inputs
 
 CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_local_dir=run"]
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.conftest import record, write_jsonl
 from tether.config import load_config
 from tether.runtime.objects import PREFIX, holding
-from tether.text.building.inputs import build_dataset
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.prompts import PromptDataset, PromptOptions
 from tether.text.data.rows import SINGLE_TURN, Rows
+from tether.text.inputs import build_dataset
 
 CODE = '''
 from __future__ import annotations

@@ -43,9 +43,11 @@ from tether.distributed import groups
 from tether.loop.engine import OptimizerOptions
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.terminal import Screen
-from tether.text.building import inputs, learners, rewards
+from tether.text import inputs
+from tether.text.learning import build as learners
 from tether.text.learning.engines import fsdp
 from tether.text.learning.packing import MicroBatching
+from tether.text.rewards import build as rewards
 from tether.text.rewards.service.pool import RewardPool
 
 # --- one key in one situation -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tether.batch import TokenIds
-from tether.text.building.rewards import EngineAnswers, model_judge
+from tether.text.rewards.build import EngineAnswers, model_judge
 from tether.text.rewards.judge import NUMBER, BatchJudge, Judge, RemoteJudge
 from tether.text.rewards.outcome import Dialogue, RewardError, RewardRequest, Score
 from tether.text.rewards.service import Endpoint, RemoteRewards, ServedRewardModel

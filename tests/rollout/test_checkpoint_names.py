@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny import TINY_CONFIGS, tiny_model
-from tether.text.building.servers import PolicyCard
 from tether.text.models.lora import LoraOptions, add_lora, merged_state_dict, save_adapter
+from tether.text.servers.build import PolicyCard
 from tether.text.servers.checkpoint_names import checkpoint_weights, without_adapters
 
 

@@ -14,9 +14,9 @@ from torch.distributed import HashStore
 from tests.rollout.bench import PROMPTS, SAMPLING, SERVER_APIS, Bench
 from tether.config import load_config
 from tether.integrations.sglang import SGLang
-from tether.text.building.servers import look_at_servers
 from tether.text.sampling.protocol import NoiseKey
 from tether.text.servers import CPU
+from tether.text.servers.build import look_at_servers
 from tether.text.servers.inside import tether_buffers
 from tether.text.servers.vllm_api import Vllm
 

@@ -15,8 +15,8 @@ from tether.config.keys import keys
 from tether.loop.engine import Learner
 from tether.metrics.keys import describe
 from tether.text.build import Run, build_run
-from tether.text.building.inputs import build_inputs
-from tether.text.building.learners import (
+from tether.text.inputs import build_inputs
+from tether.text.learning.build import (
     actor_engine,
     build_actor,
     build_critic,

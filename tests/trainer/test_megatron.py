@@ -26,7 +26,7 @@ from tether.integrations.megatron.version import TESTED
 from tether.metrics.loggers.jsonl import read_samples
 from tether.runtime.ranks import RankFailed
 from tether.text.build import build_run
-from tether.text.building.learners import sequence_ranks
+from tether.text.learning.build import sequence_ranks
 
 ACTOR = "actor_rollout_ref.actor"
 SIZES = f"{ACTOR}.megatron"

@@ -10,8 +10,8 @@ from tests.trainer.steps import built
 from tests.trainer.tiny_run import GAE, LIGHT
 from tether.commands.train import train
 from tether.config import changes_since, load_config, saved_values
-from tether.text.building import roles
-from tether.text.building.loading import DTYPE_KEYS, decided_formats, formats_line
+from tether.text import roles
+from tether.text.loading import DTYPE_KEYS, decided_formats, formats_line
 
 AUTO = [f"{key}=auto" for key in DTYPE_KEYS]
 
@@ -19,7 +19,7 @@ AUTO = [f"{key}=auto" for key in DTYPE_KEYS]
 @pytest.fixture
 def device_has_bfloat16(monkeypatch: pytest.MonkeyPatch):
     """Sets what this machine seems to compute in."""
-    return lambda has: monkeypatch.setattr("tether.text.building.loading.computes_in_bfloat16", lambda device: has)
+    return lambda has: monkeypatch.setattr("tether.text.loading.computes_in_bfloat16", lambda device: has)
 
 
 def formats_in(run_yaml: Path) -> set[str]:

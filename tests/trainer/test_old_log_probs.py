@@ -12,7 +12,7 @@ from tether.config import load_config
 from tether.loop.alarms import ALARM
 from tether.loop.loop import OldLogProbs
 from tether.runtime.objects import holding
-from tether.text.building.off_policy import old_log_probs_from
+from tether.text.learning.off_policy import old_log_probs_from
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 ONE_UPDATE = [*GRPO, *LIGHT, f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.shuffle=False"]

@@ -27,7 +27,7 @@ from tether.commands.reward import check_reward
 from tether.config import load_config
 from tether.distributed import groups
 from tether.text.build import build_run
-from tether.text.building.named_inputs import missing_inputs
+from tether.text.named_inputs import missing_inputs
 from tether.text.rewards.outcome import RewardFailure
 
 
@@ -146,8 +146,8 @@ def test_what_cannot_score_is_refused_before_any_weight_is_loaded(
 ) -> None:
     path = broken(inputs, name, tmp_path / "rm")
     for loads in (
-        "tether.text.building.learners.load_causal_lm",
-        "tether.text.building.rewards.load_reward_model",
+        "tether.text.learning.build.load_causal_lm",
+        "tether.text.rewards.build.load_reward_model",
     ):
         monkeypatch.setattr(loads, lambda *args, **kwargs: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match="rm") as error:

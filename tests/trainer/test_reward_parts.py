@@ -16,8 +16,8 @@ from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, s
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config
 from tether.text.build import build_run
-from tether.text.building.named_inputs import missing_inputs
-from tether.text.building.rewards import build_judge
+from tether.text.named_inputs import missing_inputs
+from tether.text.rewards.build import build_judge
 from tether.text.rewards.config_parts import read_parts
 from tether.text.rewards.judge import Judge
 from tether.text.rewards.outcome import Dialogue, RewardError, RewardFailure, RewardRequest, Score
@@ -220,9 +220,7 @@ def test_a_served_reward_model_scores_as_one_of_this_process(inputs: Path, tmp_p
 def test_a_judge_that_cannot_be_asked_is_refused_before_any_weight_is_loaded(
     inputs: Path, tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch, options, says
 ) -> None:
-    monkeypatch.setattr(
-        "tether.text.building.learners.load_causal_lm", lambda *args, **kwargs: pytest.fail("was loaded")
-    )
+    monkeypatch.setattr("tether.text.learning.build.load_causal_lm", lambda *args, **kwargs: pytest.fail("was loaded"))
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes("{response} prêt".encode("latin-1"))
     parts = {"r": {"kind": "rules"}, "j": judge(server, **options)}

@@ -20,9 +20,9 @@ from tether.config.schema.algorithm import RejectionMode
 from tether.loop.engine import LossSpec
 from tether.loop.parts import RolloutCorrection
 from tether.metrics.keys import describe
-from tether.text.building.off_policy import build_rollout_correction, bypass_options
 from tether.text.learning.advantages import build_advantage_estimator
 from tether.text.learning.losses import PolicyForward, PolicyLoss
+from tether.text.learning.off_policy import build_rollout_correction, bypass_options
 from tether.text.learning.packing import MicroBatching
 
 CORRECTION = "algorithm.rollout_correction"

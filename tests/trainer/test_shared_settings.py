@@ -4,7 +4,7 @@ import pytest
 
 from tests.training.batches import make_engine, make_policy
 from tether.config import RunConfig, load_config
-from tether.text.building.learners import build_actor, build_critic, build_reference
+from tether.text.learning.build import build_actor, build_critic, build_reference
 from tether.text.learning.engines.local import LocalEngine
 
 

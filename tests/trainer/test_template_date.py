@@ -15,14 +15,14 @@ from tether.config import load_config
 from tether.integrations.reward_models.build import RewardTrainingOptions
 from tether.integrations.reward_models.command import train_reward_model
 from tether.metrics.loggers.jsonl import read_metrics
-from tether.text.building.inputs import build_dataset
-from tether.text.building.rewards import _reader
-from tether.text.building.turns import build_conversations
 from tether.text.data import prompts
 from tether.text.data.prompts import dated_template, write_conversation
+from tether.text.inputs import build_dataset
 from tether.text.learning.pretraining import Pretraining
 from tether.text.models.load import load_tokenizer
+from tether.text.rewards.build import _reader
 from tether.text.rewards.outcome import Dialogue, RewardRequest
+from tether.text.turns.build import build_conversations
 
 WRITES_THE_DATE = (
     "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}"

@@ -15,10 +15,10 @@ from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
 from tether.text.build import build_run
-from tether.text.building.named_inputs import missing_inputs
-from tether.text.building.standalone import build_reward_trial
 from tether.text.data.location import PACKAGES
+from tether.text.named_inputs import missing_inputs
 from tether.text.rewards.outcome import Score
+from tether.text.standalone import build_reward_trial
 
 SECTION = f"{ROLLOUT}.multi_turn"
 

@@ -1,4 +1,4 @@
-"""A control policy's learner, as `tether.text.building` makes it."""
+"""A control policy's learner, as `tether.control.build` makes it."""
 
 from dataclasses import replace
 

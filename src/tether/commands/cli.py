@@ -115,7 +115,7 @@ def _load(
         note: check every row, and call this with what is missing only on this machine.
     """
     from tether.config import load_config
-    from tether.text.building.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
+    from tether.text.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
 
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)

@@ -55,24 +55,9 @@ from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
-from tether.text.building.inputs import Inputs, build_inputs, with_template_date
-from tether.text.building.learners import check_router_replay
-from tether.text.building.loading import DTYPES, decided_formats, formats_line
-from tether.text.building.named_inputs import TURNS
-from tether.text.building.off_policy import (
-    build_dynamic_sampling,
-    build_policy_filtration,
-    build_rollout_correction,
-    build_rollout_files,
-    old_log_probs_from,
-)
-from tether.text.building.parts import sources_of
-from tether.text.building.rewards import build_rewards, reward_model_path
-from tether.text.building.roles import build_roles
-from tether.text.building.servers import look_at_servers
-from tether.text.building.turns import build_conversations, build_tool_pool, scored_by_environments
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
+from tether.text.inputs import Inputs, build_inputs, with_template_date
 from tether.text.learning.advantages import (
     build_advantage_estimator,
     build_greedy_baseline,
@@ -81,12 +66,23 @@ from tether.text.learning.advantages import (
     build_reward_shaping,
     check_own_functions,
 )
+from tether.text.learning.build import check_router_replay
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
+from tether.text.learning.off_policy import (
+    build_dynamic_sampling,
+    build_policy_filtration,
+    build_rollout_correction,
+    build_rollout_files,
+    old_log_probs_from,
+)
 from tether.text.learning.preflight import ChatFormat, sample_responses
 from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
+from tether.text.loading import DTYPES, decided_formats, formats_line
+from tether.text.named_inputs import TURNS
+from tether.text.rewards.build import build_rewards, reward_model_path
 from tether.text.rewards.config import CustomRewardFunctionConfig
 from tether.text.rewards.outcome import (
     Abstention,
@@ -98,9 +94,13 @@ from tether.text.rewards.outcome import (
     Score,
 )
 from tether.text.rewards.service import Rewards
+from tether.text.roles import build_roles
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
+from tether.text.servers.build import look_at_servers
+from tether.text.sources import sources_of
+from tether.text.turns.build import build_conversations, build_tool_pool, scored_by_environments
 from tether.text.turns.config import MultiTurnConfig
 from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
 

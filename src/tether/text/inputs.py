@@ -13,9 +13,6 @@ from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_w
 from tether.config.schema import ModelConfig
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
-from tether.text.building.named_inputs import check_turns_act, rows_of
-from tether.text.building.rewards import check_parts_act, check_rewards, check_scoring
-from tether.text.building.turns import check_agents
 from tether.text.data.columns import Columns
 from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
@@ -23,6 +20,9 @@ from tether.text.data.prompts import PromptDataset, PromptOptions, dated_templat
 from tether.text.data.rows import RowAgent
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.named_inputs import check_turns_act, rows_of
+from tether.text.rewards.build import check_parts_act, check_rewards, check_scoring
+from tether.text.turns.build import check_agents
 from tether.text.turns.tools import ToolPool
 
 

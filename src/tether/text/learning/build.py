@@ -30,8 +30,6 @@ from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
-from tether.text.building.loading import DTYPES, on_device
-from tether.text.building.off_policy import bypass_options, old_log_probs_from
 from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
 from tether.text.learning.engines.local import LocalEngine
@@ -46,7 +44,9 @@ from tether.text.learning.losses import (
     ValueForward,
     ValueOutputs,
 )
+from tether.text.learning.off_policy import bypass_options, old_log_probs_from
 from tether.text.learning.packing import Experts, MicroBatching
+from tether.text.loading import DTYPES, on_device
 from tether.text.models.critic import load_critic
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import enable_gradient_checkpointing

@@ -16,26 +16,26 @@ from tether.config import LoadedConfig, RunConfig, with_values
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
-from tether.text.building.inputs import build_dataset, build_tokenizer
-from tether.text.building.learners import build_critic, critic_engine, load_value_model, update_plan
-from tether.text.building.loading import decided_formats, load_engine
-from tether.text.building.named_inputs import models_read_replies, row_agent, scores_texts_alone
-from tether.text.building.rewards import build_rewards, check_rewards, check_scoring
-from tether.text.building.turns import build_conversations, build_tool_pool, check_agents, scored_by_environments
 from tether.text.data.prompts import PromptDataset, decode
+from tether.text.inputs import build_dataset, build_tokenizer
+from tether.text.learning.build import build_critic, critic_engine, load_value_model, update_plan
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.losses import CriticLoss
 from tether.text.learning.pretraining import Pretraining
 from tether.text.learning.rollout_files import read_rollouts
+from tether.text.loading import decided_formats, load_engine
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.named_inputs import models_read_replies, row_agent, scores_texts_alone
 from tether.text.rewards.audit import ProbeScores
+from tether.text.rewards.build import build_rewards, check_rewards, check_scoring
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.turns.build import build_conversations, build_tool_pool, check_agents, scored_by_environments
 from tether.text.turns.conversations import Conversations
 from tether.text.turns.tools import ToolPool
 

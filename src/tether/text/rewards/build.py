@@ -22,18 +22,18 @@ from tether.runtime.machine import resolve_device
 from tether.runtime.objects import is_object
 from tether.runtime.threads import usable_cores
 from tether.spelling import did_you_mean
-from tether.text.building.loading import DTYPES, load_engine, number_format, on_device
-from tether.text.building.named_inputs import NO_TEMPLATE, judge_of, row_agent
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import ControlTokens, PromptDataset, dated_template, decode, write_conversation
 from tether.text.data.rows import Row
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
+from tether.text.loading import DTYPES, load_engine, number_format, on_device
 from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.named_inputs import NO_TEMPLATE, judge_of, row_agent
 from tether.text.rewards.config import (
     CustomRewardFunctionConfig,
     RewardModelConfig,

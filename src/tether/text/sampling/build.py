@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import resolve_device, set_threads
-from tether.text.building.loading import load_engine
 from tether.text.data.prompts import dated_template, render, tokenize
 from tether.text.data.rows import Row
+from tether.text.loading import load_engine
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.sampling.engine import NativeEngine

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tether.batch import RolloutBatch, WeightUpdate
 from tether.config import RunConfig
 from tether.distributed import StoredWeights
-from tether.text.building.inputs import Inputs
+from tether.text.inputs import Inputs
 from tether.text.sampling.engine import NativeEngine
 
 

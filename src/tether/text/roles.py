@@ -23,7 +23,7 @@ from tether.integrations import integration
 from tether.loop.engine import Learner
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.profiling import ProcessTrace
-from tether.text.building.learners import (
+from tether.text.learning.build import (
     PolicyEngine,
     Reference,
     Role,
@@ -41,22 +41,22 @@ from tether.text.building.learners import (
     replays,
     sequence_ranks,
 )
-from tether.text.building.loading import DTYPES
-from tether.text.building.parts import RankSampler, Sources
-from tether.text.building.rewards import SCORER, reward_engine
-from tether.text.building.servers import PolicyCard, build_servers
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
 from tether.text.learning.packing import MicroBatching, balanced, in_order
+from tether.text.loading import DTYPES
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights
+from tether.text.rewards.build import SCORER, reward_engine
 from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
+from tether.text.servers.build import PolicyCard, build_servers
 from tether.text.sharded import ShardedEngine, ShardedSampler
+from tether.text.sources import RankSampler, Sources
 
 
 @dataclass(frozen=True)
