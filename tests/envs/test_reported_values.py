@@ -155,6 +155,10 @@ class Env(gymnasium.Env):
         return np.zeros(2), 1.0, self.steps == self.length, False, {}
 
 gymnasium.register("Registered-v0", Env)
+
+def many(num_envs, max_episode_steps=10):
+    make = lambda: Env(max_episode_steps)
+    return gymnasium.vector.SyncVectorEnv([make] * num_envs)
 """
 
 
@@ -164,11 +168,11 @@ def test_every_argument_reaches_an_environment_of_ones_own(tmp_path: Path):
 
     file = tmp_path / "mine.py"
     file.write_text(ENVIRONMENT)
-    options = EnvOptions(f"{file}:Env", 1, init_params={"max_episode_steps": 3, "id": "x"})
-    env = make_vector_env(options)
-    env.reset(0)
-    ends = [env.step(np.zeros((1, 1), dtype=np.int64)) for _ in range(3)]
-    assert (ends[-1].terminated.tolist(), ends[-1].truncated.tolist()) == ([True], [False])
-    env.close()
+    for name, more in ("Env", {"id": "x"}), ("many", {}):
+        env = make_vector_env(EnvOptions(f"{file}:{name}", 1, init_params={"max_episode_steps": 3, **more}))
+        env.reset(0)
+        ends = [env.step(np.zeros((1, 1), dtype=np.int64)) for _ in range(3)]
+        assert (ends[-1].terminated.tolist(), ends[-1].truncated.tolist()) == ([True], [False]), name
+        env.close()
     with pytest.raises(ValueError, match=r"max_episode_steps: Gymnasium takes .* Set env\.train\.max_episode_steps\."):
         make_vector_env(EnvOptions(f"{file}:Registered-v0", 1, init_params={"max_episode_steps": 3}))

@@ -82,6 +82,14 @@ def test_an_override_that_does_not_fit_is_refused(tiny_dir, entry, says):
         load_causal_lm(tiny_dir, dtype=torch.float32, override_config=entry)
 
 
+def test_a_model_of_fewer_layers(tmp_path):
+    """A list in the config has an entry for each layer."""
+    tiny_model("gemma3").save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path, dtype=torch.float32, override_config={"num_hidden_layers": 1})
+    assert len(model.model.layers) == len(model.config.layer_types) == 1
+    model.save_pretrained(tmp_path / "saved")  # transformers compares the list with the number when it saves
+
+
 def test_override_config(tiny_dir):
     model = load_causal_lm(tiny_dir, dtype=torch.float32, override_config={"max_position_embeddings": 64})
     assert model.config.max_position_embeddings == 64

@@ -6,12 +6,25 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import pytest
 import torch
 
 from tests.trainer.golden import Golden
 from tether.checkpoints import load_state, save_state
+from tether.config import load_config
+from tether.loop.run import find_start
 
 OTHERS = (None, "text", -1, [1], {"x": 1}, torch.ones(3))
+
+
+def test_a_resume_with_settings_of_other_models_is_refused(golden: Golden) -> None:
+    """What acts when models are built would be announced as changed, and do nothing."""
+    other = {"Text": "actor_rollout_ref.model.lora_rank=4", "Control": "policy.hidden_dim=8"}[
+        type(golden.loop).__name__
+    ]
+    find_start(load_config(None, golden.overrides(golden.folder)))
+    with pytest.raises(ValueError, match=f"{other.partition('=')[0]}: .* -> .* cannot change"):
+        find_start(load_config(None, golden.overrides(golden.folder, other)))
 
 
 def wrong_states(file: Path) -> Iterator[tuple[str, bytes | dict[str, Any]]]:

@@ -110,6 +110,11 @@ CAUSES: dict[str, tuple[Spoil, bool, str]] = {
         "prompt cut: 10 of 10 prompts lost their beginning",
     ),
     "template_not_applied": (lambda inputs, tmp: with_template(inputs, tmp, BARE), True, "data.chat_template"),
+    "no_opening": (
+        lambda inputs, tmp: with_template(inputs, tmp, TURN.removesuffix("<|im_start|>")),
+        False,
+        "add_generation_prompt",
+    ),
     "repeated_questions": (
         lambda inputs, tmp: [f"data.val_files={inputs / 'val.jsonl'}"],
         False,

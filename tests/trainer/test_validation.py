@@ -18,18 +18,30 @@ ROWS = 7
 CORE = {"val-core/tiny/sums/reward/mean@{n}", "val-core/tiny/other/reward/mean@{n}"}
 
 
-def validate(overrides: list[str], batch_sizes: list[int | None]) -> list[EvaluationResult]:
+def validate(overrides: list[str], batch_sizes: list[int | None]) -> tuple[list[EvaluationResult], list[list[int]]]:
+    """Return the results, and the numbers of responses that were shown meanwhile."""
+    shown: list[list[int]] = [[] for _ in batch_sizes]
     with built(overrides) as run:
         rollouts = run.trainer.rollouts
         evaluation = rollouts.evaluation
         assert evaluation
-        return [replace(evaluation, batch_size=size).run(rollouts.collector, NoiseKey(1, 0)) for size in batch_sizes]
+        results = [
+            replace(evaluation, batch_size=size).run(
+                rollouts.collector, NoiseKey(1, 0), lambda done, total, seen=seen: seen.append(done)
+            )
+            for size, seen in zip(batch_sizes, shown, strict=True)
+        ]
+    return results, shown
 
 
 @pytest.mark.parametrize(("sampling", "n"), [([], 1), (SAMPLED, 2)], ids=["greedy", "sampled"])
 def test_every_row_once_whatever_the_batch(base: list[str], sampling: list[str], n: int):
     """And the means are those of the samples."""
-    whole, *others = validate([*base, *GRPO, *LIGHT, *sampling], [None, 1, 3, 100])
+    (whole, *others), shown = validate([*base, *GRPO, *LIGHT, *sampling], [None, 1, 3, 100])
+    for numbers in shown:
+        assert numbers == sorted(numbers)
+        assert numbers[-1] == ROWS * n
+    assert len(shown[0]) > ROWS * n  # told while none has ended, too: all may end together
     for source in ("tiny/sums", "tiny/other"):
         rewards = [sample.reward for sample in whole.samples if sample.data_source == source]
         assert whole.metrics[f"val-core/{source}/reward/mean@{n}"] == pytest.approx(sum(rewards) / len(rewards))

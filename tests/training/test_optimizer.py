@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tether.control.learning.flat import FlatAdamW, FlatParameters
-from tether.loop.engine import OptimizerOptions, build_adamw, learning_rate, set_learning_rate
+from tether.loop.engine import OptimizerOptions, build_adamw, learning_rate, load_adamw, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,22 @@ def test_one_step_of_adamw() -> None:
     assert layer.weight.item() == pytest.approx(2 - 0.01 * 0.1 * 2 - 0.01, abs=1e-9)
     state = optimizer.state[layer.weight]
     assert (state["exp_avg"].item(), state["exp_avg_sq"].item()) == pytest.approx((0.2 * 3, 0.1 * 9))
+
+
+def test_options_that_changed_before_a_resume_act() -> None:
+    """torch's own `load_state_dict` brings back the saved ones."""
+    layer = nn.Linear(1, 1)
+    before = build_adamw(layer.parameters(), OptimizerOptions(lr=0.1, weight_decay=0.1))
+    layer(torch.ones(1)).backward()
+    before.step()
+    after = build_adamw(layer.parameters(), OptimizerOptions(lr=0.1, weight_decay=0.0, betas=(0.5, 0.6), eps=1e-3))
+    load_adamw(after, before.state_dict())
+    (group,) = after.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.0, (0.5, 0.6), 1e-3)
+    for parameter in layer.parameters():
+        assert after.state[parameter]["exp_avg"].equal(before.state[parameter]["exp_avg"])
+    with pytest.raises(ValueError, match="parameter group"):
+        load_adamw(build_adamw([layer.weight], OptimizerOptions(lr=0.1)), before.state_dict())
 
 
 def test_frozen_parameters_are_left_out() -> None:

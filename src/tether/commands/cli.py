@@ -30,12 +30,12 @@ from tether.integrations.reward_models.command import rm_app
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.install import pip_install
+from tether.runtime.package_warnings import hide_warnings_of_packages
 from tether.runtime.printable import printable
 from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
     Activity,
     Screen,
-    hide_warnings_of_packages,
 )
 from tether.runtime.user_files import raised_by_tether, search_also
 

@@ -22,6 +22,7 @@ from importlib import import_module
 from tether.runtime.channel import TAG_BYTES, Channel, Garbled
 from tether.runtime.guard import end_descendants, exit_after, supervise
 from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.package_warnings import hide_warnings_of_packages
 
 Serve = Callable[[Channel], None]
 """The work of a process: it answers the messages of the channel until it receives None."""
@@ -291,6 +292,7 @@ def _fork() -> int:
 def main() -> None:
     """Run as a guard with a worker, in a new interpreter started by `SupervisedProcess.spawn`."""
     channel, control, owner, serve = sys.argv[1:5]
+    hide_warnings_of_packages()
     os.dup2(2, 1)  # keeps the output of user code out of the owner's standard output
     connection = socket.socket(fileno=int(channel))
     tag = connection.recv(TAG_BYTES, socket.MSG_WAITALL)
