@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import is_progress_bar_enabled
 
 from tests.data.hub_server import serving, use_hub
 from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
@@ -306,6 +307,7 @@ def test_a_gguf_file_is_converted_once_by_its_hash(tmp_path, caplog):
     assert resolve_model_path(file, cache, fetch=False) == file
     assert not cache.exists()
     directory = resolve_model_path(file, cache)
+    assert is_progress_bar_enabled()  # as it was before
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(file.read_bytes())
     assert resolve_model_path(copy, cache) == resolve_model_path(str(file), cache) == directory

@@ -1,10 +1,12 @@
-"""Warnings of installed packages, which are hidden. Imports little: each worker process does this first."""
+"""Warnings that a user can do nothing about, and how they are hidden. Imports little: worker processes do so first."""
 
 from __future__ import annotations
 
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -31,3 +33,10 @@ def hide_warnings_of_packages() -> None:
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_own
+
+
+@contextmanager
+def quiet_fork() -> Iterator[None]:
+    """Hide that Python 3.12 and later warn of a fork in a process with threads: the copy waits for none of them."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        yield
