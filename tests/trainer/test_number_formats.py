@@ -54,7 +54,7 @@ def test_the_line_names_those_that_were_left_open(base: list[str], device_has_bf
 
 def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, capsys: pytest.CaptureFixture) -> None:
     device_has_bfloat16(False)
-    options = [*base, *GAE, *LIGHT, *AUTO, "trainer.save_freq=1"]
+    options = [*base, *GAE, *LIGHT, *AUTO, "trainer.save_freq=1", "trainer.preflight=False"]
     first = train(load_config(None, [*options, "trainer.total_training_steps=1"]))
     saved = first.folder / "global_step_1" / "run.yaml"
     assert formats_in(saved) == {"float32"}

@@ -12,7 +12,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.steps import first_step
-from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import (
+    FAST,
+    GRPO,
+    LIGHT,
+    base_overrides,
+    measured,
+    rows,
+    set_eos,
+    train,
+    write_inputs,
+    write_jsonl,
+)
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config
 from tether.text.build import build_run
@@ -47,7 +58,7 @@ def given(inputs: Path, run: Path, parts: dict[str, object], *more: str) -> tupl
     """Overrides, and a file with the parts."""
     file = run.with_suffix(".yaml")
     file.write_text(json.dumps({"reward_model": {"parts": parts}}))  # which is YAML
-    return [*base_overrides(inputs, run), *GRPO, *FAST, *SHORT, *more], file
+    return [*base_overrides(inputs, run), *GRPO, *LIGHT, *SHORT, *more], file
 
 
 def build(overrides: list[str], file: Path) -> None:

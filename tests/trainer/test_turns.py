@@ -77,7 +77,7 @@ def check_served(inputs: Path, run: Path, *served: str) -> None:
     assert metrics["rollout_corr/k3_kl"] < 1e-7, "of sampled tokens alone"
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_servers_sample_conversations(kind: str, inputs: Path, tmp_path: Path) -> None:
     with another_server(inputs / "model", kind) as url:
         check_served(inputs, tmp_path, f"{ROLLOUT}.name={kind}", f"{ROLLOUT}.n=8", url)
@@ -116,21 +116,20 @@ def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None
 def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [o for o in turn_overrides(inputs, tmp_path) if "default_local_dir" not in o]
     overrides += own(inputs) if agent == "environment" else []
-    overrides += ["data.val_files=[]", f"{ROLLOUT}.n=4", f"{ROLLOUT}.agent.num_workers=2"]
+    overrides += ["data.val_files=[]", f"{ROLLOUT}.n=4"]
+    overrides += [f"{ROLLOUT}.agent.num_workers=2"] if agent == "tools" else []
     must_change = [f"reward/extra/{'turns' if agent == 'environment' else 'tool_calls'}/mean"]
     assert_resume_is_exact(inputs, tmp_path, overrides, total=2, must_change=must_change)
 
 
-def test_the_first_ratio_is_one_where_nothing_is_kept(inputs: Path, tmp_path: Path) -> None:
-    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), f"{SECTION}.max_kept_tokens=0"])
+def test_the_first_ratio_is_one_where_nothing_is_kept_and_limits_say_how_often_they_cut(
+    inputs: Path, tmp_path: Path
+) -> None:
+    limits = [f"{SECTION}.max_user_turns=1", "data.max_response_length=12", f"{SECTION}.max_kept_tokens=0"]
+    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), *limits])
     assert metrics["reward/extra/turns/mean"] > 1.2
     assert metrics["rollout_corr/k3_kl"] < 1e-9
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
-
-
-def test_limits_say_how_often_they_cut(inputs: Path, tmp_path: Path) -> None:
-    limits = [f"{SECTION}.max_user_turns=1", "data.max_response_length=12"]
-    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), *limits])
     few, long = (metrics[f"reward/extra/cut_by_{limit}_limit/mean"] for limit in ("turn", "length"))
     assert few > 0
     assert long > 0
