@@ -23,7 +23,8 @@ def device_has_bfloat16(monkeypatch: pytest.MonkeyPatch):
 
 
 def formats_in(run_yaml: Path) -> set[str]:
-    return {saved_values(run_yaml)[key] for key in DTYPE_KEYS}
+    values = saved_values(run_yaml)
+    return {values[key] for key in DTYPE_KEYS}
 
 
 @pytest.mark.parametrize(("has", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
