@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("compiled_kernels")
 NO_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="LoRA needs peft")
 SAMPLED_VALIDATION = [
     f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1", f"{ROLLOUT}.val_kwargs.n=2",
-    "trainer.test_freq=1",
+    "trainer.test_freq=2",
 ]  # fmt: skip
 
 OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {

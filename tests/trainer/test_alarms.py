@@ -352,7 +352,12 @@ def shares(draws: random.Random, prompts: int, *chances: float) -> list[float]:
     return [sum(draws.random() < chance for _ in range(prompts)) / prompts for chance in chances]
 
 
-@pytest.mark.parametrize(("chance", "prompts"), [(0.3, 50), (0.05, 50), (0.5, 20)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("chance", "prompts"), [(0.3, 50), pytest.param(0.05, 50, marks=SLOW), pytest.param(0.5, 20, marks=SLOW)]
+)
 def test_tests_that_never_fall_hardly_ever_alarm(chance: float, prompts: int) -> None:
     """Binomial scores of one chance, while training rises by 0.2: the best three before are the best of many."""
     draws, rises = random.Random(1), [0.3 + 0.002 * number for number in range(100)]

@@ -69,7 +69,7 @@ def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list
         pytest.param("gae", 2, id="gae-mid-epoch", marks=pytest.mark.slow),
         pytest.param("gae", 3, id="gae-epoch-boundary", marks=pytest.mark.slow),
         pytest.param("grpo", 2, id="grpo-mid-epoch", marks=pytest.mark.slow),
-        pytest.param("grpo", 3, id="grpo-epoch-boundary"),
+        pytest.param("grpo", 3, id="grpo-epoch-boundary", marks=pytest.mark.slow),
         pytest.param("shaped", 2, id="running-reward-statistics", marks=pytest.mark.slow),
         pytest.param("lora", 2, id="lora", marks=pytest.mark.slow),
         pytest.param("one_step_off", 1, id="one-step-off", marks=pytest.mark.slow),

@@ -122,10 +122,10 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
-SLOW = [pytest.param(stops, marks=pytest.mark.slow) for stops in (None, 5, 9)]
+SLOW = [pytest.param(stops, marks=pytest.mark.slow) for stops in (None, 5, 9, "moving")]
 
 
-@pytest.mark.parametrize("stops", [8, "moving", *SLOW])
+@pytest.mark.parametrize("stops", [8, *SLOW])
 def test_the_weights_of_the_best_accuracy_are_kept(
     stops: int | str | None,
     folder: Path,

@@ -105,7 +105,7 @@ def test_servers_of_two_devices_sample_conversations(
 
 def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None:
     """And the first ratio is one: a cache that was filled in pieces differs from one filled at once by rounding."""
-    found, metrics = train_and_read(inputs, tmp_path / "run", *own(inputs), f"{ROLLOUT}.n=32")
+    found, metrics = train_and_read(inputs, tmp_path / "run", *own(inputs), f"{ROLLOUT}.n=16")
     assert metrics["rollout_corr/k3_kl"] < 1e-9
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
     several = [row for row in found if row["turns"] > 2]
