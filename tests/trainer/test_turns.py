@@ -127,7 +127,7 @@ def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("agent", ["environment", pytest.param("tools", marks=pytest.mark.slow)])
 def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [o for o in turn_overrides(inputs, tmp_path) if "default_local_dir" not in o]
-    overrides += own(inputs) if agent == "environment" else []
+    overrides += [*own(inputs), HERE] if agent == "environment" else []
     overrides += ["data.val_files=[]", f"{ROLLOUT}.n=4"]
     overrides += [f"{ROLLOUT}.agent.num_workers=2"] if agent == "tools" else []
     must_change = [f"reward/extra/{'turns' if agent == 'environment' else 'tool_calls'}/mean"]
@@ -138,7 +138,7 @@ def test_the_first_ratio_is_one_where_nothing_is_kept_and_limits_say_how_often_t
     inputs: Path, tmp_path: Path
 ) -> None:
     limits = [f"{SECTION}.max_user_turns=1", "data.max_response_length=16", f"{SECTION}.max_kept_tokens=0"]
-    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), *limits])
+    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), HERE, *limits])
     assert metrics["reward/extra/turns/mean"] > 1.2
     assert metrics["rollout_corr/k3_kl"] < 1e-9
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
