@@ -540,7 +540,7 @@ def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
     last = 5 if kind == "text" else 12  # returns vary until one is far enough below the best
     settings = [f"trainer.total_training_steps={last}", f"trainer.save_freq={last}", "trainer.test_freq=-1"]
     if kind == "text":  # hardly any entropy, and no score to learn from
-        settings += [*GRPO, f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.ppo_epochs=1"]
+        settings += [*GRPO, f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.ppo_epochs=1", "actor_rollout_ref.rollout.n=2"]
         settings += ["algorithm.use_kl_in_reward=False", "actor_rollout_ref.rollout.temperature=1e-3"]
         settings += ["custom_reward_function.path=object:worthless"]
     stops = loop.overrides(tmp_path / "stops", *settings, "trainer.on_collapse=stop")

@@ -28,8 +28,10 @@ def test_callbacks_hear_what_is_logged(golden: Golden) -> None:
     [
         *(("control", at) for at in (("step", 1), ("test", 2), ("save", 2))),
         pytest.param("control", ("step", 2), marks=pytest.mark.slow),
-        ("text", ("test", 2)),
-        *(pytest.param("text", at, marks=pytest.mark.slow) for at in (("step", 1), ("step", 2), ("save", 2))),
+        *(
+            pytest.param("text", at, marks=pytest.mark.slow)
+            for at in (("step", 1), ("step", 2), ("test", 2), ("save", 2))
+        ),
     ],
     indirect=["loop"],
     ids=str,

@@ -160,8 +160,8 @@ def test_a_folder_that_is_a_file_is_found_first(kind: tuple[Start, list[str]], t
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("control", "disable"), ("text", "resume_path"),
-        pytest.param("text", "disable", marks=SLOW), pytest.param("control", "resume_path", marks=SLOW),
+        ("control", "disable"), ("control", "resume_path"),
+        pytest.param("text", "disable", marks=SLOW), pytest.param("text", "resume_path", marks=SLOW),
     ],
     indirect=["kind"],
 )  # fmt: skip
@@ -244,6 +244,7 @@ def test_a_failing_reward_costs_no_step(base: list[str], tmp_path: Path, caplog:
     assert_same_end(whole / "global_step_3", folder / "global_step_3")
 
 
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=SLOW), "control"], indirect=True)
 def test_a_failing_log_costs_no_step_and_no_metrics(
     kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,7 +207,7 @@ def test_a_served_reward_model_scores_as_one_of_this_process(inputs: Path, tmp_p
 
     server.score, server.tokens = score, lambda content: len(ids_of(content))
     own_model = [*FAST, *learned(inputs), "custom_reward_function.path=null"]
-    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *own_model]
+    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *own_model, "actor_rollout_ref.rollout.n=2"]
     here = first_step(base)
     for api in ("vllm", "sglang"):
         remote = [f"reward_model.server.{key}" for key in (f"url={server.url}", f"api={api}", "model=rm")]
