@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.installed import HAS_MEGATRON
 from tests.tiny import EOS, save_tiny, save_tiny_reward_model, tiny_model
-from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import LIGHT, base_overrides, rows, train, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.config.keys import keys
 
@@ -112,7 +112,7 @@ def text(folder: Path) -> Situation:
         f"{ROLLOUT}.n=2",
         "trainer.total_training_steps=2",
     ]
-    train([*base, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
+    train([*base, *LIGHT, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
     shutil.copytree(folder / "before", folder / "resumed")  # a start afresh sets its checkpoints aside
     return Situation(base, text_context(folder), text_others(folder))
 

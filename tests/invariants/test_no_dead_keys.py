@@ -389,9 +389,9 @@ def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> Non
     """Otherwise everything above would pass."""
     loaded = load(*situation.base)
     for look in (bench.plan, bench.step, command):
-        assert look(loaded) == look(loaded)
-    served = load(*situation.base, *situation.context.get("actor_rollout_ref.rollout.parity_freq", []))
-    assert bench.plan(served) == bench.plan(served)
+        assert look(loaded) == sight(look, tuple(situation.base))
+    served = (*situation.base, *situation.context.get("actor_rollout_ref.rollout.parity_freq", []))
+    assert bench.plan(load(*served)) == sight(bench.plan, served)
 
 
 @needs_envs

@@ -137,7 +137,11 @@ BAD = [
 
 @pytest.mark.parametrize(
     ("vectorization", "more", "message"),
-    [*(("sync", *bad) for bad in BAD), *(("subprocess", *bad) for bad in (BAD[0], BAD[3]))],
+    [
+        *(("sync", *bad) for bad in BAD),
+        ("subprocess", *BAD[3]),
+        pytest.param("subprocess", *BAD[0], marks=pytest.mark.slow),
+    ],
 )
 def test_bad_input(vectorization, more, message, tmp_path):
     if "tether/Rps-v0" not in gymnasium.registry:

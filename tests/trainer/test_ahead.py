@@ -340,11 +340,16 @@ REPAIRED = "custom_reward_function.name=compute_score"
         (["actor_rollout_ref.rollout.max_staleness=1"], True),
         (["actor_rollout_ref.rollout.temperature=0.5"], True),
         (["trainer.async_mode=one_step_off", "actor_rollout_ref.rollout.max_staleness=1"], True),
-        (["actor_rollout_ref.actor.optim.lr=1e-5"], False),
-        (["actor_rollout_ref.rollout.max_num_seqs=3", "data.val_batch_size=1", "reward_model.num_workers=2"], False),
+        (
+            [
+                "actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.rollout.max_num_seqs=3",
+                "data.val_batch_size=1", "reward_model.num_workers=2",
+            ],
+            False,
+        ),
         ([REPAIRED], True),
     ],
-)
+)  # fmt: skip
 def test_batches_that_other_settings_drew_are_sampled_again(
     changes: list[str], again: bool, stopped: Path, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -5,6 +5,7 @@ import math
 import random
 import re
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,12 @@ def shares(draws: random.Random, prompts: int, *chances: float) -> list[float]:
     return [sum(draws.random() < chance for _ in range(prompts)) / prompts for chance in chances]
 
 
-@pytest.mark.parametrize(("chance", "prompts"), [(0.3, 50), (0.05, 50), (0.5, 20)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("chance", "prompts"), [(0.3, 50), pytest.param(0.05, 50, marks=SLOW), pytest.param(0.5, 20, marks=SLOW)]
+)
 def test_tests_that_never_fall_hardly_ever_alarm(chance: float, prompts: int) -> None:
     """Binomial scores of one chance, while training rises by 0.2: the best three before are the best of many."""
     draws, rises = random.Random(1), [0.3 + 0.002 * number for number in range(100)]
@@ -516,6 +522,13 @@ def test_runs_of_today_are_warned_about(name: str, tmp_path: Path) -> None:
     assert bool(said) == bool(MESSAGES[name]), said
 
 
+@pytest.fixture
+def _worthless() -> Iterator[None]:
+    with holding({"worthless": lambda **row: 0.0}):
+        yield
+
+
+@pytest.mark.usefixtures("_worthless")
 @pytest.mark.parametrize("kind", ["text", "control"])
 def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
     kind: str, inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -523,14 +536,13 @@ def test_a_collapse_stops_the_run_if_asked_and_changes_no_step(
     """By default the same run goes on to its end: the negative control. Resumed, the stopped one does too, bitwise,
     and knows that it has spoken.
     """
-    loop: Loop = Text(inputs) if kind == "text" else Control()
+    loop: Loop = Text(inputs, *LIGHT) if kind == "text" else Control()
     last = 5 if kind == "text" else 12  # returns vary until one is far enough below the best
     settings = [f"trainer.total_training_steps={last}", f"trainer.save_freq={last}", "trainer.test_freq=-1"]
     if kind == "text":  # hardly any entropy, and no score to learn from
-        (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
-        settings += [*GRPO, f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.ppo_epochs=1"]
+        settings += [*GRPO, f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.ppo_epochs=1", "actor_rollout_ref.rollout.n=2"]
         settings += ["algorithm.use_kl_in_reward=False", "actor_rollout_ref.rollout.temperature=1e-3"]
-        settings += [f"custom_reward_function.path={tmp_path / 'reward.py'}"]
+        settings += ["custom_reward_function.path=object:worthless"]
     stops = loop.overrides(tmp_path / "stops", *settings, "trainer.on_collapse=stop")
     before = kill if kind == "control" else lambda run: None
     whole = loop.train(loop.overrides(tmp_path / "warns", *settings), before=before)

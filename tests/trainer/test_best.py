@@ -21,6 +21,11 @@ def scores_of(folder: Path) -> dict[int, float]:
     return run_scores(results(folder))[1]
 
 
+LOOPS = [pytest.param("text", marks=pytest.mark.slow), "control"]
+slow_for_text = pytest.mark.parametrize("loop", LOOPS, indirect=True)
+
+
+@slow_for_text
 def test_the_checkpoint_of_the_best_test_is_kept(golden: Golden, tmp_path: Path) -> None:
     """Keeping it changes nothing else of the run."""
     assert not (golden.folder / "best").exists()
@@ -70,6 +75,7 @@ def test_a_new_run_in_the_folder_sets_the_best_of_the_last_one_aside(tmp_path: P
     assert (tmp_path / "best" / "earlier_2" / kept.name).is_dir()
 
 
+@slow_for_text
 def test_a_score_that_is_enough_ends_the_run(golden: Golden, tmp_path: Path) -> None:
     scores = scores_of(golden.folder)
     enough = max(scores.values())

@@ -81,7 +81,8 @@ def overrides(folder, *more):
     return [
         "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", f"{ACTOR}.ppo_mini_batch_size=32",
         "trainer.logger=file", "trainer.log_freq=1", "trainer.total_training_steps=4", "trainer.save_freq=2",
-        "trainer.test_freq=3", "env.eval.num_episodes=3", f"trainer.default_local_dir={folder}", *more,
+        "trainer.test_freq=3", "trainer.val_before_train=False", "env.eval.num_episodes=3",
+        f"trainer.default_local_dir={folder}", *more,
     ]  # fmt: skip
 
 
@@ -92,21 +93,24 @@ RUNS = {
         "env.train.id=tether/Spot-v0", *CNN, "env.train.frame_stack=3", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
     ],
     "lstm": [*MAZES, "policy.normalize_rewards=True"],
-    "two lstms": [*MAZES, "policy.share_critic=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"],
-    "lstm over chunks": [
-        *MAZES, "policy.num_action_chunks=2", "env.train.rollout_epoch=2", "env.train.max_steps_per_rollout_epoch=32",
+    "two lstms over chunks": [
+        *MAZES, "policy.share_critic=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "policy.num_action_chunks=2",
+        "env.train.rollout_epoch=2", "env.train.max_steps_per_rollout_epoch=32",
     ],
     "lstm in groups": [
         *MAZES, "policy.share_critic=False", "algorithm.adv_estimator=grpo", "env.train.auto_reset=False",
         "env.train.group_size=2",
     ],
     "noise by state": ["env.train.id=Pendulum-v1", "policy.use_sde=True", "policy.sde_sample_freq=4"],
-    "masks": ["env.train.id=tether/Allowed-v0", "env.train.action_masks=True", "env.train.vectorization=subprocess"],
+    "masks": ["env.train.id=tether/Allowed-v0", "env.train.action_masks=True"],
+    "masks from processes": [
+        "env.train.id=tether/Allowed-v0", "env.train.action_masks=True", "env.train.vectorization=subprocess",
+    ],
     "cnn and lstm": ["env.train.id=tether/Spot-v0", *CNN, *LSTM, f"{ACTOR}.target_kl=0.01"],
 }  # fmt: skip
 
 
-SLOW_RUNS = ("cnn", "frames", "lstm", "lstm in groups")  # parts of the others
+SLOW_RUNS = ("cnn", "frames", "lstm", "lstm in groups", "masks from processes")  # parts of the others
 
 
 @pytest.mark.parametrize(
@@ -117,15 +121,16 @@ SLOW_RUNS = ("cnn", "frames", "lstm", "lstm in groups")  # parts of the others
 def test_resuming_is_exact_and_the_first_ratio_of_every_rollout_is_one(options, tmp_path):
     """Each step makes one update of its whole rollout; the later ones begin with what is remembered."""
     batch = [f"{ACTOR}.ppo_mini_batch_size={128 if 'env.train.rollout_epoch=2' in options else 64}"]
-    once = [f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.optim.lr=1e-2", "trainer.total_training_steps=3"]
-    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, *options, *batch, *once), total=3)
+    once = [f"{ACTOR}.ppo_epochs=1", f"{ACTOR}.optim.lr=1e-2", "trainer.total_training_steps=2"]
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, *options, *batch, *once), total=2)
     assert_ratios_are_one(whole.directory, 1e-6)
 
 
 def test_micro_batches_change_nothing_but_rounding(tmp_path):
     policies = []
     for size in (32, 16):
-        more = [*RUNS["lstm"], f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}", "trainer.save_freq=-1"]
+        short = ["trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+        more = [*RUNS["lstm"], f"{ACTOR}.ppo_micro_batch_size_per_gpu={size}", *short]
         policies.append(train(overrides(tmp_path / str(size), *more)).trainer.rollouts.policy)
     assert [policy.micro_batch for policy in policies] == [32, 16]
     for left, right in zip(*(policy.parameters() for policy in policies), strict=True):

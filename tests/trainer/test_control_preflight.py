@@ -9,6 +9,7 @@ import torch
 import tether
 from tests.envs import toys
 from tests.trainer.loops import Control, Loop, Text, assert_same_run
+from tests.trainer.tiny_run import LIGHT
 from tether.control.envs.protocol import ContinuousActions, DiscreteActions
 from tether.control.learning.preflight import action_findings, observation_findings
 from tether.loop.preflight import MemoryNeed, memory_findings
@@ -51,7 +52,7 @@ def test_each_cause_is_named(name: str, tmp_path: Path) -> None:
         ["policy.num_action_chunks=2"],
         ["env.train.auto_reset=False"],
         ["policy.lstm_dim=8"],
-        ["env.train.vectorization=subprocess", "env.train.num_workers=2"],
+        pytest.param(["env.train.vectorization=subprocess", "env.train.num_workers=2"], marks=pytest.mark.slow),
     ],
 )
 def test_a_good_run_has_no_finding(more: list[str], tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_looking_changes_nothing_in_the_run(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["text", "control"])
 def loop(request: pytest.FixtureRequest, inputs: Path) -> Loop:
-    return Text(inputs) if request.param == "text" else Control()
+    return Text(inputs, *LIGHT) if request.param == "text" else Control()
 
 
 def test_a_step_that_cannot_fit_is_refused_before_it(

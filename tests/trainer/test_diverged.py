@@ -18,7 +18,14 @@ def poison(run, value: float) -> None:
         parameters[-1].view(-1)[-1] = value
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+NAN, INF, SLOW = float("nan"), float("-inf"), pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("loop", "value"),
+    [("text", NAN), ("control", INF), pytest.param("text", INF, marks=SLOW), pytest.param("control", NAN, marks=SLOW)],
+    indirect=["loop"],
+)
 def test_weights_that_diverged_are_not_saved(loop: Loop, tmp_path: Path, value: float) -> None:
     run = loop.build(loop.overrides(tmp_path, "trainer.preflight=False"))
     trainer, said = run.trainer, list[str]()
@@ -51,7 +58,7 @@ def test_weights_that_diverged_are_not_saved(loop: Loop, tmp_path: Path, value: 
     loop.build(loop.overrides(tmp_path)).close()  # it resumes
 
 
-@pytest.mark.parametrize("rate", ["1e37", "1e30"])
+@pytest.mark.parametrize("rate", [pytest.param("1e37", marks=SLOW), "1e30"])
 def test_a_run_that_diverges_saves_nothing(inputs: Path, tmp_path: Path, rate: str) -> None:
     """It ends at its first save, or before it where the sampler meets the weights."""
     rates = [f"{model}.optim.lr={rate}" for model in ("actor_rollout_ref.actor", "critic")]

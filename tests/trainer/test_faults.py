@@ -14,8 +14,9 @@ import gymnasium
 import pytest
 
 from tests.envs import toys
+from tests.trainer.golden import Golden
 from tests.trainer.resume import assert_same_end
-from tests.trainer.tiny_run import GAE, GRPO, measured, same, train
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT, measured, same, train
 from tether.checkpoints.store import step_of, verify
 from tether.config import load_config
 from tether.control.build import build_control_run
@@ -24,14 +25,13 @@ from tether.metrics.loggers import Loggers
 from tether.metrics.loggers.jsonl import read_samples
 from tether.metrics.loggers.protocol import LogFailed, Sample
 from tether.runtime import interrupt
+from tether.runtime.objects import holding
 from tether.runtime.run_lock import RunFolderBusy
 from tether.text.build import build_run
 from tether.text.rewards.outcome import RewardFailure
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-TOO_LARGE = """
-    return 1e38 * (len(solution_str) % 3)
-"""
+SLOW = pytest.mark.slow
 UNSCALED = "algorithm.norm_adv_by_std_in_grpo=False"
 NO_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="LoRA needs peft")
 OVERFLOWS = {
@@ -43,18 +43,21 @@ OVERFLOWS = {
 }
 
 
-MARKS = dict.fromkeys(("learning rate", "bfloat16", "full KL"), pytest.mark.slow) | {"adapters": NO_PEFT}
+MARKS = dict.fromkeys(OVERFLOWS, SLOW) | {"adapters": NO_PEFT}
+
+
+def too_large(solution_str: str, **row: object) -> float:
+    """Rewards whose sums are beyond float32."""
+    return 1e38 * (len(solution_str) % 3)
 
 
 @pytest.mark.parametrize("cause", [pytest.param(name, marks=MARKS.get(name, ())) for name in OVERFLOWS])
-def test_an_overflow_ends_no_run_and_replays(cause: str, base: list[str], tmp_path: Path) -> None:
+def test_an_overflow_ends_no_run_and_replays(cause: str, base: list[str]) -> None:
     """With gradient checkpointing, as by default."""
-    overrides = [*base, *OVERFLOWS[cause], "trainer.total_training_steps=2"]
-    if cause != "learning rate":
-        source = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):" + TOO_LARGE
-        (tmp_path / "reward.py").write_text(source)
-        overrides += [f"custom_reward_function.path={tmp_path / 'reward.py'}"]
-    folder = train(overrides)
+    reward = "letters" if cause == "learning rate" else "too_large"
+    settings = [f"custom_reward_function.path=object:{reward}", "trainer.total_training_steps=2"]
+    with holding({"too_large": too_large}):
+        folder = train([*base, *OVERFLOWS[cause], *settings])
     metrics = measured(folder)
     assert list(metrics) == [1, 2]
     skipped = [
@@ -87,7 +90,7 @@ Start = Callable[[list[str]], Any]
 def kind(request: pytest.FixtureRequest, base: list[str], tmp_path: Path) -> tuple[Start, list[str]]:
     """The builder of a run of this kind, and its settings; its folder is tmp_path/run."""
     if request.param == "text":
-        small = [*base, *GRPO, "actor_rollout_ref.rollout.n=2", f"{ACTOR}.ppo_epochs=1"]
+        small = [*base, *GRPO, *LIGHT, "actor_rollout_ref.rollout.n=2", f"{ACTOR}.ppo_epochs=1"]
         return lambda more: build_run(load_config(None, [*small, *more])), [f"{MODEL}.path=/nowhere"]
     settings = [*CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}"]
     return lambda more: build_control_run(load_config(None, [*settings, *more])), ["env.train.id=Nothing-v0"]
@@ -112,9 +115,11 @@ class TooLarge(gymnasium.RewardWrapper):
 
 CONTROL_OVERFLOWS = {
     "learning rate": [f"{ACTOR}.optim.lr=1e30"],
-    "a memory": ["policy.lstm_dim=4", f"{ACTOR}.ppo_epochs=1"],
-    "a CNN": ["env.train.id=tether/Spot-v0", "policy.model_type=cnn_policy", "policy.hidden_dim=8"],
-}
+    "a CNN with a memory": [
+        "env.train.id=tether/Spot-v0", "policy.model_type=cnn_policy", "policy.hidden_dim=8", "policy.lstm_dim=4",
+        f"{ACTOR}.ppo_epochs=1",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", CONTROL_OVERFLOWS)
@@ -152,14 +157,11 @@ def test_a_folder_that_is_a_file_is_found_first(kind: tuple[Start, list[str]], t
         start(unusable)
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("control", "disable"), ("text", "resume_path"),
-        pytest.param("text", "disable", marks=SLOW), pytest.param("control", "resume_path", marks=SLOW),
+        ("control", "disable"), ("control", "resume_path"),
+        pytest.param("text", "disable", marks=SLOW), pytest.param("text", "resume_path", marks=SLOW),
     ],
     indirect=["kind"],
 )  # fmt: skip
@@ -179,17 +181,6 @@ def test_the_checkpoints_of_an_earlier_run_stay(
         verify(checkpoint)
     assert [path.name for path in folder.glob("global_step_*")] == ["global_step_3"]
     finish(start(["trainer.save_freq=1"]))  # goes on from there
-
-
-FLAKY = """
-from pathlib import Path
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    broken = Path({flag!r})
-    if broken.exists() and data_source in broken.read_text().split():
-        raise OSError("the judge is not there")
-    return sum(c.isalpha() for c in solution_str) / 8
-"""
 
 
 class FailingLogger:
@@ -218,36 +209,42 @@ def fit_and_fail(run: Any, failure: type[Exception], message: str) -> None:
 
 
 def test_a_failing_reward_costs_no_step(base: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of a training prompt in the second step, or of a validation prompt after the first, and no checkpoint was due."""
-    flag = tmp_path / "flag"
-    (tmp_path / "reward.py").write_text(FLAKY.format(flag=str(flag)))
+    """Of a training prompt in the second step, then of a validation prompt after it, and no checkpoint was due."""
+    broken: set[str] = set()
+
+    def flaky(data_source: str, solution_str: str, **row: object) -> float:
+        if data_source in broken:
+            raise OSError("the judge is not there")
+        return sum(c.isalpha() for c in solution_str) / 8
+
     settings = [
-        *base, *GAE, f"custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.total_training_steps=2",
-        "trainer.save_freq=2", "trainer.test_freq=1", "actor_rollout_ref.rollout.n=1",
+        *base, *GAE, *LIGHT, "custom_reward_function.path=object:flaky", "trainer.total_training_steps=3",
+        "trainer.save_freq=3", "trainer.test_freq=1", "actor_rollout_ref.rollout.n=1",
     ]  # fmt: skip
-    whole = train([*settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
-    for source, failing_step in (("tiny/sums", 2), ("tiny/other", 1)):
-        folder = tmp_path / source.replace("/", "_")
-        parts = [*settings, f"trainer.default_local_dir={folder}"]
-        run = build_run(load_config(None, parts))
+    folder = tmp_path / "run"
+    with holding({"flaky": flaky}):
+        whole = train([*settings, f"trainer.default_local_dir={tmp_path / 'whole'}"])
+        for source, saved in (("tiny/sums", 1), ("tiny/other", 2)):
+            run = build_run(load_config(None, settings))
 
-        def step(
-            prompts: Any, run: Any = run, original: Any = run.trainer.step, at: int = failing_step, source: str = source
-        ) -> dict[str, float]:
-            if run.trainer.step_number == at - 1:
-                flag.write_text(source)
-            return original(prompts)
+            def step(
+                prompts: Any, run: Any = run, original: Any = run.trainer.step, source: str = source
+            ) -> dict[str, float]:
+                if run.trainer.step_number == 1:
+                    broken.add(source)
+                return original(prompts)
 
-        run.trainer.step = step
-        fit_and_fail(run, RewardFailure, "the judge is not there")
-        assert f"stopping (RewardFailure); {folder / 'global_step_1'} is saved" in caplog.text
-        flag.unlink()
-        train(parts)
-        assert same(measured(whole), measured(folder))
-        assert read_samples(whole) == read_samples(folder)
-        assert_same_end(whole / "global_step_2", folder / "global_step_2")
+            run.trainer.step = step
+            fit_and_fail(run, RewardFailure, "the judge is not there")
+            assert f"stopping (RewardFailure); {folder / f'global_step_{saved}'} is saved" in caplog.text
+            broken.clear()
+        train(settings)
+    assert same(measured(whole), measured(folder))
+    assert read_samples(whole) == read_samples(folder)
+    assert_same_end(whole / "global_step_3", folder / "global_step_3")
 
 
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=SLOW), "control"], indirect=True)
 def test_a_failing_log_costs_no_step_and_no_metrics(
     kind: tuple[Start, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -355,6 +352,7 @@ def test_a_signal_while_an_environment_hangs_costs_no_step(
     settings = [
         *CONTROL, f"env.train.id={name}", f"env.train.init_params={{flag: {flag}}}",
         f"env.train.vectorization={vectorization}", f"trainer.default_local_dir={tmp_path / 'run'}",
+        *(["env.train.num_workers=1", "env.eval.total_num_envs=1"] if vectorization == "subprocess" else []),
         "trainer.save_freq=3", "trainer.test_freq=2", "trainer.val_before_train=False", "env.eval.num_episodes=2",
     ]  # fmt: skip
     run = build_control_run(load_config(None, settings))
@@ -399,8 +397,10 @@ def finish_or_stop(run: Any, interrupted: Callable[[], bool]) -> None:
         run.close()
 
 
-@pytest.mark.parametrize("frequency", ["-1", "3"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("frequency", "before"),
+    [("-1", True), ("3", False), pytest.param("-1", False, marks=SLOW), pytest.param("3", True, marks=SLOW)],
+)
 def test_control_is_tested_before_training_if_it_is_asked_for(frequency: str, *, before: bool, tmp_path: Path) -> None:
     settings = [
         *CONTROL, f"trainer.default_local_dir={tmp_path / 'run'}", "env.eval.num_episodes=2", "trainer.save_freq=1",
@@ -417,21 +417,19 @@ def test_control_is_tested_before_training_if_it_is_asked_for(frequency: str, *,
 def test_rollouts_that_cannot_be_written_are_one_clear_error(base: list[str], tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("")
     with pytest.raises(LogFailed, match=r"rollouts/1\.jsonl: cannot be written \(File exists\)"):
-        train([*base, *GRPO, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"])
+        train([*base, *GRPO, *LIGHT, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"])
 
 
-def test_a_configuration_with_secrets_is_for_its_owner_alone(base: list[str], tmp_path: Path) -> None:
-    function = (
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, api_key=None):\n    return 0.5\n"
-    )
-    (tmp_path / "reward.py").write_text(function)
-    settings = [*base, *GRPO, f"custom_reward_function.path={tmp_path / 'reward.py'}"]
-    settings += ["trainer.total_training_steps=1", "trainer.save_freq=1"]
-    folder = train([*settings, "custom_reward_function.reward_kwargs.api_key=sk-123"])
+@pytest.mark.parametrize("loop", ["text"], indirect=True)
+def test_a_configuration_with_secrets_is_for_its_owner_alone(base: list[str], golden: Golden) -> None:
+    """That of the golden run has none, and may be read by all."""
+    settings = [*base, *GRPO, *LIGHT, "trainer.total_training_steps=1", "trainer.save_freq=1"]
+    judged = ["custom_reward_function.path=object:judged", "custom_reward_function.reward_kwargs.api_key=sk-123"]
+    with holding({"judged": lambda api_key, **row: 0.5}):
+        folder = train([*settings, *judged])
     file = folder / "global_step_1" / "run.yaml"
     assert "sk-123" in file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     others = [path for path in folder.rglob("*") if path.is_file() and path != file]
     assert not [path for path in others if b"sk-123" in path.read_bytes()]
-    train([*settings, "trainer.resume_mode=disable"])
-    assert stat.S_IMODE(file.stat().st_mode) & 0o044
+    assert stat.S_IMODE((golden.folder / "global_step_2" / "run.yaml").stat().st_mode) & 0o044

@@ -3,7 +3,7 @@
 import pytest
 
 import tether
-from tests.trainer.tiny_run import GRPO
+from tests.trainer.tiny_run import GRPO, LIGHT
 from tether.loop.loop import Schedule
 
 
@@ -13,7 +13,7 @@ def test_the_last_step_is_saved_unless_nothing_is():
 
 
 def test_a_finished_run_has_a_model(base, tmp_path, capsys):
-    one_step = [*GRPO, "trainer.total_training_steps=1", "trainer.preflight=False"]
+    one_step = [*GRPO, *LIGHT, "trainer.total_training_steps=1", "trainer.preflight=False"]
     defaults = [setting for setting in base if not setting.startswith("trainer.save_freq")]
     run = tether.train(overrides=[*defaults, *one_step])
     assert run.checkpoint == run.folder / "global_step_1"

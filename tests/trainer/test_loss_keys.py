@@ -168,7 +168,7 @@ def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:
         assert critic.loss.function == expected, overrides
 
 
-def test_the_reference_runs_where_a_kl_needs_it(inputs: Path) -> None:
+def test_the_reference_runs_where_a_kl_needs_it(inputs: Path, policy: PreTrainedModel) -> None:
     """Beside the policy in each update for the full KL, and apart, once a rollout, for one of sampled tokens."""
     use_loss, full = f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"
     in_reward, full_in_reward = "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"
@@ -183,7 +183,7 @@ def test_the_reference_runs_where_a_kl_needs_it(inputs: Path) -> None:
         ([in_reward, full_in_reward, use_loss, full], True, True, False),
     ):
         config = config_of(inputs, *overrides)
-        actor = actor_of(config)
+        actor = actor_of(config, policy)
         assert isinstance(actor.loss.forward, PolicyForward)
         assert isinstance(actor.forward, PolicyForward)
         assert (actor.loss.forward.with_full_kl, actor.forward.with_full_kl) == (in_update, before_it), overrides
@@ -209,7 +209,7 @@ def test_every_loss_trains(run: Run, inputs: Path, name: str, tmp_path: Path, re
     else:
         trainer.actor = actor_of(config_of(inputs, *GRPO, *TRAINED[name]), trainer.actor.engine.model)
     before = [p.detach().clone() for p in trainer.actor.engine.trained]
-    metrics = trainer.step([trainer.source.dataset[row] for row in range(4)])
+    metrics = trainer.step([trainer.source.dataset[row] for row in range(2)])
     assert not [key for key in metrics if describe(key) is None]
     assert all(math.isfinite(value) for key, value in metrics.items() if key.startswith("actor/"))
     assert metrics["actor/skipped_updates"] == 0

@@ -122,7 +122,10 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [[], ["env.train.vectorization=subprocess", "env.train.num_workers=2"]], ids=str)
+IN_PROCESSES = ["env.train.vectorization=subprocess", "env.train.num_workers=2"]
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(IN_PROCESSES, marks=pytest.mark.slow)], ids=str)
 def test_a_run_acts_with_all_parts_and_resumes_exactly(more: list[str], tmp_path: Path) -> None:
     overrides = ["env.train.id=tests/Reach-v0", *RUN, *more]
     whole = assert_resume_is_exact(tmp_path, overrides, 2)

@@ -23,7 +23,8 @@ def device_has_bfloat16(monkeypatch: pytest.MonkeyPatch):
 
 
 def formats_in(run_yaml: Path) -> set[str]:
-    return {saved_values(run_yaml)[key] for key in DTYPE_KEYS}
+    values = saved_values(run_yaml)
+    return {values[key] for key in DTYPE_KEYS}
 
 
 @pytest.mark.parametrize(("has", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -54,7 +55,7 @@ def test_the_line_names_those_that_were_left_open(base: list[str], device_has_bf
 
 def test_a_run_that_resumes_keeps_its_own(base: list[str], device_has_bfloat16, capsys: pytest.CaptureFixture) -> None:
     device_has_bfloat16(False)
-    options = [*base, *GAE, *LIGHT, *AUTO, "trainer.save_freq=1"]
+    options = [*base, *GAE, *LIGHT, *AUTO, "trainer.save_freq=1", "trainer.preflight=False"]
     first = train(load_config(None, [*options, "trainer.total_training_steps=1"]))
     saved = first.folder / "global_step_1" / "run.yaml"
     assert formats_in(saved) == {"float32"}

@@ -59,7 +59,7 @@ def train_by(overrides: list[str], source: OldLogProbs | None = None, steps: int
 
 
 @pytest.mark.parametrize(
-    "loss", ["vanilla", "gspo", *(pytest.param(loss, marks=SLOW) for loss in ("cispo", "decoupled"))]
+    "loss", ["vanilla", *(pytest.param(loss, marks=SLOW) for loss in ("gspo", "cispo", "decoupled"))]
 )
 def test_a_run_learns_the_same_without_a_pass_of_its_own(loss: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [*base_overrides(inputs, tmp_path), *ONE_UPDATE, f"{ACTOR}.policy_loss.loss_mode={loss}"]

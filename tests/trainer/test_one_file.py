@@ -97,7 +97,16 @@ def copied(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_ppo_makes_the_weights_of_the_trainer(tmp_path):
+def first_and_others(changes):
+    """Return the first change of the settings, which moves the weights, and the others as a slow test."""
+    return [pytest.param(changes[:1], id="first"), pytest.param(changes[1:], id="others", marks=pytest.mark.slow)]
+
+
+CHANGES = [{"lam": 0.95}, {"kl_loss_coef": 0.0}, {"clip_ratio": 0.1}, {"kl_reward_coef": 0.05}]
+
+
+@pytest.mark.parametrize("changes", first_and_others(CHANGES))
+def test_ppo_makes_the_weights_of_the_trainer(changes, tmp_path):
     ppo, inputs = load_file("ppo"), write_inputs(tmp_path)
     args = ppo.Args(
         model=str(inputs / "model"),
@@ -138,12 +147,16 @@ def test_ppo_makes_the_weights_of_the_trainer(tmp_path):
         return [copied(policy.model), copied(critic.model)]
 
     assert same(weights(args), expected)
-    for change in ({"lam": 0.95}, {"clip_ratio": 0.1}, {"kl_reward_coef": 0.05}, {"kl_loss_coef": 0.0}):
+    for change in changes:
         actor, _ = weights(replace(args, **change))
         assert not same(actor, expected[0]), change
 
 
-def test_ppo_control_makes_the_weights_of_the_trainer(tmp_path):
+CONTROL_CHANGES = [{"lam": 0.9}, {"value_coef": 0.25}, {"clip_ratio": 0.1}, {"seed": 2}]
+
+
+@pytest.mark.parametrize("changes", first_and_others(CONTROL_CHANGES))
+def test_ppo_control_makes_the_weights_of_the_trainer(changes, tmp_path):
     pytest.importorskip("gymnasium")
     ppo = load_file("ppo_control")
     args = ppo.Args(steps=4, eval_every=3, eval_episodes=2, num_envs=4, rollout_steps=64, hidden_dim=16, epochs=2)
@@ -184,7 +197,7 @@ def test_ppo_control_makes_the_weights_of_the_trainer(tmp_path):
     finally:
         run.close()
     assert same(copied(ppo.train(args)), expected)
-    for change in ({"lam": 0.9}, {"clip_ratio": 0.1}, {"value_coef": 0.25}, {"seed": 2}):
+    for change in changes:
         assert not same(copied(ppo.train(replace(args, **change))), expected), change
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.forks import forking
 from tests.trainer.loops import wait_for_change
 from tests.trainer.resume import assert_same_end
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, same, train, weights
+from tests.trainer.tiny_run import GAE, GRPO, LIGHT, base_overrides, measured, same, train, weights
 from tether.checkpoints.store import TRACKER
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_samples
@@ -50,7 +50,7 @@ def straight(inputs: Path, tmp_path_factory) -> Straight:
 
 def arguments(name: str, inputs: Path, directory: Path) -> list[str]:
     total = f"trainer.total_training_steps={TOTAL}"
-    return [*base_overrides(inputs, directory), *ALGORITHMS[name], total, "trainer.test_freq=2"]
+    return [*base_overrides(inputs, directory), *ALGORITHMS[name], *LIGHT, total, "trainer.test_freq=2"]
 
 
 def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list[str]:
@@ -69,7 +69,7 @@ def going_on(name: str, inputs: Path, checkpoint: Path, directory: Path) -> list
         pytest.param("gae", 2, id="gae-mid-epoch", marks=pytest.mark.slow),
         pytest.param("gae", 3, id="gae-epoch-boundary", marks=pytest.mark.slow),
         pytest.param("grpo", 2, id="grpo-mid-epoch", marks=pytest.mark.slow),
-        pytest.param("grpo", 3, id="grpo-epoch-boundary"),
+        pytest.param("grpo", 3, id="grpo-epoch-boundary", marks=pytest.mark.slow),
         pytest.param("shaped", 2, id="running-reward-statistics", marks=pytest.mark.slow),
         pytest.param("lora", 2, id="lora", marks=pytest.mark.slow),
         pytest.param("one_step_off", 1, id="one-step-off", marks=pytest.mark.slow),
@@ -86,6 +86,7 @@ def test_going_on_is_exact(name: str, step: int, straight: Straight, inputs: Pat
     assert {n: s for n, s in read_samples(whole).items() if n > step} == read_samples(rest)
 
 
+@pytest.mark.slow  # as those of these tests that have this run
 def test_what_must_be_restored_does_change(straight: Straight):
     """Otherwise the tests above would pass with half of the state missing."""
     metrics = measured(straight("gae"))
@@ -95,6 +96,7 @@ def test_what_must_be_restored_does_change(straight: Straight):
     assert not same(weights(straight("gae") / "global_step_3"), weights(straight("gae") / "global_step_4"))
 
 
+@pytest.mark.slow  # signals come before a validation in tests/invariants/test_both_loops.py, too
 def test_stopped_before_a_validation_makes_up_for_it(straight: Straight, inputs: Path, tmp_path: Path):
     whole = straight("grpo")
     command = going_on("grpo", inputs, whole / "global_step_1", tmp_path)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.trainer.tiny_run import (
 from tether.commands.reward import check_reward
 from tether.config import load_config
 from tether.distributed import groups
+from tether.metrics.loggers.jsonl import read_samples
 from tether.text.build import build_run
 from tether.text.named_inputs import missing_inputs
 from tether.text.rewards.outcome import RewardFailure
@@ -48,12 +50,20 @@ def overrides(inputs: Path, run: Path, *more: str) -> list[str]:
     return [*base, *GRPO, *FAST, *learned, "trainer.total_training_steps=2", "trainer.test_freq=2", *more]
 
 
-def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps, with a checkpoint and a validation of each; to be read only."""
+    return train(overrides(inputs, tmp_path_factory.mktemp("whole"), *EACH_STEP))
+
+
+EACH_STEP = ["trainer.save_freq=1", "trainer.test_freq=1"]
+
+
+def test_the_score_is_the_models(inputs: Path, whole: Path) -> None:
     """`data_source` has no rule here, and none is asked for."""
-    run = train(overrides(inputs, tmp_path / "run", "trainer.total_training_steps=1", "trainer.test_freq=1"))
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "rm").eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs / "rm")
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = read_samples(whole)[1]
     assert len(samples) == 7
     for sample in samples:
         chat = [{"role": "user", "content": _question(sample)}, {"role": "assistant", "content": sample["response"]}]
@@ -61,7 +71,7 @@ def test_the_score_is_the_models(inputs: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             wanted = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item()
         assert sample["reward"] == pytest.approx(wanted, abs=1e-3)
-    assert measured(run)[1]["critic/score/max"] > measured(run)[1]["critic/score/min"]
+    assert measured(whole)[1]["critic/score/max"] > measured(whole)[1]["critic/score/min"]
 
 
 def test_rows_without_a_ground_truth_have_no_most_frequent_answer(inputs: Path, tmp_path: Path) -> None:
@@ -75,38 +85,35 @@ def test_rows_without_a_ground_truth_have_no_most_frequent_answer(inputs: Path, 
     assert "val-aux/tiny/sums/majority_answer" not in first
 
 
-def _question(sample: dict[str, object]) -> str:
+def _question(sample: dict[str, Any]) -> str:
     """The text between the marks of the template."""
     return str(sample["prompt"]).split("user\n")[1].split("<|im_end|>")[0].split("\nassistant")[0]
 
 
-def test_ids_as_they_are_and_token_budgets(inputs: Path, tmp_path: Path) -> None:
+def test_ids_as_they_are_and_token_budgets(inputs: Path, whole: Path, tmp_path: Path) -> None:
     """Each setting changes what it should, and nothing else."""
     as_ids = "reward_model.model.input_tokenizer=null"
     budget = ["reward_model.use_dynamic_bsz=True", "reward_model.forward_max_token_len_per_gpu=90"]
-    templated, by_rows, by_tokens = (
-        first_step(overrides(inputs, tmp_path, *more))["critic/score/mean"]
-        for more in ([], [as_ids], [as_ids, *budget])
+    by_rows, by_tokens = (
+        first_step(overrides(inputs, tmp_path, *more))["critic/score/mean"] for more in ([as_ids], [as_ids, *budget])
     )
+    templated = measured(whole)[1]["critic/score/mean"]
     assert by_rows == pytest.approx(by_tokens, abs=1e-5)
     assert abs(by_rows - templated) > 1e-3
 
 
-def test_resume_is_exact(inputs: Path, tmp_path: Path) -> None:
-    whole = train(overrides(inputs, tmp_path / "whole", "trainer.save_freq=1"))
+def test_resume_is_exact(inputs: Path, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole / "global_step_1", tmp_path / "part" / "global_step_1")
-    part = train(overrides(inputs, tmp_path / "part", "trainer.save_freq=1"))
+    part = train(overrides(inputs, tmp_path / "part", *EACH_STEP))
     assert same(measured(part)[2], measured(whole)[2])
     assert same(weights(part / "global_step_2"), weights(whole / "global_step_2"))
 
 
-def test_another_reward_model_is_no_resume(inputs: Path, tmp_path: Path) -> None:
-    own = tmp_path / "inputs"
-    shutil.copytree(inputs, own)
-    train(overrides(own, tmp_path / "run", "trainer.total_training_steps=1", "trainer.save_freq=1"))
-    save_tiny_reward_model(own / "rm", seed=4)
+def test_another_reward_model_is_no_resume(inputs: Path, whole: Path, tmp_path: Path) -> None:
+    other = f"reward_model.model.path={save_tiny_reward_model(tmp_path / 'rm', seed=4)}"
+    shutil.copytree(whole / "global_step_1", tmp_path / "run" / "global_step_1")
     with pytest.raises(ValueError, match=r"reward_model\.model\.path: not what .* was trained with"):
-        train(overrides(own, tmp_path / "run"))
+        train(overrides(inputs, tmp_path / "run", other))
 
 
 def broken(inputs: Path, name: str, folder: Path) -> Path:

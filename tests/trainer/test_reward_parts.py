@@ -12,7 +12,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.rewards.model_server import KEY, ModelServer, served
 from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.trainer.steps import first_step
-from tests.trainer.tiny_run import FAST, GRPO, base_overrides, measured, rows, set_eos, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import (
+    FAST,
+    GRPO,
+    LIGHT,
+    base_overrides,
+    measured,
+    rows,
+    set_eos,
+    train,
+    write_inputs,
+    write_jsonl,
+)
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config
 from tether.text.build import build_run
@@ -47,7 +58,7 @@ def given(inputs: Path, run: Path, parts: dict[str, object], *more: str) -> tupl
     """Overrides, and a file with the parts."""
     file = run.with_suffix(".yaml")
     file.write_text(json.dumps({"reward_model": {"parts": parts}}))  # which is YAML
-    return [*base_overrides(inputs, run), *GRPO, *FAST, *SHORT, *more], file
+    return [*base_overrides(inputs, run), *GRPO, *LIGHT, *SHORT, *more], file
 
 
 def build(overrides: list[str], file: Path) -> None:
@@ -157,7 +168,7 @@ def test_a_model_of_tethers_own_judges(inputs: Path, tmp_path: Path) -> None:
     parts = {"letters": {"kind": "rules"}, "j": part | {"max_tokens": 24, "dtype": "float32", "weight": 0.5}}
     config = loaded(inputs, tmp_path / "run", parts)
     judge = build_judge("j", read_parts(config.reward_model.parts)["j"], torch.device("cpu"), None)
-    texts = [str(2**number) for number in range(12)]
+    texts = [str(2**number) for number in range(8)]
     requests = [RewardRequest("x", text, None, {}, Dialogue([{"role": "user", "content": "?"}], ())) for text in texts]
     found = judge.score([*requests, RewardRequest("x", "long" * 30, None, {}, requests[0].dialogue)])
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
@@ -196,7 +207,7 @@ def test_a_served_reward_model_scores_as_one_of_this_process(inputs: Path, tmp_p
 
     server.score, server.tokens = score, lambda content: len(ids_of(content))
     own_model = [*FAST, *learned(inputs), "custom_reward_function.path=null"]
-    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *own_model]
+    base = [*base_overrides(inputs, tmp_path), *GRPO, *SHORT, *own_model, "actor_rollout_ref.rollout.n=2"]
     here = first_step(base)
     for api in ("vllm", "sglang"):
         remote = [f"reward_model.server.{key}" for key in (f"url={server.url}", f"api={api}", "model=rm")]

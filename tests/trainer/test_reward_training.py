@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.tiny import save_tiny, save_tiny_reward_model
-from tests.trainer.tiny_run import base_overrides, measured, same, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import FAST, base_overrides, measured, same, train, write_inputs, write_jsonl
 from tether.integrations.reward_models.build import RewardTrainingOptions, build_reward_training
 from tether.integrations.reward_models.command import train_reward_model
 from tether.integrations.reward_models.trainer import beats_chance, preference_batch, split_pairs, until_unusable
@@ -122,9 +122,10 @@ def test_a_training_that_was_stopped_goes_on_bitwise(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pairs.jsonl", "rm"]
 
 
-@pytest.mark.parametrize(
-    "stops", [None, pytest.param(5, marks=pytest.mark.slow), 8, pytest.param(9, marks=pytest.mark.slow), "moving"]
-)
+SLOW = [pytest.param(stops, marks=pytest.mark.slow) for stops in (None, 5, 9, "moving")]
+
+
+@pytest.mark.parametrize("stops", [8, *SLOW])
 def test_the_weights_of_the_best_accuracy_are_kept(
     stops: int | str | None,
     folder: Path,
@@ -241,12 +242,13 @@ def test_ppo_raises_the_learned_score(trained: Trained, folder: Path, tmp_path: 
     run = train(
         [
             *base,
+            *FAST,
             *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=8"),
             *(
                 "actor_rollout_ref.actor.ppo_mini_batch_size=8",
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
             ),
-            *("reward_model.enable=True", f"reward_model.model.path={trained[0]}", "trainer.total_training_steps=20"),
+            *("reward_model.enable=True", f"reward_model.model.path={trained[0]}", "trainer.total_training_steps=12"),
         ]
     )
     scores = [step["critic/score/mean"] for step in measured(run).values()]

@@ -4,14 +4,14 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, weights, write_inputs
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, weights
 from tether.checkpoints import CheckpointStore, Rollback, roll_back, rollbacks_of
 from tether.checkpoints.rollbacks import NOTE
 from tether.commands.result import TrainingResult
@@ -19,15 +19,13 @@ from tether.commands.train import train
 from tether.config import load_config
 from tether.loop.alarms import SAME_REPLY_STEPS, Alarms
 from tether.loop.parts import Rollbacks
+from tether.runtime.objects import holding
 
-VARIETY = "def compute_score(solution_str, **row):\n    return len(set(solution_str)) / max(len(solution_str), 1)\n"
 
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_inputs(tmp_path_factory.mktemp("inputs"))
-    (folder / "reward.py").write_text(VARIETY)
-    return folder
+@pytest.fixture(scope="module", autouse=True)
+def _variety() -> Iterator[None]:
+    with holding({"variety": lambda solution_str, **row: len(set(solution_str)) / max(len(solution_str), 1)}):
+        yield
 
 
 def run(inputs: Path, folder: Path, *more: str):
@@ -36,8 +34,9 @@ def run(inputs: Path, folder: Path, *more: str):
         "data.val_files=[]", "trainer.total_training_steps=8", "trainer.save_freq=1", "trainer.preflight=False",
         "actor_rollout_ref.actor.optim.lr=5", "actor_rollout_ref.actor.optim.lr_warmup_steps=2",
         "actor_rollout_ref.actor.use_kl_loss=False", "trainer.rollback_lr_factor=1e-4",
+        "custom_reward_function.path=object:variety",
     ]  # fmt: skip
-    return train(load_config(None, [*base_overrides(inputs, folder), *GRPO, *settings, *more]))
+    return train(load_config(None, [*base_overrides(inputs, folder), *GRPO, *LIGHT, *settings, *more]))
 
 
 def note(folder: Path) -> list[dict[str, int]]:

@@ -149,7 +149,7 @@ def test_weights_multiply_the_loss_of_a_token_before_it_is_aggregated() -> None:
     assert term.loss.item() == pytest.approx(policy - 0.1 * 0.9 / 6)  # entropy is not weighted
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
 def test_weights_give_the_same_gradient_at_every_split(level: str) -> None:
     policy = make_policy()
     weighted = make_batch(policy, make_critic())

@@ -104,7 +104,11 @@ class Finished:
         return TrainBatch.assemble(rollout, torch.ones(len(rollout)))
 
 
-@pytest.fixture(scope="module", params=ALGORITHMS)
+# "override" has all that "gae" has
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "gae" else ()) for name in ALGORITHMS],
+)
 def finished(request, inputs: Path, tmp_path_factory) -> Finished:
     saving = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
     base = base_overrides(inputs, tmp_path_factory.mktemp(request.param))

@@ -21,7 +21,7 @@ from tests.rollout.bench import REAL, STAND_INS, needs_vllm, processes_of
 from tests.rollout.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
 from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import GRPO, base_overrides, measured, same, set_eos, train, weights, write_inputs
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, measured, same, set_eos, train, weights, write_inputs
 from tether.checkpoints.store import TRACKER
 from tether.commands.build import build
 from tether.config import ConfigError, load_config
@@ -31,7 +31,7 @@ from tether.text.named_inputs import missing_inputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("parity_freq=2", "gpu_memory_utilization=0.1", "enforce_eager=True", "server_timeout=900")
-SETTINGS = [*GRPO, *(f"{ROLLOUT}.{size}" for size in SIZES)]
+SETTINGS = [*GRPO, *LIGHT, *(f"{ROLLOUT}.{size}" for size in SIZES)]
 VLLM, SGLANG = ([*SETTINGS, f"{ROLLOUT}.name={kind}"] for kind in ("vllm", "sglang"))
 
 
@@ -186,11 +186,12 @@ def test_a_run_by_vllm(inputs: Path, monkeypatch: pytest.MonkeyPatch, what: list
 def test_adapters_reach_the_server(inputs: Path, kind: str, *, merge: bool) -> None:
     """As such after the first update, or added into all weights each time."""
     settings = [*SETTINGS, f"{ROLLOUT}.name={kind}", ADAPTERS, f"actor_rollout_ref.model.lora.merge={merge}"]
+    settings += ["trainer.total_training_steps=2"]
     with another_server(inputs / "model", kind, **({} if merge else {"rank": 8})) as url:
         run = train([*base_overrides(inputs, inputs / "run"), *settings, url])
-    check_steps(run, 1, 2, 3)
+    check_steps(run, 1, 2)
     sizes = {step: found["transfer/weights_bytes"] for step, found in measured(run).items() if step}
-    assert sizes[2] == sizes[3] > 0
+    assert sizes[2] > 0
     assert sizes[1] == 2 * sizes[2] if merge else sizes[1] > 5 * sizes[2]  # at its beginning and at its end
 
 
@@ -261,6 +262,7 @@ def test_a_run_goes_on_after_kills(inputs: Path, monkeypatch: pytest.MonkeyPatch
     if python is not None:
         monkeypatch.setenv("TETHER_VLLM", str(python.parent.parent))
     options = [*VLLM, "trainer.save_freq=1", "trainer.total_training_steps=3"]
+    options += [f"custom_reward_function.path={inputs / 'reward.py'}"]  # which another process finds
     whole, killed = inputs / "whole", inputs / "killed"
     train([*base_overrides(inputs, whole), *options])
     process = multiprocessing.get_context("spawn").Process(

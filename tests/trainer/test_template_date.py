@@ -10,7 +10,7 @@ import transformers.utils.chat_template_utils
 
 import tether
 from tests.tiny import EOS_ID, save_tiny_reward_model, tiny_tokenizer
-from tests.trainer.tiny_run import GRPO, base_overrides, train, write_inputs, write_jsonl
+from tests.trainer.tiny_run import GRPO, LIGHT, base_overrides, train, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.integrations.reward_models.build import RewardTrainingOptions
 from tether.integrations.reward_models.command import train_reward_model
@@ -88,7 +88,7 @@ def inputs(tmp_path: Path) -> Path:
 def test_a_run_goes_on_the_next_day_with_the_date_of_its_first_start(clock: Clock, inputs: Path, tmp_path: Path):
     """So does a policy that is loaded from it; a checkpoint's template is the original one."""
     overrides = [
-        *base_overrides(inputs, tmp_path / "run"), *GRPO,
+        *base_overrides(inputs, tmp_path / "run"), *GRPO, *LIGHT,
         "data.max_prompt_length=128", "trainer.save_freq=1", "trainer.preflight=False",
     ]  # fmt: skip
     train([*overrides, "trainer.total_training_steps=1"])

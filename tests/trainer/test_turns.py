@@ -1,6 +1,7 @@
 """Conversations through the whole trainer: what is trained on, how they resume, and that a tool can be learned."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from tests.trainer.loops import Text, assert_same_run, train_killed
 from tests.trainer.resume import assert_resume_is_exact
 from tests.trainer.steps import first_step
 from tests.trainer.test_servers import another_server
-from tests.trainer.tiny_run import measured, train, write_jsonl
-from tests.trainer.turn_run import CALL, ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tests.trainer.tiny_run import measured, reward_function, train, write_jsonl
+from tests.trainer.turn_run import CALL, ID, REWARD, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
+from tether.runtime.objects import holding
 from tether.text.build import build_run
 from tether.text.data.location import PACKAGES
 from tether.text.named_inputs import missing_inputs
@@ -26,6 +28,16 @@ SECTION = f"{ROLLOUT}.multi_turn"
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_turn_inputs(tmp_path_factory.mktemp("turns"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reward() -> Iterator[None]:
+    with holding({"asked": reward_function(REWARD)}):
+        yield
+
+
+HERE = "custom_reward_function.path=object:asked"
+"""Calls the reward in this process."""
 
 
 def own(folder: Path) -> list[str]:
@@ -45,7 +57,7 @@ def rows_of(run: Path, step: int = 1) -> list[dict]:
 def train_and_read(inputs: Path, run: Path, *more: str) -> tuple[list[dict], dict[str, float]]:
     """Train for a step; return its responses and metrics."""
     dumped = [f"trainer.rollout_data_dir={run / 'rollouts'}", "trainer.total_training_steps=1"]
-    train([*turn_overrides(inputs, run), *dumped, *more])
+    train([*turn_overrides(inputs, run), HERE, *dumped, *more])
     return rows_of(run), measured(run)[1]
 
 
@@ -77,7 +89,7 @@ def check_served(inputs: Path, run: Path, *served: str) -> None:
     assert metrics["rollout_corr/k3_kl"] < 1e-7, "of sampled tokens alone"
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_servers_sample_conversations(kind: str, inputs: Path, tmp_path: Path) -> None:
     with another_server(inputs / "model", kind) as url:
         check_served(inputs, tmp_path, f"{ROLLOUT}.name={kind}", f"{ROLLOUT}.n=8", url)
@@ -93,7 +105,7 @@ def test_servers_of_two_devices_sample_conversations(
 
 def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None:
     """And the first ratio is one: a cache that was filled in pieces differs from one filled at once by rounding."""
-    found, metrics = train_and_read(inputs, tmp_path / "run", *own(inputs), f"{ROLLOUT}.n=32")
+    found, metrics = train_and_read(inputs, tmp_path / "run", *own(inputs), f"{ROLLOUT}.n=16")
     assert metrics["rollout_corr/k3_kl"] < 1e-9
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
     several = [row for row in found if row["turns"] > 2]
@@ -115,22 +127,21 @@ def test_an_environment_pays_for_each_turn(inputs: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("agent", ["environment", pytest.param("tools", marks=pytest.mark.slow)])
 def test_conversations_resume_exactly(agent: str, inputs: Path, tmp_path: Path) -> None:
     overrides = [o for o in turn_overrides(inputs, tmp_path) if "default_local_dir" not in o]
-    overrides += own(inputs) if agent == "environment" else []
-    overrides += ["data.val_files=[]", f"{ROLLOUT}.n=4", f"{ROLLOUT}.agent.num_workers=2"]
+    overrides += [*own(inputs), HERE] if agent == "environment" else []
+    overrides += ["data.val_files=[]", f"{ROLLOUT}.n=4"]
+    overrides += [f"{ROLLOUT}.agent.num_workers=2"] if agent == "tools" else []
     must_change = [f"reward/extra/{'turns' if agent == 'environment' else 'tool_calls'}/mean"]
     assert_resume_is_exact(inputs, tmp_path, overrides, total=2, must_change=must_change)
 
 
-def test_the_first_ratio_is_one_where_nothing_is_kept(inputs: Path, tmp_path: Path) -> None:
-    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), f"{SECTION}.max_kept_tokens=0"])
+def test_the_first_ratio_is_one_where_nothing_is_kept_and_limits_say_how_often_they_cut(
+    inputs: Path, tmp_path: Path
+) -> None:
+    limits = [f"{SECTION}.max_user_turns=1", "data.max_response_length=16", f"{SECTION}.max_kept_tokens=0"]
+    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), HERE, *limits])
     assert metrics["reward/extra/turns/mean"] > 1.2
     assert metrics["rollout_corr/k3_kl"] < 1e-9
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
-
-
-def test_limits_say_how_often_they_cut(inputs: Path, tmp_path: Path) -> None:
-    limits = [f"{SECTION}.max_user_turns=1", "data.max_response_length=12"]
-    metrics = first_step([*turn_overrides(inputs, tmp_path), *own(inputs), *limits])
     few, long = (metrics[f"reward/extra/cut_by_{limit}_limit/mean"] for limit in ("turn", "length"))
     assert few > 0
     assert long > 0
@@ -315,13 +326,13 @@ def test_held_out_rows_may_have_one_turn(inputs: Path, tmp_path: Path) -> None:
     plain = [o for o in turn_overrides(inputs, tmp_path / "run") if "default_agent_loop" not in o]
     held_out = f"data.val_files={inputs / 'train.jsonl'}"
     one_step = ["trainer.test_freq=1", "trainer.total_training_steps=1", f"{ROLLOUT}.n=4"]
-    run = train([*plain, f"data.train_files={asked}", held_out, *one_step])
+    run = train([*plain, HERE, f"data.train_files={asked}", held_out, *one_step])
     assert "val-core/ask/reward/mean@1" in measured(run)[1]
 
 
 def test_the_audit_of_a_reward_samples_conversations(inputs: Path, tmp_path: Path) -> None:
     """Replies that are tried have one turn, sampled ones as many as in training, with what tools answered."""
-    config = load_config(None, turn_overrides(inputs, tmp_path / "run")).config
+    config = load_config(None, [*turn_overrides(inputs, tmp_path / "run"), HERE]).config
     with build_reward_trial(config, rows=4, samples=64) as trial:
         assert trial.sampled is not None
         told = [request.solution_str for request in trial.sampled.requests]

@@ -56,7 +56,7 @@ def test_every_row_once_whatever_the_batch(base: list[str], sampling: list[str],
 
 def test_evaluating_a_checkpoint_gives_what_training_measured(base: list[str], capsys):
     one_step = ["trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=1"]
-    directory = train([*base, *GAE, *SAMPLED, *one_step])
+    directory = train([*base, *GAE, *LIGHT, *SAMPLED, *one_step])
     evaluate(str(directory), None, [])
     said = json.loads((directory / "eval_global_step_1.json").read_text())
     tested = {key: value for key, value in measured(directory)[1].items() if key.startswith("val-")}

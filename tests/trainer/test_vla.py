@@ -27,6 +27,7 @@ RUN = [
     f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1", "trainer.log_freq=1",
     "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=3",
 ]  # fmt: skip
+SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=False"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,8 @@ LEVELS = {
 @pytest.mark.parametrize("kind", [pytest.param("openvla", marks=pytest.mark.slow), "openvla_oft"])
 def test_resuming_is_exact_and_the_first_ratio_of_every_rollout_is_one(kind, cloned, tmp_path):
     """Each step makes one update of its whole rollout."""
-    whole = assert_resume_is_exact(
-        tmp_path, overrides(tmp_path, kind, cloned, *LEVELS[kind], f"{ACTOR}.ppo_mini_batch_size=16"), total=3
-    )
+    options = [*LEVELS[kind], *SHORT, f"{ACTOR}.ppo_mini_batch_size=16"]
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, kind, cloned, *options), total=2)
     assert_ratios_are_one(whole.directory, 1e-4)
 
 
@@ -81,8 +81,7 @@ def test_the_bounds_are_those_of_the_demonstrations(cloned, tmp_path):
 def test_adapters_start_from_an_imitator_and_resume(cloned, tmp_path):
     pytest.importorskip("peft")
     lora = [f"{MODEL}.lora_rank=2"]
-    short = ["trainer.total_training_steps=2", "trainer.test_freq=2"]
-    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, "openvla", cloned, *lora, *short), total=2)
+    whole = assert_resume_is_exact(tmp_path, overrides(tmp_path, "openvla", cloned, *lora, *SHORT), total=2)
     start = load_policy(next((cloned / "openvla").glob("global_step_*")) / POLICY).state_dict()
     now = whole.trainer.rollouts.policy.state_dict()
     assert torch.equal(now["model.encoder.to_tokens.weight"], start["model.encoder.to_tokens.weight"])
