@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,15 @@ NOT_AT_CONSTRUCTION = (
 def saved_values(saved: Path) -> dict[str, object] | None:
     """Return the flat table of a ``run.yaml``; None if a version with other keys wrote it."""
     try:
-        return values_of(load_config(saved, []).config)
-    except ConfigError:
+        values = _saved_values(saved.resolve(), saved.stat().st_mtime_ns)
+    except (ConfigError, OSError):
         return None
+    return dict(values)
+
+
+@lru_cache(maxsize=16)  # a run that resumes asks four times
+def _saved_values(saved: Path, _modified: int) -> dict[str, object]:
+    return values_of(load_config(saved, []).config)
 
 
 def changes_since(
