@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer.golden import Golden
 from tests.view.hostile import KINDS, PAYLOADS, write_hostile
-from tests.view.planted import healthy, record_step, text_config, write_text
+from tests.view.planted import Row, healthy, record_step, text_config, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RecordFile, unpack
@@ -144,8 +144,8 @@ def test_a_running_run_is_followed(opened: Callable[..., Any], tmp_path: Path) -
     assert page.locator("#state").inner_text() == "step 5"
     logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", text_config(), 9, resumed_step=5))
     logger.log(6, healthy(6, np.random.default_rng(0)) | {"my/metric": 42.0})
-    rows = [(prompt, 1.0, {}) for prompt in range(4)]
-    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0), None)
+    rows = [Row(prompt, 1.0) for prompt in range(4)]
+    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0))
     until(page, "document.querySelector('#state').textContent === 'step 6'")
     page.fill("input[type=search]", "my/metric")
     assert page.locator("#found .card").count() == 1

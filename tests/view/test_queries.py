@@ -31,6 +31,12 @@ def ask(*arguments: str) -> object:
     return json.loads(done.stdout)
 
 
+def refusal(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["view", *arguments])
+    assert done.exit_code
+    return str(done.exception)
+
+
 def test_any_run_opens_and_names_what_it_did_not_record(golden: Golden, tmp_path: Path) -> None:
     """Panels of its kind, all of its metrics explained, and the values that were stored."""
     run = RunFolder(golden.folder)
@@ -71,16 +77,28 @@ def test_samples_are_sorted_filtered_and_searched(planted: Path) -> None:
     found = ask(run, "--search", "answer is 4.", "--where", "index == 2", "--step", "7")
     assert {row["index"] for row in found["rows"]} == {2}
     assert ask(run, "--search", "no such text")["total"] == 0
+    everything = ask(run, "--limit", "100000")
+    assert everything["total"] == everything["shown"] == len(everything["rows"]) == 3200
+    some = CliRunner().invoke(app, ["view", run, "--sort", "reward", "--json"])
+    assert json.loads(some.stdout)["shown"] == 20
+    assert "20 of 3200 samples; --limit 3200 prints all of them" in some.stderr
     for arguments, message in {
         ("--where", "lenght>3"): "Did you mean length?",
         ("--where", "__import__('os')"): "not understood",
         ("--where", "length >"): "write for example",
         ("--sort", "size"): "no such column",
         ("--step", "1000"): "nearest recorded step is 100",
+        (
+            "--key",
+            "critic/scores/mean",
+        ): "no such metric in never: 'critic/scores/mean'. Did you mean critic/score/mean?",
+        ("--key", "critic/score/mean", "--limit", "3"): "--limit: does not apply to --key",
+        ("--prompts", "--step", "3"): "--step: does not apply to --prompts",
+        ("--step", "3", "--sample", "2", "--sort", "reward"): "--sort: does not apply to --sample",
     }.items():
-        done = CliRunner().invoke(app, ["view", run, "--json", *arguments])
-        assert done.exit_code
-        assert message in str(done.exception)
+        assert message in refusal(run, "--json", *arguments)
+    assert "--limit: is for --json" in refusal(run, "--limit", "3")
+    assert "--limit: is asked of one run" in refusal(str(planted / "compared"), "--limit", "3", "--json")
 
 
 def test_filters_carry_out_comparisons_only() -> None:
@@ -102,8 +120,16 @@ def test_filters_carry_out_comparisons_only() -> None:
 
 def test_groups_prompts_and_parts_of_the_reward(planted: Path) -> None:
     run = RunFolder(planted / "never")
-    hardest = [one["index"] for one in queries.prompts(run) if one["never"]]
-    assert hardest == [3, 6]
+    listed = ask(str(run.folder), "--prompts", "--limit", "3")
+    assert [one["index"] for one in listed["rows"]][:2] == listed["never"] == [3, 6]
+    assert (listed["total"], len(listed["rows"])) == (8, 3)
+    assert listed["solved_means"] == "acc above 0.5, a part of the reward"
+    shares = [one["solved"] / one["attempts"] for one in queries.prompts(run)["rows"]]
+    assert shares == sorted(shares)
+    assert shares[:2] == [0, 0]
+    critic = queries.prompts(RunFolder(planted / "hacked"))
+    assert not critic["never"]
+    assert all(one["solved"] < one["attempts"] / 2 for one in critic["rows"]), "politeness solves no prompt"
     listed = queries.groups(run, 50)
     assert sum(one["gradient_share"] for one in listed) == pytest.approx(1, abs=1e-5)
     assert next(one for one in listed if one["group"] == 3)["without_variance"]

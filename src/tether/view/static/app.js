@@ -40,7 +40,7 @@ function viewOf(state, overview, runs) {
     case "samples": return () => step(overview, { ...state, step: undefined }, ask, go);
     case "step": return () => (text ? step : episodes)(overview, { ...state, step: nearest(overview.steps, state.step ?? last) }, ask, go);
     case "group": return () => group(state, ask, go);
-    case "prompts": return () => prompts(state, ask, go);
+    case "prompts": return () => prompts(overview, state, ask, go);
     case "tasks": return () => tasks(state, ask, go);
     case "validation": return () => validation(overview, state, ask, go);
   }

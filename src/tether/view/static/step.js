@@ -1,6 +1,7 @@
-import { h, text, number, facts, table, wordDiff } from "./text.js";
+import { h, text, number, facts, link, table, wordDiff } from "./text.js";
 import { chart } from "./chart.js";
 import { strip } from "./strip.js";
+import { adviceBox } from "./advice.js";
 
 export async function step(overview, state, ask, go) {
   const arguments_ = { run: state.run, step: state.step };
@@ -115,15 +116,22 @@ function turn(message) {
     message.tool_calls ? [h("b", {}, "tool calls"), text(JSON.stringify(message.tool_calls, null, 1))] : null);
 }
 
-export async function prompts(state, ask, go) {
-  const listed = await ask("prompts", { run: state.run }), never = listed.filter((one) => one.never);
+const ABOUT_PROMPTS = ["prompts never solved", "reward part is exploited", "format without accuracy", "validation falls"];
+
+export async function prompts(overview, state, ask, go) {
+  const listed = await ask("prompts", { run: state.run }), never = listed.rows.filter((one) => one.never);
   const parts = await ask("parts", { run: state.run });
+  const advice = overview.advice.filter((one) => ABOUT_PROMPTS.includes(one.rule));
+  const open = (row) => go({ view: null, step: row.step, sample: row.row });
   return [
-    h("h1", {}, `${listed.length} training prompts, the hardest first`),
-    h("p", { id: "never" }, never.length ? `${never.length} never got more than half of the highest reward: ${never.slice(0, 20).map((one) => one.index).join(", ")}` : "Every prompt that was recorded has succeeded at least once."),
-    table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "best" }, { name: "mean" }, { name: "ever solved", show: (row) => row.never ? "never" : "yes" }], listed, { onRow: (row) => go({ view: null, step: row.step, sample: row.row }) }),
+    h("h1", {}, `${listed.total} training prompts, the hardest first`),
+    advice.length ? adviceBox(advice, overview, go) : null,
+    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : ""] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
+    table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "solved", title: listed.solved_means, show: (row) => row.never ? "never" : `${row.solved} (${(100 * row.solved / row.attempts).toFixed(0)} %)` }, { name: "mean reward", show: (row) => row.mean }, { name: "best reward", show: (row) => row.best }], listed.rows, { onRow: open }),
+    listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}; tether view RUN --prompts --json --limit ${listed.total} prints all of them.`) : null,
     parts.length ? h("h2", {}, "Parts of the reward") : null,
-    h("div", { class: "grid" }, parts.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.name, x: one.steps, y: one.means }], height: 100 }), h("p", { class: "small faint" }, `Correlation with the reward over samples: ${number(one.with_reward, 2)}`)))),
+    parts.length ? h("p", { class: "faint" }, "Means over the recorded responses of a step. A part that rises while another falls is paid for at its expense.") : null,
+    h("div", { class: "grid" }, parts.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.name, x: one.steps, y: one.means }], height: 100 })))),
   ];
 }
 

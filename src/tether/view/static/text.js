@@ -9,6 +9,10 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+export function link(words, follow) {
+  return h("a", { href: "#", onclick: (event) => { event.preventDefault(); follow(); } }, String(words));
+}
+
 export function text(value) {
   return h("div", { class: "text" }, String(value ?? ""));
 }

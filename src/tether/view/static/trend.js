@@ -1,12 +1,6 @@
 import { h, number, facts, table, withTip } from "./text.js";
 import { chart, COLORS } from "./chart.js";
-
-export function adviceBox(advice, go) {
-  if (!advice.length) return h("p", { class: "faint" }, "No rule finds evidence of a problem in this run.");
-  return h("div", { id: "advice" }, advice.map((one) => h("div", { class: "advice" }, h("b", {}, one.rule), ": ", one.text, " ",
-    h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: "step", step: one.step, sample: null }); } }, `step ${one.step}`),
-    one.rows.map((row) => [" ", h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: null, ...row, sample: row.row, row: null }); } }, `sample ${row.row} of step ${row.step}`)]))));
-}
+import { adviceBox, noAdvice } from "./advice.js";
 
 function explained(overview, key) {
   const one = overview.metrics[key];
@@ -39,7 +33,7 @@ export async function trend(overview, state, ask, go) {
   overview.marks.forEach((mark) => { counts[mark.kind] = (counts[mark.kind] ?? 0) + 1; });
   return [
     facts({ kind: overview.kind, step: `${overview.last_step}${overview.total_steps ? ` of ${overview.total_steps}` : ""}`, state: overview.running ? "running" : "not running", folder: overview.folder }),
-    adviceBox(overview.advice, go),
+    overview.advice.length ? adviceBox(overview.advice, overview, go) : noAdvice(overview),
     ...Object.entries(overview.missing).map(([name, needs]) => h("p", { class: "faint" }, `No ${name} recorded. What records it: ${needs}.`)),
     h("div", { class: "bar" }, "by ", h("select", { "aria-label": "Axis", onchange: (event) => go({ axis: event.target.value }) }, overview.axes.map((name) => h("option", { value: name, selected: name === axis }, name))),
       h("span", { class: "small faint" }, Object.entries(counts).map(([kind, count]) => `${count} ${kind}${count > 1 ? "s" : ""}`).join(", "), ". Click a curve to open its step.")),
