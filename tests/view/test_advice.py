@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.trainer.golden import Golden
-from tests.view.planted import Numbers, healthy, write_control, write_text
+from tests.view.planted import Numbers, control_config, healthy, write_control, write_text
+from tether.metrics.loggers.jsonl import JsonlLogger
+from tether.metrics.loggers.protocol import RunInfo
 from tether.view.advice import EXPLOITED, RULES, advise
 from tether.view.run import RunFolder
 
@@ -101,6 +103,18 @@ def test_each_rule_fires_on_what_is_planted_and_no_other_does(tmp_path: Path, pl
     assert rules(write_text(tmp_path / "falls", metrics=lambda step, rng: falls(step, rng), validates=False)) == [
         "validation falls"
     ]
+
+
+def test_an_evaluation_that_stays_near_its_best_does_not_fall(tmp_path: Path) -> None:
+    """500 in nearly all evaluations of a solved task and then 494, while training still rises to them."""
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", control_config(), 60))
+    for step in range(1, 61):
+        logged = {"env/return": 300.0 + 3 * step}
+        if step % 5 == 0:
+            logged["eval/return"] = {5: 100.0, 10: 400.0, 55: 494.0, 60: 494.0}.get(step, 500.0)
+        logger.log(step, logged)
+    logger.close()
+    assert rules(tmp_path / "run") == []
 
 
 def test_no_rule_fires_on_a_healthy_run(golden: Golden, planted: Path, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_every_page_of_every_kind_of_run_is_drawn(opened: Callable[..., Any], go
                 go(page, address or "#view=trend")
                 assert page.evaluate("document.documentElement.scrollWidth") <= width, (folder.name, address)
     page = opened(planted / "compared")
-    assert "b_0 (mean of 4) is better" in page.locator(".verdict").inner_text()
+    assert "lr=3e-05, 4 seeds is better" in page.locator(".verdict").inner_text()
 
 
 @pytest.mark.slow

@@ -101,6 +101,13 @@ def test_samples_are_sorted_filtered_and_searched(planted: Path) -> None:
     assert "--limit: is asked of one run" in refusal(str(planted / "compared"), "--limit", "3", "--json")
 
 
+def test_a_run_that_two_paths_lead_to_is_one_run(planted: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(planted / "compared")
+    folders = find_runs([planted / "compared", tmp_path / "link", planted / "compared" / "a_0"])
+    assert folders == find_runs([planted / "compared"])
+    assert len(folders) == 8
+
+
 def test_filters_carry_out_comparisons_only() -> None:
     columns = {"reward": np.array([0, 1, math.nan]), "part/acc": np.array([0.5, 0.0, 1.0])}
     assert matching("reward == 0 or part/acc > 0.9", columns, 3).tolist() == [True, False, True]
@@ -150,7 +157,12 @@ def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None
     assert experiments(runs) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     (told,) = compared["verdicts"]
     assert told["differ"]
-    assert "b_0 (mean of 4) is better" in told["text"]
+    assert "lr=3e-05, 4 seeds is better" in told["text"]
+    assert compared["experiments"][0] == {
+        "label": "lr=1e-05, 4 seeds", "runs": [0, 1, 2, 3], "members": ["a_0", "a_1", "a_2", "a_3"]
+    }  # fmt: skip
+    assert [row["by_experiment"] for row in compared["differences"]] == [["1e-05", "3e-05"], ["0, 1, 2, 3"] * 2]
+    assert compared["warnings"] == []
     for axis in queries.AXES:
         curves = mean_curves(runs, "critic/score/mean", axis)
         assert [curve["n"] for curve in curves] == [4, 4]
@@ -164,7 +176,29 @@ def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None
     shown = CliRunner().invoke(app, ["runs", str(planted), "--json"])
     assert {Path(run["name"]).name for run in json.loads(shown.stdout)} >= {"fell", "robot", "a_0"}
     table = CliRunner().invoke(app, ["compare", str(planted / "compared")])
-    assert "b_0 (mean of 4) is better" in table.stdout
+    assert "lr=3e-05, 4 seeds is better" in table.stdout
+
+
+def test_runs_of_equal_configuration_and_seed_count_once_and_are_named(planted: Path) -> None:
+    """A folder of unrelated runs, of which five share configuration and seed."""
+    folders = find_runs([planted])
+    runs = [RunFolder(folder) for folder in folders]
+    compared = comparison(runs)
+    pooled = next(one for one in compared["experiments"] if len(one["runs"]) > 4)
+    assert pooled["members"] == ["a_0", "a_1", "a_2", "a_3", "critic", "fell", "hacked", "never"]
+    assert pooled["label"].endswith("8 runs of 4 seeds")
+    assert "lr=1e-05" in pooled["label"]
+    (warning,) = compared["warnings"]
+    assert "8 runs of 4 seeds: 5 runs have seed 1 (a_1, critic, fell, hacked, never)" in warning
+    told = next(one for one in compared["verdicts"] if "lr=3e-05, 4 seeds" in one["text"])
+    assert "(n=4)" in told["text"]
+    assert "(n=8)" not in told["text"]
+    # The metric of a curve is offered whichever runs have it.
+    assert {"critic/score/mean", "env/return", compared["key"]} <= set(compared["keys"])
+    counts = [curve["n"] for curve in mean_curves(runs, "critic/score/mean")]
+    assert sorted(counts) == [0, 4, 4]
+    with pytest.raises(ValueError, match="Did you mean env/return"):
+        mean_curves(runs, "env/returns")
 
 
 def test_a_run_that_goes_on_resumes_and_is_rewritten_is_followed(tmp_path: Path) -> None:

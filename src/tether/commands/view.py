@@ -213,14 +213,16 @@ def compare(runs: Folders, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(compared, ensure_ascii=False, default=str))
         return
-    table = Table("differs in", *compared["names"])
+    table = Table("differs in", *(one["label"] for one in compared["experiments"]))
     for row in compared["differences"]:
-        table.add_row(row["key"], *map(str, row["values"]))
+        table.add_row(row["key"], *row["by_experiment"])
     screen.print(table)
-    results = Table("run", "steps", str(compared["key"]), "seconds of steps")
-    for one in compared["results"]:
+    results = Table("experiment", "run", "seed", "steps", str(compared["key"]), "seconds of steps")
+    for one in sorted(compared["results"], key=lambda one: one["experiment"]):
         values = ("-" if value is None else f"{value:.4g}" for value in (one["result"], one["seconds"]))
-        results.add_row(one["name"], str(one["steps"]), *values)
+        results.add_row(one["experiment"], one["name"], str(one["seed"]), str(one["steps"]), *values)
     screen.print(results)
+    for warning in compared["warnings"]:
+        screen.print(f"warning: {warning}", soft_wrap=True)
     for verdict in compared["verdicts"]:
         screen.print(verdict["text"], soft_wrap=True)

@@ -226,7 +226,7 @@ def _validation_falls(run: RunFolder) -> Iterator[Advice]:
     error = math.sqrt((pstdev(windows[best]) ** 2 + pstdev(windows[-1]) ** 2) / width)
     trained = [value for step, value in score.items() if steps[best] - 3 <= step <= steps[best + width - 1] + 3]
     lately = _last(score, min(WINDOW, len(score) // 3 or 1))
-    falls = top - now > max(4 * noise, 3 * error, 0.02)
+    falls = top - now > max(4 * noise, 3 * error, 0.1 * (max(values) - min(values)), 0.02)
     if best + width < len(windows) and trained and falls and lately > fmean(trained):
         text = (
             f"{key} fell from {top:.3g} at step {steps[best]} to {now:.3g}, while {score_key} rose from "

@@ -74,8 +74,7 @@ def _questions(runs: Sequence[RunFolder]) -> Iterator[tuple[str, dict[str, str]]
         for question in ("parts", "tasks", "prompts"):
             yield question, number
     if len(runs) > 1:
-        shared = sorted(set.intersection(*(set(run.keys) for run in runs)))
-        for key in shared:
+        for key in sorted({key for run in runs for key in run.keys}):
             yield "mean_curves", {"key": key, "axis": "step"}
     for index, run in enumerate(runs):
         yield from _steps(run, {"run": str(index)})

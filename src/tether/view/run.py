@@ -247,13 +247,14 @@ def find_runs(folders: list[Path]) -> list[Path]:
     Raises:
         ValueError: a folder has none.
     """
-    run_folders: list[Path] = []
+    by_path: dict[Path, Path] = {}  # one that two paths lead to, such as a link, is one run
     for folder in folders:
         runs = [folder] if is_run(folder) else sorted(_below(folder, 3))
         if not runs:
             raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
-        run_folders += [run for run in runs if run not in run_folders]
-    return run_folders
+        for run in runs:
+            by_path.setdefault(run.resolve(), run)
+    return list(by_path.values())
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:

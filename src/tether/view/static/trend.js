@@ -50,19 +50,22 @@ export const short = (key) => key.replace(/^val-core\//, "validation ").replace(
 export async function compared(runs, state, ask, go) {
   const key = state.key ?? runs.key, axis = state.axis ?? "step";
   const curves = key ? await ask("mean_curves", { key, axis }) : [];
-  const series = runs.experiments.map((one, index) => ({ ...curves[index], name: one.label, color: COLORS[index % COLORS.length] }));
+  const series = runs.experiments.map((one, index) => ({ ...curves[index], name: one.label, title: one.members.join(", "), color: COLORS[index % COLORS.length] }));
+  const without = series.filter((one) => !one.x?.length).map((one) => one.name);
   return [
     h("h1", {}, `${runs.names.length} runs`),
+    ...runs.warnings.map((warning) => h("p", { class: "advice" }, h("b", {}, "repeated seed"), ": ", warning)),
     ...runs.verdicts.map((verdict) => h("p", { class: "card verdict" }, h("b", { class: verdict.differ ? "good" : "" }, verdict.differ ? "They differ. " : "Not told apart. "), verdict.text)),
     h("div", { class: "bar" }, h("select", { "aria-label": "Metric", onchange: (event) => go({ key: event.target.value }) }, runs.keys.map((name) => h("option", { value: name, selected: name === key }, name))), " by ",
       h("select", { "aria-label": "Axis", onchange: (event) => go({ axis: event.target.value }) }, ["step", "samples", "tokens", "seconds"].map((name) => h("option", { value: name, selected: name === axis }, name))),
-      h("span", { class: "small faint" }, "Line: mean over runs that differ in their seed only. Band: 95 % bootstrap interval over them.")),
-    h("div", { class: "card" }, curves ? chart({ series: series.filter((one) => one.x), label: axis, height: 260, wide: true }) : null),
+      h("span", { class: "small faint" }, "Line: mean over seeds. Band: its 95 % bootstrap interval at each step, to be read by eye. The verdict above takes 99 %, because it is one sentence that decides, and pairs of several experiments are many chances.")),
+    h("div", { class: "card", id: "compared", "data-key": key }, curves ? chart({ series: series.filter((one) => one.x), label: axis, height: 260, wide: true }) : null,
+      without.length ? h("p", { class: "small faint" }, `Without this metric by ${axis}: ${without.join("; ")}.`) : null),
+    h("h2", {}, "Experiments"),
+    table([{ name: "experiment", show: (row) => row.label }, { name: "runs", show: (row) => row.members.join(", ") }], runs.experiments),
     h("h2", {}, "Results"),
-    table([{ name: "run", show: (row) => row.name }, { name: "steps" }, { name: runs.key ?? "result", show: (row) => row.result }, { name: "seconds" }], runs.results, { onRow: (row) => go({ view: "trend", run: String(runs.results.indexOf(row)) }) }),
+    table([{ name: "run", show: (row) => row.name }, { name: "experiment" }, { name: "seed" }, { name: "steps" }, { name: runs.key ?? "result", show: (row) => row.result }, { name: "seconds" }], runs.results, { onRow: (row) => go({ view: "trend", run: String(runs.results.indexOf(row)) }) }),
     h("h2", {}, "What differs in configuration and code"),
-    runs.differences.length ? table([{ name: "key" }, ...runs.names.map((name, index) => ({ name, show: (row) => shown(row.values[index]) }))], runs.differences) : h("p", {}, "Nothing that was recorded."),
+    runs.differences.length ? table([{ name: "key" }, ...runs.experiments.map((one, index) => ({ name: one.label, show: (row) => row.by_experiment[index] }))], runs.differences) : h("p", {}, "Nothing that was recorded."),
   ];
 }
-
-const shown = (value) => value === null || value === undefined ? "-" : typeof value === "object" ? JSON.stringify(value) : String(value);
