@@ -128,5 +128,8 @@ def test_no_rule_fires_on_a_healthy_run(golden: Golden, planted: Path, tmp_path:
     assert RunFolder(fixed).metrics[60]["response_length/clip_ratio"] == 1
     assert RunFolder(fixed).metrics[60]["group/zero_std_fraction"] == 1
     assert rules(fixed) == []
+    # Too early to say that it does not rise.
+    early = with_metrics(critic__score__mean=0.3, response_length__mean=4.0)
+    assert rules(write_text(tmp_path / "early", steps=12, metrics=early, limit=3)) == []
     for seed in range(5):
         assert rules(write_text(tmp_path / str(seed), steps=60, seed=seed)) == []

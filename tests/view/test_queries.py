@@ -141,6 +141,12 @@ def test_groups_prompts_and_parts_of_the_reward(planted: Path) -> None:
     assert sum(one["gradient_share"] for one in listed) == pytest.approx(1, abs=1e-5)
     assert next(one for one in listed if one["group"] == 3)["without_variance"]
     assert len(queries.group(run, 50, 3)["rows"]) == 4
+    lengths = run.columns(50)["length"]
+    spread = {one["name"]: one for one in queries.distributions(run, 50)}
+    assert list(spread) == ["reward", "length", "ratio", "advantage"]
+    assert sum(spread["length"]["counts"]) == len(lengths)
+    assert (spread["length"]["lowest"], spread["length"]["median"]) == (lengths.min(), np.median(lengths))
+    assert [one["name"] for one in queries.distributions(RunFolder(planted / "robot"), 3)] == ["return", "length"]
     assert len(queries.prompt_history(run, 3)["training"]) == 400
     hacked = {one["name"]: one["means"] for one in queries.parts(RunFolder(planted / "hacked"))}
     assert hacked["politeness"][-1] > hacked["politeness"][0] + 0.5

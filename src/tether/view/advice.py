@@ -227,6 +227,8 @@ def _validation_falls(run: RunFolder) -> Iterator[Advice]:
     trained = [value for step, value in score.items() if steps[best] - 3 <= step <= steps[best + width - 1] + 3]
     lately = _last(score, min(WINDOW, len(score) // 3 or 1))
     falls = top - now > max(4 * noise, 3 * error, 0.1 * (max(values) - min(values)), 0.02)
+    # In a simulator both are returns of the same task: above that of training, none is lost.
+    falls &= run.kind == "text" or now < lately
     if best + width < len(windows) and trained and falls and lately > fmean(trained):
         text = (
             f"{key} fell from {top:.3g} at step {steps[best]} to {now:.3g}, while {score_key} rose from "
@@ -322,7 +324,7 @@ def _cut(run: RunFolder) -> Iterator[Advice]:
         if fmean(complete) - fmean(cut) <= max(3 * error, 0.1 * (max(cut + complete) - min(cut + complete))):
             return
         text += f": their mean reward is {fmean(cut):.3g}, that of complete ones {fmean(complete):.3g}."
-    elif _does_well(run):  # such as answers of a fixed length that fill the limit
+    elif len(series) < 2 * WINDOW or _does_well(run):  # such as answers of a fixed length that fill the limit
         return
     else:
         text += ", and the score neither rises nor is near its maximum."
@@ -367,7 +369,7 @@ def _one_group_dominates(run: RunFolder) -> Iterator[Advice]:
 
 def _no_variance(run: RunFolder) -> Iterator[Advice]:
     series = run.series("group/zero_std_fraction")
-    if len(series) >= WINDOW and _last(series) > 0.8 and not _does_well(run):
+    if len(series) >= 2 * WINDOW and _last(series) > 0.8 and not _does_well(run):
         text = (
             f"{_last(series):.0%} of the prompts of the last steps had equal rewards for all of their responses, which "
             "teach nothing, and the score neither rises nor is near its maximum."

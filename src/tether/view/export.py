@@ -88,6 +88,7 @@ def _steps(run: RunFolder, number: dict[str, str]) -> Iterator[tuple[str, dict[s
     for step in _spread(run.steps):
         at = {**number, "step": str(step)}
         yield "samples", at
+        yield "distributions", at
         if run.kind == "text":
             yield "groups", at
         recorded = run.record(kind, step) or {"rows": []}

@@ -41,6 +41,8 @@ def answer(runs: Sequence[RunFolder], question: str, arguments: Arguments) -> ob
             limit = min(_number(arguments, "limit", 100) or 100, queries.MAX_ROWS)
             where, text, sort = (arguments.get(name) or None for name in ("where", "text", "sort"))
             return queries.samples(run, step=step, where=where, text=text, sort=sort, limit=limit)
+        case "distributions":
+            return queries.distributions(run, _required(step, "step"))
         case "groups":
             return queries.groups(run, _required(step, "step"))
         case "group":

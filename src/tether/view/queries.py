@@ -58,8 +58,8 @@ TEXT_PANELS = (
     TrendPanel(
         "KL and entropy",
         (
-            TrendChart("KL", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
-            TrendChart("entropy", ("actor/entropy",)),
+            TrendChart("KL in nats per token", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
+            TrendChart("entropy in nats per token", ("actor/entropy",)),
         ),
     ),
     TrendPanel(
@@ -95,7 +95,13 @@ CONTROL_PANELS = (
             TrendChart("success", ("env/success_once", "eval/success_once")),
         ),
     ),
-    TrendPanel("KL and entropy", (TrendChart("KL", ("actor/ppo_kl",)), TrendChart("entropy", ("actor/entropy",)))),
+    TrendPanel(
+        "KL and entropy",
+        (
+            TrendChart("KL in nats per action", ("actor/ppo_kl",)),
+            TrendChart("entropy in nats per action", ("actor/entropy",)),
+        ),
+    ),
     TrendPanel(
         "Ratio and clipping",
         (TrendChart("share clipped", ("actor/pg_clipfrac",)), TrendChart("ratio", ("actor/ratio_max",))),
@@ -129,6 +135,8 @@ def overview(run: RunFolder) -> JsonObject:
         "metrics": {key: _meaning(key) for key in sorted(keys)},
         "marks": marks(run),
         "missing": run.is_cut_short,
+        "film": run.last_film if run.kind == "control" else None,
+        "videos": run.videos,
         "axes": [axis for axis in AXES if axis == "step" or axis_values(run, axis)],
     }
 
@@ -311,13 +319,72 @@ def samples(
         "step": step,
         "total": total,
         "shown": len(ordered),
-        "columns": list(run.columns(steps[0])) if steps else [],
+        "columns": (columns := list(run.columns(steps[0])) if steps else []),
+        "meanings": {name: column_meaning(name) for name in columns},
         "rows": [_row(run, one, row) for one, row in ordered],
         "left_out": (record := run.record("tokens" if run.kind == "text" else "episodes", step)) and record["left_out"]
         if step is not None
         else 0,
         "record_more": RECORD_MORE,
     }
+
+
+COLUMNS = {
+    "index": "the prompt in its data set",
+    "group": "responses to one prompt in a step share it",
+    "reward": "reward of the response, before penalties of KL",
+    "length": "tokens of the response, or steps of the episode",
+    "truncated": "whether the limit of its length ended it",
+    "ratio": "the largest ratio of a token, before and after the update",
+    "mismatch": "the largest difference of a token's log-prob between trainer and sampler",
+    "ref_kl": "mean log-prob of the policy minus that of the reference, in nats per token",
+    "entropy": "mean entropy of the policy at its tokens, in nats",
+    "value": "mean of the critic's values",
+    "return": "sum of the rewards (of text: what is still to come, as a mean over its tokens)",
+    "advantage": "mean advantage of its tokens",
+    "gradient_share": "share of the step's sum of |advantage| over trained tokens",
+    "moved": "advantage times log-ratio, summed: above 0 the update made what was rewarded likelier",
+    "policy_version": "number of updates of the weights that sampled it",
+    "env": "index of the environment",
+    "first": "step of the rollout at which the segment begins",
+    "from_start": "whether it begins with its episode, or the episode began in an earlier rollout",
+    "terminated": "whether the task ended the episode, such as by a fall or a success",
+}
+"""Column of the table of samples or episodes -> meaning."""
+
+
+def column_meaning(name: str) -> str | None:
+    """Return what a column holds; None for one that is not known."""
+    if name.startswith("part/"):
+        return f"{name.removeprefix('part/')}, a part of the reward"
+    if name.startswith("info/"):
+        return f"{name.removeprefix('info/')}, which the environment reported"
+    return COLUMNS.get(name)
+
+
+DISTRIBUTIONS = {"text": ("reward", "length", "ratio", "advantage"), "control": ("return", "length")}
+BINS = 24
+
+
+def distributions(run: RunFolder, step: int) -> list[JsonObject]:
+    """Return histograms and quartiles of the columns that tell a step's samples or episodes apart.
+
+    Raises:
+        ValueError: the step was not recorded.
+    """
+    columns, summaries = run.columns(_recorded(run, step)), list[JsonObject]()
+    for name in DISTRIBUTIONS[run.kind]:
+        values = columns.get(name, np.array([])).astype(np.float64)
+        values = values[np.isfinite(values)]
+        if len(values) == 0:
+            continue
+        counts, edges = np.histogram(values, min(BINS, max(1, len(np.unique(values)))))
+        low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+        summaries.append(
+            {"name": name, "counts": counts.tolist(), "edges": edges.tolist(), "mean": float(values.mean())}
+            | {"lowest": low, "first quartile": first, "median": median, "third quartile": third, "highest": high}
+        )
+    return summaries
 
 
 def _recorded(run: RunFolder, step: int) -> int:

@@ -1,4 +1,4 @@
-import { h, number, facts, table, withTip } from "./text.js";
+import { h, facts, link, table } from "./text.js";
 import { chart, COLORS } from "./chart.js";
 import { adviceBox, noAdvice } from "./advice.js";
 
@@ -15,7 +15,7 @@ export async function trend(overview, state, ask, go) {
   const toStep = (key) => (x) => { const curve = all[key]; return go({ view: "step", step: curve.step[curve.x.indexOf(x)] ?? Math.round(x) }); };
   const at = (marks) => axis === "step" ? marks : [];
   const draw = (title, keys, stacked = false, height = 120) => chart({
-    series: keys.filter((key) => all[key]).map((key, index) => ({ ...all[key], name: short(key), title: explained(overview, key), color: COLORS[index % COLORS.length] })),
+    series: keys.filter((key) => all[key]).map((key, index) => ({ ...all[key], name: short(key), title: explained(overview, key), healthy: overview.metrics[key]?.healthy, color: COLORS[index % COLORS.length] })),
     marks: at(overview.marks), stacked, label: axis, onPick: toStep(keys[0]), height,
   });
   const found = h("div", { class: "grid", id: "found" });
@@ -29,19 +29,21 @@ export async function trend(overview, state, ask, go) {
     if (wanted.length && !matching.length) found.append(h("p", {}, "No metric of this run has these words in its name or meaning."));
   }
   show(state.find ?? "");
-  const counts = {};
+  const counts = {}, happened = overview.marks.filter((mark) => mark.kind !== "checkpoint");
   overview.marks.forEach((mark) => { counts[mark.kind] = (counts[mark.kind] ?? 0) + 1; });
   return [
     facts({ kind: overview.kind, step: `${overview.last_step}${overview.total_steps ? ` of ${overview.total_steps}` : ""}`, state: overview.running ? "running" : "not running", folder: overview.folder }),
     overview.advice.length ? adviceBox(overview.advice, overview, go) : noAdvice(overview),
+    overview.film ? h("p", { id: "film-of" }, "The recorded episodes have a film: ", link(`episode ${overview.film.row} of step ${overview.film.step}`, () => go({ view: null, token: null, step: overview.film.step, sample: overview.film.row })), overview.videos.length ? null : ". env.eval.video_cfg.save_video=True films evaluations, too", ".") : null,
+    overview.videos.length ? h("p", { id: "videos" }, "Videos of evaluations: ", overview.videos.map((name, at) => [at ? ", " : "", h("a", { href: `video/${run}/${encodeURIComponent(name)}`, target: "_blank" }, name)])) : null,
     ...Object.entries(overview.missing).map(([name, needs]) => h("p", { class: "faint" }, `No ${name} recorded. What records it: ${needs}.`)),
     h("div", { class: "bar" }, "by ", h("select", { "aria-label": "Axis", onchange: (event) => go({ axis: event.target.value }) }, overview.axes.map((name) => h("option", { value: name, selected: name === axis }, name))),
-      h("span", { class: "small faint" }, Object.entries(counts).map(([kind, count]) => `${count} ${kind}${count > 1 ? "s" : ""}`).join(", "), ". Click a curve to open its step.")),
-    h("div", { class: "grid" }, overview.panels.map((panel) => h("section", { class: "card panel" }, h("h3", {}, panel.title),
+      h("span", { class: "small faint" }, Object.entries(counts).map(([kind, count]) => `${count} ${kind}${count > 1 ? "s" : ""}`).join(", "), overview.marks.length ? ". " : "", "The number beside a name is its last value; bands are 95 % intervals. A click on a curve opens its step.")),
+    h("div", { class: "grid" }, overview.panels.map((panel) => h("section", { class: "card panel" }, h("h3", { class: "explained", title: panel.charts.flatMap((one) => one.keys).map((key) => explained(overview, key)).join("\n\n") }, panel.title),
       panel.charts.map((one) => [panel.charts.length > 1 ? h("div", { class: "small faint" }, one.title) : null, draw(one.title, one.keys, one.title === "by phase", panel.charts.length > 2 ? 84 : 120)])))),
     h("h2", {}, "All metrics"), h("div", { class: "bar" }, search), found,
     h("h2", {}, "What happened"),
-    table([{ name: "step" }, { name: "kind" }, { name: "text" }], overview.marks.filter((mark) => mark.kind !== "checkpoint").slice(-100), { onRow: (mark) => go({ view: "step", step: mark.step }) }),
+    happened.length ? table([{ name: "step" }, { name: "kind" }, { name: "text" }], happened.slice(-100), { onRow: (mark) => go({ view: "step", step: mark.step }) }) : h("p", { id: "nothing", class: "faint" }, counts.checkpoint ? "Nothing but checkpoints." : "Nothing."),
   ];
 }
 
