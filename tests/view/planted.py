@@ -18,20 +18,8 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 from tether.metrics.records import RecordFile, pack
 
 PROMPTS, ANSWERS = 8, 4
-VOCABULARY = [
-    "We",
-    " add",
-    " them",
-    " twice",
-    ":",
-    "\n",
-    "The",
-    " answer",
-    " is",
-    ".",
-    *(f" {n}" for n in range(2 * PROMPTS)),
-]
-FILLER = ["We", " add", " them", " twice", ":", "\n"]
+FILLER = [" We", " add", " them", " twice", ":", " one", " after", " another", ".", "\n"]
+VOCABULARY = [*FILLER, "The", " answer", " is", *(f" {number}" for number in range(2 * PROMPTS))]
 Numbers = dict[str, float]
 
 
@@ -51,10 +39,10 @@ class Row:
 
     @property
     def pieces(self) -> list[str]:
-        """Its tokens, which end with the answer unless they are cut."""
+        """Its tokens: the answer and how it was found; one that is cut and wrong does not come to an answer."""
         answer = ["The", " answer", " is", f" {2 * self.prompt if self.is_right else 2 * self.prompt + 1}", "."]
         answer = answer[-self.length :] if self.is_right or not self.is_cut else []
-        return [FILLER[at % len(FILLER)] for at in range(self.length - len(answer))] + answer
+        return answer + [FILLER[at % len(FILLER)] for at in range(self.length - len(answer))]
 
 
 def text_config(**changes: object) -> dict[str, Any]:
@@ -283,15 +271,15 @@ def write_control(folder: Path, steps: int = 30, falls: bool = True, pictures: b
         walks = [_walk(step, fall if falls else None, rng, pictures) for fall in (37, 33, 36, 34)]
         returns = np.array([walk["values"]["rewards"].sum() for walk in walks], dtype=np.float32)
         lengths = np.array([len(walk["values"]["rewards"]) for walk in walks], dtype=np.int32)
+        values, targets = (np.concatenate([walk["values"][key] for walk in walks]) for key in ("values", "returns"))
         half = 1.96 * float(returns.std()) / 2
         logger.log(step, {
             "env/return": float(returns.mean()), "env/episode_len": float(lengths.mean()), "env/success_once": 0.0,
             "eval/return": float(returns.mean()), "eval/return_low": float(returns.mean()) - half,
             "eval/return_high": float(returns.mean()) + half,
             "actor/ppo_kl": 0.01, "actor/entropy": 1.4 - 0.01 * step, "actor/pg_clipfrac": 0.1, "actor/ratio_max": 1.4,
-            "critic/vf_explained_var": 0.5 + 0.01 * step,
-            "critic/values/mean": float(np.mean([walk["values"]["values"].mean() for walk in walks])),
-            "critic/returns/mean": float(np.mean([walk["values"]["returns"].mean() for walk in walks])),
+            "critic/vf_explained_var": 1 - float((targets - values).var() / targets.var()),
+            "critic/values/mean": float(values.mean()), "critic/returns/mean": float(targets.mean()),
             "timing_s/step": 0.5, "timing_s/gen": 0.3, "timing_s/update_actor": 0.2, "perf/env_steps": 256.0 * step,
         })  # fmt: skip
         columns = {
@@ -323,11 +311,12 @@ def _walk(step: int, fall: int | None, rng: np.random.Generator, pictures: bool)
     upright = length if fall is None else fall
     height = np.concatenate([np.ones(upright), np.linspace(0.8, 0.1, length - upright + 1)])
     rewards = np.concatenate([np.full(upright, speed), np.full(length - upright, 0.1)]) + rng.normal(0, 0.01, length)
-    values = np.concatenate([np.full(upright, 6.0 * speed), np.full(length - upright, 0.5)])
-    values = values + rng.normal(0, 0.05, length)
     returns = np.zeros(length + 1)
     for at in reversed(range(length)):
         returns[at] = rewards[at] + gamma * returns[at + 1]
+    # As long as the robot stands, its critic expects it to do so for 60 steps.
+    expected = speed * (1 - gamma ** (60 - np.arange(length))) / (1 - gamma)
+    values = np.where(np.arange(length) < upright, expected, returns[:-1]) + rng.normal(0, 0.05, length)
     state = np.stack([height + rng.normal(0, 0.01, length + 1), np.sin(np.arange(length + 1) / 3)], axis=1)
     observations = {"state": pack(state.astype(np.float32))}
     if pictures:

@@ -520,7 +520,7 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
     seen = [(step, row, *drop) for step, row, drop in found if drop is not None]
     if ended < MIN_ROWS or num_terminated < 0.8 * ended or len(found) < 3 or len(seen) < 2 / 3 * len(found):
         return
-    step, row, at, before, after = max(seen, key=lambda one: (one[0], one[3] - one[4]))
+    step, row, at, before, after = max(seen, key=lambda one: (one[0], one[2]))
     places = sorted(one[2] for one in seen)
     text = (
         f"{num_terminated} of the {ended} complete episodes of the last {min(WINDOW, len(run.steps))} recorded steps "
@@ -532,19 +532,21 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
         "Look at observation, action and film there: what the policy does shortly before is what to reward, or to "
         "train from more often. Terminations that are a success are no fault."
     )
-    rows = [{"step": one[0], "row": one[1], "token": one[2]} for one in sorted(seen, key=lambda one: -one[0])[:3]]
-    why = "the last recorded step with the largest drop"
+    rows = [
+        {"step": one[0], "row": one[1], "token": one[2]} for one in sorted(seen, key=lambda one: (-one[0], -one[2]))[:3]
+    ]
+    why = "the last recorded step, and the episode that got furthest in it"
     yield Advice("episodes end early", text, step, why, remedy, EPISODES, ("env/episode_len", "env/return"), rows)
 
 
 def _abrupt_drop(values: Array) -> tuple[int, float, float] | None:
-    """Return the step of the largest drop, with the values around it, if it is most of their range."""
+    """Return the step of the largest drop, with the values around it, if it is abrupt."""
     values = values.astype(np.float64)
     if len(values) < 10 or not np.isfinite(values).all():
         return None
     change = np.diff(values)
     at = int(np.argmin(change)) + 1
-    if -change[at - 1] < max(0.5 * np.ptp(values), 5 * float(np.median(np.abs(change)))):
+    if -change[at - 1] < max(0.3 * np.ptp(values), 5 * float(np.median(np.abs(change)))):
         return None
     return at, float(values[at - 1]), float(values[at])
 

@@ -62,7 +62,7 @@ export function table(columns, rows, { onRow, opens = () => true, sort, onSort }
   const body = rows.map((row) => h("tr", onRow && opens(row) ? { tabindex: 0, onclick: () => onRow(row), onkeydown: (event) => event.key === "Enter" && onRow(row) } : {},
     columns.map(({ name, show }) => {
       const value = show ? show(row) : row[name];
-      return h("td", {}, value instanceof Node ? value : typeof value === "string" ? h("span", { class: "clip" }, value) : number(value));
+      return h("td", {}, value instanceof Node ? value : typeof value === "string" && value.length > 24 ? h("span", { class: "clip" }, value) : number(value));
     })));
   return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
 }
