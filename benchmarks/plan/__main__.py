@@ -21,10 +21,10 @@ from tests.config.scripts import SCRIPTS
 from tests.config.test_seeds import scripts
 from tether.config import ConfigError, load_config
 from tether.plan.assumptions import NOTHING_GIVEN
-from tether.plan.changes import smallest_changes
-from tether.plan.devices import DEVICES
+from tether.plan.changes import LORA, smallest_changes
+from tether.plan.devices import DEVICES, gib
 from tether.plan.planning import Planner
-from tether.plan.report import gib, span
+from tether.plan.report import span
 
 COUNTED = Path(__file__).with_name("counted.json")
 ALLOWED = 0.1
@@ -155,8 +155,9 @@ def _plan_of(file: Path | None, words: Sequence[str], name: str) -> tuple[str, s
     plan = planner.plan()
     fix = ""
     if plan.verdict != "fits":
-        changes = smallest_changes(planner, limit=1)
-        fix = f"`{changes[0].text}`" if changes else "more devices"
+        changes = smallest_changes(planner)
+        same = next((change for change in changes if LORA not in change.values), next(iter(changes), None))
+        fix = f"`{same.text}`" if same else "more devices"
     hours = ""
     if plan.hours and plan.steps:
         epochs = max(1, config.trainer.total_epochs) if config.trainer.total_training_steps is None else 1

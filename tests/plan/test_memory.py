@@ -63,6 +63,14 @@ def test_names_of_hubs_lead_to_known_models_and_others_to_one_line() -> None:
         architecture_of("Qwen/Qwen2.5-6B", "critic.model.path")
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-3B-Instruct-GPTQ-Int4", "llama-3-8b-bnb-4bit", "Qwen/Qwen3-8B-FP8"])
+def test_quantized_models_are_refused_as_training_refuses_them(name: str) -> None:
+    with pytest.raises(ValueError, match=r"its weights are quantized \(\w+\), and quantized weights are not trained"):
+        architecture_of(name, "actor_rollout_ref.model.path")
+    with pytest.raises(ValueError, match=r"^m: its weights are quantized \(awq\)"):
+        from_config({"quantization_config": {"quant_method": "awq"}}, "m")
+
+
 def test_what_one_device_keeps() -> None:
     """bfloat16 weights, float32 masters and two moments; gradients only while it is updated."""
     one = Model("actor", TINY)

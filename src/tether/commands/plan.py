@@ -13,18 +13,16 @@ import typer
 
 from tether.config import LoadedConfig
 from tether.integrations import integration
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
 from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
 from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
-from tether.plan.devices import Device, measured, read_device
+from tether.plan.devices import Device, gib, host_memory, measured, read_device
 from tether.plan.planning import Plan, Planner
 from tether.plan.report import (
     Row,
     as_data,
     case_table,
-    change_table,
-    gib,
-    host_warning,
+    change_lines,
     length_table,
     memory_table,
     span,
@@ -35,6 +33,8 @@ from tether.runtime.terminal import Screen
 
 LoadConfig = Callable[[Sequence[str]], LoadedConfig]
 DOES_NOT_FIT = 1
+WIDTH, GAP = 120, 2
+"""Columns of a table, and between two of its own."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class PlanOptions:
     price: str | None = None
     as_json: bool = False
     brief: bool = False
+    host_memory: float | None = None
+    """GiB of a machine; None: of this one if it is planned for, else unknown."""
     assumptions: Assumptions = NOTHING_GIVEN
 
 
@@ -91,28 +93,50 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
             f"env.train.id={env}: runs in simulators are not planned, only those of language models. The first steps "
             "of the run show its memory and its steps per second."
         )
-    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device))
+    is_here = options.device in (None, "this")
+    host = options.host_memory or (host_memory() if is_here else None)
+    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device), host)
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
-    largest = largest_micro_batch(planner)
+    fits = plan.verdict != "does not fit" and plan.share <= 1
+    largest = largest_micro_batch(planner) if fits else None
     if options.as_json:
         typer.echo(json.dumps(as_data(plan, changes, largest), indent=1))
     else:
         screen = Screen()
-        for line in summary(plan, price):
+        for line in summary(plan, price, _source_of_steps(loaded, options.assumptions)):
             screen.print(line, soft_wrap=True)
-        if warning := host_warning(plan):
-            screen.print(warning, soft_wrap=True)
+        if is_here and plan.cluster.count > 1:
+            screen.print(_division(plan), soft_wrap=True)
         if changes:
             screen.print("\nit fits with one of these, by the time that a step then takes:")
-            _print_table(screen, change_table(changes))
+            for line in change_lines(changes):
+                screen.print(line, soft_wrap=True)
         elif plan.verdict != "fits":
             screen.print("\nno setting makes it fit: take more devices, larger ones, or a smaller model")
         if largest:
-            screen.print(f"largest micro-batch that fits: {largest[0]}={largest[1]}", soft_wrap=True)
+            screen.print(f"largest micro-batch that fits for the update: {largest[0]}={largest[1]}", soft_wrap=True)
         if not options.brief:
             _print_tables(screen, planner, plan)
-    return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
+    """Return where the number of steps is from."""
+    trainer, rows = loaded.config.trainer, rows_of_data(loaded.config, assumptions)
+    if trainer.total_training_steps is not None or rows is None:
+        return "trainer.total_training_steps"
+    s = "" if trainer.total_epochs == 1 else "s"
+    default = ", the default" if loaded.sources["trainer.total_epochs"] == "default" else ""
+    return f"{rows.count:,} rows, {rows.source}; {trainer.total_epochs} epoch{s}{default}"
+
+
+def _division(plan: Plan) -> str:
+    """Return the sentence that says what several ranks without `--device` mean."""
+    count, here = plan.cluster.count, plan.cluster.per_node
+    if plan.cluster.device.is_cpu:
+        return f"this one machine is divided: each of its {here} processes has 1/{here} of the memory and the rates"
+    return f"each of the {count} devices is taken to be like the one that `tether doctor` measured here"
 
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
@@ -153,9 +177,12 @@ def _print_table(screen: Screen, table: tuple[Row, Sequence[Row]]) -> None:
     from rich.table import Table  # slow to import
 
     columns, rows = table
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        shown.add_column(column, overflow="fold")
+    widths = [max(map(len, cells)) + GAP for cells in zip(columns, *rows, strict=True)]
+    widest = widths.index(max(widths))
+    shown = Table(box=None, padding=(0, GAP, 0, 0))
+    for index, column in enumerate(columns):
+        limit = max(20, WIDTH - sum(widths) + widths[widest]) if index == widest else None
+        shown.add_column(column, overflow="fold", max_width=limit)
     for row in rows:
         shown.add_row(*row)
     screen.print(shown)
