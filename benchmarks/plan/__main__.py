@@ -23,12 +23,14 @@ from tether.config import ConfigError, load_config
 from tether.plan.assumptions import NOTHING_GIVEN
 from tether.plan.changes import LORA, smallest_changes
 from tether.plan.devices import DEVICES, gib
+from tether.plan.memory import total
 from tether.plan.planning import Planner
 from tether.plan.report import span
 
 COUNTED = Path(__file__).with_name("counted.json")
 ALLOWED = 0.1
-PAGES = {"plan": ROOT / "docs/guides/plan.md", "seeds": ROOT / "docs/evidence/seeds.md"}
+GUIDE = ROOT / "docs/guides/plan.md"
+PAGES = {"plan": GUIDE, "cards": GUIDE, "seeds": ROOT / "docs/evidence/seeds.md"}
 RECIPES = ROOT / "recipes/verl"
 
 
@@ -41,7 +43,7 @@ def main() -> int:
     if options.count:
         count()
     judged, missed = judge()
-    blocks = {"plan": judged, "seeds": seeds()}
+    blocks = {"plan": judged, "cards": cards(), "seeds": seeds()}
     for name, text in blocks.items():
         print(f"{text}\n")
         if options.write:
@@ -114,6 +116,25 @@ def _table(rows: Iterable[Row]) -> list[str]:
         for row in rows
     ]
     return grid(("source", "what", "there", "by formula", "ratio", ""), lines)
+
+
+def cards() -> str:
+    """Return the table of what two cards of 24 GB train."""
+    lines = []
+    for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"):
+        words = ["data.train_files=[gsm8k.parquet]", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
+        words += [f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", "trainer.device=cuda"]
+        planner = Planner(load_config(None, words).config, DEVICES["rtx4090-24g"], NOTHING_GIVEN)
+        plan = planner.plan()
+        changes = smallest_changes(planner, limit=3) if plan.verdict != "fits" else []
+        fits = [
+            f"`{change.text}` ({gib(change.plan.peak)}, {gib(total(change.plan.host))} of host memory, a step "
+            f"{span(change.plan.step)})"
+            for change in changes
+        ]
+        verdict = f"{plan.verdict}, {gib(plan.peak)}, a step {span(plan.step)}"
+        lines.append((model, verdict, "; ".join(fits) or ("" if plan.verdict == "fits" else "nothing that was tried")))
+    return "\n".join(grid(("model", "all weights", "what makes it fit, fastest first"), lines))
 
 
 def seeds() -> str:

@@ -225,6 +225,10 @@ def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fi
     assert (loaded.config.trainer.nnodes, device.name) == (4, "a100-40g")
 
 
-def test_a_run_in_a_simulator_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^env\.train\.id=CartPole-v1: runs in simulators are not planned"):
-        show_plan(["env.train.id=CartPole-v1", "policy.model_type=cnn_policy"], PlanOptions("h100-80g:1"), load)
+@pytest.mark.parametrize("model_type", ["mlp_policy", "cnn_policy"])
+def test_a_run_in_a_simulator_is_not_planned_for_another_machine(model_type: str) -> None:
+    words = ["env.train.id=CartPole-v1", f"policy.model_type={model_type}"]
+    with pytest.raises(ValueError, match=r"^--device h100-80g:1: a run in a simulator \(env.train.id=CartPole-v1\) is"):
+        show_plan(words, PlanOptions("h100-80g:1"), load)
+    with pytest.raises(ValueError, match=r"^--nodes 2: a run in a simulator"):
+        show_plan(words, PlanOptions(nodes=2), load)

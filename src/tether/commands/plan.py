@@ -15,7 +15,15 @@ from tether.config import LoadedConfig
 from tether.integrations import integration
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
 from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
-from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
+from tether.plan.comparison import (
+    TIMING,
+    compare,
+    corrections_file,
+    corrections_of,
+    keep_corrections,
+    medians_of,
+    settings_of,
+)
 from tether.plan.devices import Device, gib, host_memory, measured, read_device
 from tether.plan.planning import Plan, Planner
 from tether.plan.report import (
@@ -25,6 +33,7 @@ from tether.plan.report import (
     change_lines,
     length_table,
     memory_table,
+    short,
     span,
     summary,
     time_table,
@@ -87,12 +96,15 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     price = read_price(options.price)
     if len(arguments) == 1 and Path(arguments[0]).is_dir():
         return show_comparison(Path(arguments[0]), options)
-    loaded, device = load_for(arguments, options, load)
-    if (env := loaded.config.env.train.id) is not None:
-        raise ValueError(
-            f"env.train.id={env}: runs in simulators are not planned, only those of language models. The first steps "
-            "of the run show its memory and its steps per second."
-        )
+    try:
+        loaded, device = load_for(arguments, options, load)
+    except ValueError:
+        in_simulator = _simulator_run(arguments, load)
+        if in_simulator is None:
+            raise
+        return show_control_plan(in_simulator, options)
+    if loaded.config.env.train.id is not None:
+        return show_control_plan(load(arguments), options)
     is_here = options.device in (None, "this")
     host = options.host_memory or (host_memory() if is_here else None)
     planner = Planner(loaded.config, device, options.assumptions, corrections_of(device), host)
@@ -121,6 +133,45 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     return 0 if fits else DOES_NOT_FIT
 
 
+def _simulator_run(arguments: Sequence[str], load: LoadConfig) -> LoadedConfig | None:
+    """Return the configuration of a run in a simulator, which devices of a text run contradict; None for another."""
+    try:
+        loaded = load(arguments)
+    except ValueError:
+        return None
+    return loaded if loaded.config.env.train.id is not None else None
+
+
+def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
+    """Print the plan of a run in a simulator, and return the exit code: 1 if it does not fit.
+
+    Raises:
+        ValueError: it is asked for another machine, or this kind of run is not planned.
+    """
+    env = loaded.config.env.train.id
+    for option, value in (("--device", options.device), ("--nodes", options.nodes)):
+        if value not in (None, "this"):
+            raise ValueError(
+                f"{option} {value}: a run in a simulator (env.train.id={env}) is planned for this machine alone, where "
+                f"the simulator is measured. Leave {option} out"
+            )
+    screen = Screen(stderr=options.as_json)
+    screen.print(f"{env}: measuring the simulator and the policy, which takes some seconds")
+    from tether.control.plan import plan_control  # imports torch
+
+    plan = plan_control(loaded)
+    if options.as_json:
+        typer.echo(json.dumps(plan.as_data(), indent=1))
+    else:
+        for line in plan.summary():
+            screen.print(line, soft_wrap=True)
+        if not options.brief:
+            screen.print("\ntime", style="bold")
+            spans = [(phase, span(interval)) for phase, interval in plan.phases.items()]
+            _print_table(screen, (("phase", "seconds of a training step"), spans))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
 def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
     """Return where the number of steps is from."""
     trainer, rows = loaded.config.trainer, rows_of_data(loaded.config, assumptions)
@@ -141,6 +192,9 @@ def _division(plan: Plan) -> str:
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
     """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
+    loaded = settings_of(run)
+    if loaded.config.env.train.id is not None:
+        return _show_control_comparison(run, loaded, options)
     device = read_device(options.device)[0] if options.device else measured()
     results = compare(run, device, corrections_of(device))
     keep_corrections(device, results.corrections)
@@ -152,14 +206,33 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
     if results.peak:
         planned_peak, peak = results.peak
         rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
+    _print_comparison(rows, options)
+    if not options.as_json:
+        message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
+        Screen().print(message, soft_wrap=True)
+    return 0
+
+
+def _show_control_comparison(run: Path, loaded: LoadedConfig, options: PlanOptions) -> int:
+    """Print a run in a simulator beside its plan, which is measured now."""
+    from tether.control.plan import plan_control  # imports torch
+
+    medians, plan = medians_of(run), plan_control(loaded)
+    rows = [
+        (phase, span(planned), f"{short(seconds)} s", f"{seconds / planned.middle:.2f}")
+        for phase, planned in plan.phases.items()
+        if (seconds := medians.get(f"{TIMING}{phase}")) and planned.middle
+    ]
+    _print_comparison(rows, options)
+    return 0
+
+
+def _print_comparison(rows: Sequence[Row], options: PlanOptions) -> None:
     if options.as_json:
         columns = ("phase", "planned", "measured", "measured / planned")
         typer.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
-        return 0
-    screen = Screen()
-    _print_table(screen, (("phase", "planned", "measured", "/ planned"), rows))
-    screen.print(f"later plans for {device.name} are corrected by these times ({corrections_file()})", soft_wrap=True)
-    return 0
+    else:
+        _print_table(Screen(), (("phase", "planned", "measured", "/ planned"), rows))
 
 
 def _print_tables(screen: Screen, planner: Planner, plan: Plan) -> None:

@@ -18,10 +18,11 @@ Row = Sequence[str]
 
 def span(interval: Interval, unit: str = "s") -> str:
     """Return an interval as text."""
-    return f"{_short(interval.low)} to {_short(interval.high)} {unit}"
+    return f"{short(interval.low)} to {short(interval.high)} {unit}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number with two digits, or more before the point."""
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
