@@ -6,7 +6,7 @@ import pytest
 
 from tether.integrations.megatron import MegatronLayout
 from tether.plan.architecture import KNOWN, architecture_of, from_config, known_name
-from tether.plan.memory import Model, at_rest, kv_cache, megatron_state, total, update
+from tether.plan.memory import PREFILLED, Model, at_rest, kv_cache, megatron_state, total, update
 
 # Two layers of hidden size 4: attention 2 heads and 1 key head of size 2, MLP of width 8, 10 tokens.
 TINY = from_config(
@@ -120,6 +120,14 @@ def test_megatrons_ranks_hold_what_is_documented() -> None:
     assert megatron_state(TINY, MegatronLayout(tensor=2), 2, 4) == pytest.approx(split * 16)
     stage = LAYER + 40 + 4  # the last of two stages: a layer, the head and the last norm
     assert megatron_state(TINY, MegatronLayout(pipeline=2), 2, 4) == pytest.approx(stage * 16)
+
+
+def test_the_native_engine_reads_as_many_prompts_together_as_is_planned() -> None:
+    from inspect import signature
+
+    from tether.text.sampling.engine import NativeEngine
+
+    assert signature(NativeEngine.__init__).parameters["max_num_batched_tokens"].default == PREFILLED
 
 
 def test_keys_and_values_of_the_native_cache() -> None:

@@ -151,7 +151,7 @@ def test_verdicts_near_the_limit_say_in_which_direction(
     assert lines[1].startswith(text)
     steps = "210 steps (7,473 rows, as GSM8K has; 30 epochs, the default): "
     assert any(line.startswith(steps) for line in lines)
-    assert any("largest micro-batch that fits for the update" in line for line in lines) == (code == 0)
+    assert any("largest micro-batch that fits for the update" in line for line in lines) == (share < 0.9)
 
 
 def test_tables_leave_nothing_out_and_keep_within_120_columns(capsys: pytest.CaptureFixture[str]) -> None:

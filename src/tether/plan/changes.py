@@ -15,6 +15,8 @@ from tether.text.sampling.config import SERVERS
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", 32
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
+MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
+"""What is moved to the host -> the last part of the key."""
 AS_FAST = 1.02
 """Up to this ratio of their times two changes count as equally fast."""
 Values = Mapping[str, object]
@@ -102,9 +104,22 @@ def _samplers(config: RunConfig) -> list[Options]:
     return results
 
 
-def _offloading(config: RunConfig) -> Iterator[tuple[Values, str]]:
-    """Yield settings that move what a model keeps to the host, and what they cost."""
-    yield {}, ""
+def _note(values: Values) -> str:
+    """Return what settings cost besides time, or where their time goes."""
+    names = {key.rpartition(".")[2] for key in values}
+    notes = []
+    if "offload_policy" in names:
+        notes.append("weights and gradients over the bus in each micro-batch, the optimizer runs on the host")
+    if moved := [what for what, name in MOVED.items() if name in names]:
+        notes.append(f"{' and '.join(moved)} over the bus in each step")
+    if LORA in values:
+        notes.append("trains adapters alone: another result")
+    return "; ".join(notes)
+
+
+def _offloading(config: RunConfig) -> Iterator[Values]:
+    """Yield settings that move what a model keeps to the host."""
+    yield {}
     if config.trainer.device == "cpu":
         return
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -117,14 +132,13 @@ def _offloading(config: RunConfig) -> Iterator[tuple[Values, str]]:
     for chosen in choices:
         moved = {f"{section}.optimizer_offload": True for section in chosen if not sections[section].optimizer_offload}
         if moved:
-            yield moved, "the optimizer moves over the bus in each step"
+            yield moved
         weights = {f"{section}.param_offload": True for section in chosen if not sections[section].param_offload}
         if not getattr(config.actor_rollout_ref.ref, engine).param_offload:
             weights[f"{REF}.{engine}.param_offload"] = True
-        yield moved | weights, "weights and optimizer move over the bus in each step"
+        yield moved | weights
         if engine == "fsdp_config":
-            policy = {f"{section}.offload_policy": True for section in chosen}
-            yield policy, "weights and gradients over the bus in each micro-batch, the optimizer runs on the host"
+            yield {f"{section}.offload_policy": True for section in chosen}
 
 
 def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
@@ -134,18 +148,16 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     to each the largest micro-batches and numbers of sequences that fit. Of what is found, all is needed.
     """
     config = planner.config
-    adapters: list[tuple[Values, str]] = [({}, "")]
+    adapters: list[Values] = [{}]
     if not config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.actor.strategy != "megatron":
-        adapters.append(({LORA: LORA_RANK}, "trains adapters alone: another result"))
-    fitting: dict[frozenset[tuple[str, object]], tuple[dict[str, object], str]] = {}
-    for (moved, cost), (adapter, other), sampler in product(_offloading(config), adapters, _samplers(config)):
+        adapters.append({LORA: LORA_RANK})
+    fitting: dict[frozenset[tuple[str, object]], Values] = {}
+    for moved, adapter, sampler in product(_offloading(config), adapters, _samplers(config)):
         results = _fitting(planner, {**moved, **adapter}, sampler)
         if results is not None:
-            notes = [cost] if moved.keys() & results.keys() else []
-            notes += [other] if adapter.keys() & results.keys() else []
-            fitting.setdefault(frozenset(results.items()), (results, "; ".join(notes)))
+            fitting.setdefault(frozenset(results.items()), results)
     smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
-    changes = [Change(values, _changed(planner, values).plan(), note) for values, note in smallest]
+    changes = [Change(values, _changed(planner, values).plan(), _note(values)) for values in smallest]
     best: list[Change] = []
     for change in sorted(changes, key=lambda change: (change.plan.step.middle, len(change.values))):
         if not any(_is_better(other, change) for other in changes if other is not change):

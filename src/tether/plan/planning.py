@@ -543,6 +543,7 @@ class Planner:
         length = config.data.max_prompt_length + rollout.response_length
         slots = max(1, min(rollout.max_num_seqs, ceil(self.rows / self.samplers)))
         prompts = ceil(slots / rollout.n) * config.data.max_prompt_length
+        prompts = min(prompts, max(memory.PREFILLED, config.data.max_prompt_length))
         forward = memory.inference(self.sampler, prompts)
         return {
             "KV cache": memory.kv_cache(sizes, slots, length, self.sampler.number),
