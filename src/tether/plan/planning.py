@@ -88,7 +88,7 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerMemory:
     """Memory of a server that samples, in bytes of each of its devices."""
 
     share: float
@@ -147,7 +147,7 @@ class Plan:
     steps: int | None
     lengths: Lengths
     actor: Architecture
-    server: Server | None = None
+    server: ServerMemory | None = None
     """The server that samples, if one does."""
     host_memory: float | None = None
     """GiB of the host memory of a machine; None if unknown."""
@@ -518,7 +518,7 @@ class Planner:
         return max(1, len(devices) // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
 
     @cached_property
-    def server(self) -> Server | None:
+    def server(self) -> ServerMemory | None:
         """The server that samples on devices of the run, if one does."""
         rollout, sizes, model = self.config.actor_rollout_ref.rollout, self.policy, self.sampler
         if not self.served or rollout.server_urls:
@@ -527,7 +527,7 @@ class Planner:
         kept = sizes.kv_per_token / split
         if sizes.latent:  # servers keep the compressed keys and values, each device all of them
             kept = sizes.layers * (sizes.latent.kv_rank + sizes.latent.rope)
-        return Server(
+        return ServerMemory(
             rollout.gpu_memory_utilization * self.device.memory * GIB,
             model.number * sizes.parameters / split,
             model.number * kept,
