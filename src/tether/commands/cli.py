@@ -375,10 +375,14 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900:2 for others; default: this "
-            "machine, as tether doctor measured it.",
+            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900,link=10:2 for others; default: "
+            "this machine, as tether doctor measured it.",
             show_default=False,
         ),
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(min=1, help="GiB of host memory of a machine; default: unknown.", show_default=False),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.", show_default=False)] = None,
     price: Annotated[
@@ -406,7 +410,9 @@ def plan(
     from tether.plan.assumptions import Assumptions
 
     assumptions = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
-    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, assumptions=assumptions)
+    options = PlanOptions(
+        device, nodes, price, as_json=json, brief=brief, host_memory=host_memory, assumptions=assumptions
+    )
     code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
     if code:
         raise typer.Exit(code)
