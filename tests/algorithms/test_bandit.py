@@ -35,6 +35,10 @@ DERIVATIVES = {
     "bypass_mode": -A * R * OPEN,
     "decoupled": -A * R * OPEN * MU / ROLLOUT,
     "cispo": -A * R.clamp(0.8, 1.2),
+    "dppo_tv": -A * R.clamp(max=3),  # no probability moved by more than 0.18
+    "dppo_kl": -A * R.clamp(max=3),
+    "dro": -A + R.log(),
+    "topr": -A * torch.where(A < 0, R.clamp(max=1), 1.0),
     "gpg": -A,
     "sapo": -A * slope(R),
     "clip_cov": -A * R * OPEN * ~SELECTED,

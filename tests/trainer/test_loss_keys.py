@@ -39,7 +39,7 @@ MODE = f"{ACTOR}.policy_loss.loss_mode"
 CPU = torch.device("cpu")
 DEFAULTS = {
     "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05,
-    "ppo_kl_coef": 0.1, "behave_weight_threshold": None,
+    "ppo_kl_coef": 0.1, "dro_beta": 1.0, "behave_weight_threshold": None,
 }  # fmt: skip
 SELECTION_DEFAULTS = {
     "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
@@ -98,6 +98,8 @@ def test_options_of_the_policy_loss(inputs: Path, policy: PreTrainedModel) -> No
         (f"{ACTOR}.tau_pos=2", "sapo", {"tau_pos": 2.0}),
         (f"{ACTOR}.tau_neg=3", "sapo", {"tau_neg": 3.0}),
         (f"{ACTOR}.policy_loss.ppo_kl_coef=0.5", "kl_cov", {"ppo_kl_coef": 0.5}),
+        (f"{ACTOR}.policy_loss.dro_beta=2", "dro", {"dro_beta": 2.0}),
+        (f"{ACTOR}.clip_ratio_c=20", "dppo_tv", {"clip_ratio_c": 20.0}),
         (f"{ACTOR}.policy_loss.behave_weight_threshold=2", "decoupled", {"behave_weight_threshold": 2.0}),
     ):
         loss = actor_of(config_of(inputs, f"{MODE}={name}", override), policy).loss.function

@@ -11,9 +11,10 @@ from torch import Tensor
 from tether.algorithms.aggregation import TokenLoss
 from tether.algorithms.policy_losses.bypass import bypass_mode
 from tether.algorithms.policy_losses.clipped import cispo, decoupled, interpolate_proximal, vanilla
+from tether.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
 from tether.algorithms.policy_losses.selection import select_clip_cov, select_kl_cov
 from tether.algorithms.policy_losses.sequence import geo_mean, gspo
-from tether.algorithms.policy_losses.unclipped import clip_cov, gpg, kl_cov, sapo
+from tether.algorithms.policy_losses.unclipped import clip_cov, dro, gpg, kl_cov, sapo, topr
 from tether.algorithms.registry import uniform
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -34,6 +35,10 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
         "kl_cov": kl_cov,
         "geo_mean": geo_mean,
         "cispo": cispo,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+        "dro": dro,
+        "topr": topr,
         "bypass_mode": bypass_mode,
         "decoupled": decoupled,
     },
