@@ -42,6 +42,7 @@ DERIVATIVES = {
     "gpg": -A,
     "sapo": -A * slope(R),
     "clip_cov": -A * R * OPEN * ~SELECTED,
+    "m2po": -A * R * ~SELECTED,
     "kl_cov": -A * R + 0.1 * R.log().sign() * SELECTED,
     # log ratio clipped to +-.2, one-sidedly as above
     "geo_mean": -A * R * ~(((A > 0) & (R.log() > 0.2)) | ((A < 0) & (R.log() < -0.2))),

@@ -46,6 +46,7 @@ def sigmoid(x: float) -> float:
         # The product of the first row is .825, the weight of its bad token; that of the second, 4, is held at 1.
         ("topr", {}, [-2 * LN(1.5), -2 * LN(0.5), 0.825 * LN(1.1), LN(4)]),
         ("clip_cov", {"selected": FIRST}, [0, -1, 1.1, 4]),
+        ("m2po", {"selected": FIRST}, [0, -1, 1.1, 4]),
         ("kl_cov", {"selected": FIRST}, [-3 + 0.1 * LN(1.5), -1, 1.1, 4]),
         # The row's ratio is the geometric mean .938, inside the clip; row 1: max(4, 1.2), no dual clip.
         ("gspo", {}, [-2 * math.exp(ROW0_MEAN), -2 * math.exp(ROW0_MEAN), math.exp(ROW0_MEAN), 4]),
@@ -75,7 +76,8 @@ def test_loss_by_hand(name: str, keywords: dict, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl", "dro", "topr"]
+    "name",
+    ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl", "dro", "topr", "m2po"],
 )
 def test_rollout_weights_multiply(name: str) -> None:
     weights = torch.tensor([[0.5, 2.0, 3.0], [0.25, math.nan, math.nan]], dtype=torch.float64)
@@ -145,6 +147,7 @@ def test_vanilla_metrics() -> None:
         ("dppo_tv", "actor/pg_clipfrac", 1 / 4),
         ("dppo_tv", "actor/pg_clipfrac_lower", 1 / 4),
         ("clip_cov", "actor/pg_clipfrac", 1 / 4),
+        ("m2po", "actor/pg_clipfrac", 1 / 4),
         ("kl_cov", "actor/ppo_kl_abs", (LN(1.5) + LN(2) + LN(1.1) + LN(4)) / 4),
         ("gspo", "actor/pg_clipfrac", 0),
         ("geo_mean", "actor/pg_clipfrac", 2 / 4),
@@ -215,6 +218,28 @@ def test_select_kl_cov() -> None:
     assert chosen("kl_cov", kl_cov_ratio=0.7) == [A, C]
     assert chosen("kl_cov", kl_cov_ratio=1.0) == [A, B, C]
     assert chosen("kl_cov", response_mask=torch.zeros(2, 3)) == []
+
+
+def test_select_m2po() -> None:
+    """Of log ratios .1, .4, -.2 and -.3 that A pushes on, and .9 and -.9 against A: squares .01, .04, .09 and .16.
+
+    Sorted, their means are .01, .025, .0467 and .075.
+    """
+    log_ratio = torch.tensor([[0.1, 0.4, 0.9, math.nan], [-0.2, -0.3, -0.9, 5.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 2.0, -1.0, math.nan], [-1.0, -3.0, 2.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+
+    def select(**keywords: object) -> list[tuple]:
+        selected = TOKEN_SELECTIONS["m2po"](log_ratio - 3, torch.full((2, 4), -3.0), advantages, mask, **keywords)
+        return [tuple(x) for x in selected.nonzero().tolist()]
+
+    small, large, middle, third = (0, 0), (0, 1), (1, 0), (1, 1)
+    assert select() == [large, third]  # .025 is at most .04
+    assert select(m2_threshold=0.05) == [large]
+    assert select(m2_threshold=0.08) == []
+    assert select(m2_threshold=0.02) == [large, middle, third]
+    assert select(m2_threshold=0.0) == [small, large, middle, third]
+    assert chosen("m2po", response_mask=torch.zeros(2, 3)) == []
 
 
 def test_select_clip_cov() -> None:

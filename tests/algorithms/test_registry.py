@@ -17,7 +17,7 @@ def test_names() -> None:
     }  # fmt: skip
     assert set(POLICY_LOSSES) == {
         "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl",
-        "dro", "topr", "bypass_mode", "decoupled",
+        "dro", "topr", "m2po", "bypass_mode", "decoupled",
     }  # fmt: skip
     assert set(REQUIRED_AGGREGATION) <= set(POLICY_LOSSES)
     assert {name for name, loss in POLICY_LOSSES.items() if "selected" in needs(loss)} == set(TOKEN_SELECTIONS)

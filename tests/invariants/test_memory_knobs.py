@@ -44,6 +44,7 @@ SPLITS = [
 SELECTIONS = {
     "clip_cov": TokenSelection("clip_cov", {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}),
     "kl_cov": TokenSelection("kl_cov", {"kl_cov_ratio": 0.1}),
+    "m2po": TokenSelection("m2po"),
 }
 
 NARROW = {

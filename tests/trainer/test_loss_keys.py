@@ -43,7 +43,7 @@ DEFAULTS = {
 }  # fmt: skip
 SELECTION_DEFAULTS = {
     "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 2e-4,
+    "kl_cov_ratio": 2e-4, "m2_threshold": 0.04,
 }  # fmt: skip
 
 
@@ -113,6 +113,7 @@ def test_options_of_the_selection(inputs: Path, policy: PreTrainedModel) -> None
         ("clip_cov_lb=2", "clip_cov", {"clip_cov_lb": 2.0}),
         ("clip_cov_ub=9", "clip_cov", {"clip_cov_ub": 9.0}),
         ("kl_cov_ratio=0.1", "kl_cov", {"kl_cov_ratio": 0.1}),
+        ("m2_threshold=0.1", "m2po", {"m2_threshold": 0.1}),
     ):
         config = config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}")
         assert actor_of(config, policy).loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option), override

@@ -244,4 +244,5 @@ def selection_options(actor: ActorConfig) -> dict[str, float]:
         "clip_cov_lb": loss.clip_cov_lb,
         "clip_cov_ub": loss.clip_cov_ub,
         "kl_cov_ratio": loss.kl_cov_ratio,
+        "m2_threshold": loss.m2_threshold,
     }

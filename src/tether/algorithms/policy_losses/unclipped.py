@@ -146,6 +146,30 @@ def clip_cov(
     return weighted(loss, response_mask, rollout_is_weights, metrics)
 
 
+def m2po(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    selected: Shaped[Tensor, "B T"],
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """Policy gradient without the few tokens of the largest log-ratios (M2PO, Zheng et al. 2025, arXiv 2510.01161).
+
+    L = -A r, and 0 for the tokens ``selected`` by `select_m2po`. These stay in the denominators of the aggregation.
+
+    Assumes: stale rollouts are still informative, apart from a few outliers.
+    Use it: on rollouts that many updates made stale, where a clip would drop the rare tokens that matter.
+    Watch: `actor/pg_clipfrac`, the share of tokens dropped: far below that of `vanilla`; `actor/ratio_max`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=m2po`, `actor_rollout_ref.actor.policy_loss.m2_threshold`.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    loss = select(-select(advantages, response_mask) * log_ratio.exp(), ~selected.bool())
+    metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(selected, response_mask)}
+    return weighted(loss, response_mask, rollout_is_weights, metrics)
+
+
 def kl_cov(
     log_probs: Tokens,
     old_log_probs: Tokens,
