@@ -14,6 +14,7 @@ CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_lo
         ("trainer.logger=[console,tensorboard]", "tensorboard", "tensorboard"),
         ("trainer.logger=wandb", "wandb", "wandb"),
         ("trainer.logger=mlflow", "mlflow", "mlflow"),
+        ("trainer.logger=trackio", "trackio", "trackio"),
         ("trainer.n_gpus_per_node=2", "ray", "ray"),
         ("env.train.env_type=envpool", "envpool", "envpool"),
         ("env.train.env_type=maniskill", "mani_skill", "maniskill"),

@@ -45,7 +45,14 @@ SPLITS = [
 SELECTIONS = {
     "clip_cov": TokenSelection("clip_cov", {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.01}),
     "kl_cov": TokenSelection("kl_cov", {"kl_cov_ratio": 0.1}),
+    "m2po": TokenSelection("m2po"),
 }
+
+NARROW = {
+    "dppo_tv": {"clip_ratio_low": 3e-3, "clip_ratio_high": 3e-3},
+    "dppo_kl": {"clip_ratio_low": 3e-4, "clip_ratio_high": 3e-4},
+}
+"""Clip ranges that bind for the small probabilities of a new model."""
 
 
 class Case(NamedTuple):
@@ -119,7 +126,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def policy_loss(name: str = "vanilla", mode: str = "token-mean", kl_kind: str = "k3") -> PolicyLoss:
     return PolicyLoss(
         name=name,
-        options={"clip_ratio_high": 0.3},
+        options=NARROW.get(name, {"clip_ratio_high": 0.3}),
         aggregation=Aggregation(mode),
         entropy_coeff=0.03,
         kl_coef=0.2,

@@ -39,11 +39,11 @@ MODE = f"{ACTOR}.policy_loss.loss_mode"
 CPU = torch.device("cpu")
 DEFAULTS = {
     "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05,
-    "ppo_kl_coef": 0.1, "behave_weight_threshold": None,
+    "ppo_kl_coef": 0.1, "dro_beta": 1.0, "behave_weight_threshold": None,
 }  # fmt: skip
 SELECTION_DEFAULTS = {
     "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 2e-4,
+    "kl_cov_ratio": 2e-4, "m2_threshold": 0.04,
 }  # fmt: skip
 
 
@@ -98,6 +98,8 @@ def test_options_of_the_policy_loss(inputs: Path, policy: PreTrainedModel) -> No
         (f"{ACTOR}.tau_pos=2", "sapo", {"tau_pos": 2.0}),
         (f"{ACTOR}.tau_neg=3", "sapo", {"tau_neg": 3.0}),
         (f"{ACTOR}.policy_loss.ppo_kl_coef=0.5", "kl_cov", {"ppo_kl_coef": 0.5}),
+        (f"{ACTOR}.policy_loss.dro_beta=2", "dro", {"dro_beta": 2.0}),
+        (f"{ACTOR}.clip_ratio_c=20", "dppo_tv", {"clip_ratio_c": 20.0}),
         (f"{ACTOR}.policy_loss.behave_weight_threshold=2", "decoupled", {"behave_weight_threshold": 2.0}),
     ):
         loss = actor_of(config_of(inputs, f"{MODE}={name}", override), policy).loss.function
@@ -111,6 +113,7 @@ def test_options_of_the_selection(inputs: Path, policy: PreTrainedModel) -> None
         ("clip_cov_lb=2", "clip_cov", {"clip_cov_lb": 2.0}),
         ("clip_cov_ub=9", "clip_cov", {"clip_cov_ub": 9.0}),
         ("kl_cov_ratio=0.1", "kl_cov", {"kl_cov_ratio": 0.1}),
+        ("m2_threshold=0.1", "m2po", {"m2_threshold": 0.1}),
     ):
         config = config_of(inputs, f"{MODE}={name}", f"{ACTOR}.policy_loss.{override}")
         assert actor_of(config, policy).loss.prepare == TokenSelection(name, SELECTION_DEFAULTS | option), override

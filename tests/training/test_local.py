@@ -217,7 +217,7 @@ def test_a_mini_batch_is_prepared_once_with_the_models_present_outputs(batch: Tr
     assert batch.selected is None
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 def test_a_selection_does_not_depend_on_the_micro_batches(batch: TrainBatch, name: str) -> None:
     found = []
     for micro in (MicroBatching(max_rows=ROWS), MicroBatching(max_rows=1), MicroBatching(max_tokens=14)):

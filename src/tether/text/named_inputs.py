@@ -321,7 +321,7 @@ def _of_both(config: RunConfig) -> Named:
     yield from ((key, package, partial(_package, extra=extra)) for key, package, extra in _packages(config))
 
 
-LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow")
+LOGGER_PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 SIMULATOR_PACKAGES = {"envpool": "envpool", "metaworld": "metaworld", "maniskill": "mani_skill", "libero": "libero"}
 
 
