@@ -332,6 +332,8 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     yield from (("trainer.logger", name, name) for name in config.trainer.logger if name in LOGGER_PACKAGES)
     if config.actor_rollout_ref.model.lora_rank > 0:
         yield "actor_rollout_ref.model.lora_rank", "peft", "lora"
+    if config.critic.enable and config.critic.model.lora_rank > 0:
+        yield "critic.model.lora_rank", "peft", "lora"
     if config.env.train.id is not None:
         yield "env.train.id", "gymnasium", "gymnasium"
         if (simulator := config.env.train.env_type) in SIMULATOR_PACKAGES:

@@ -212,9 +212,8 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     path = resolve_model_path(config.critic.model.path, cache_dir())
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    learner = build_critic(
-        config, critic_engine(config, load_value_model(config.critic, path, device), tokenizer, steps, incidents=None)
-    )
+    model = load_value_model(config.critic.model, path, device, None, seed=config.trainer.seed)
+    learner = build_critic(config, critic_engine(config, model, tokenizer, steps, incidents=None))
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))
