@@ -158,6 +158,52 @@ def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
     assert trainable(again) == trainable(model)
 
 
+def of_peft(folder, name="llama", **options):
+    """An adapter as peft trains and saves one."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    torch.manual_seed(5)
+    theirs = get_peft_model(tiny_model(name), LoraConfig(**settings | options))
+    for parameter_name, parameter in theirs.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
+def test_an_adapter_of_peft_computes_what_peft_does(tmp_path, packed):
+    """Without its dropout, also in training; on a critic, too."""
+    theirs = of_peft(tmp_path, lora_dropout=0.5, layers_to_transform=[1], init_lora_weights="gaussian")
+    model, critic = tiny_model("llama"), critic_from(tiny_model("llama"))
+    load_lora(model, tmp_path)
+    load_lora(critic, tmp_path)
+    assert len(trainable(model)) == 4
+    with torch.no_grad():
+        expected = theirs(packed[0]).logits
+        assert torch.equal(model(packed[0]).logits, expected)
+        assert torch.equal(model.train()(packed[0]).logits, expected)
+        assert torch.equal(critic.base_model(packed[0])[0], theirs.base_model.model.model(packed[0])[0])
+    assert trainable(critic) == {*trainable(model), "score.weight", "score.bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"rank_pattern": {"down_proj": 5}}, "rank_pattern={'down_proj': 5}"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "lora_only"}, "bias=lora_only"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+    ],
+)
+def test_what_is_not_plain_lora_is_not_started_from(options, words, tmp_path):
+    of_peft(tmp_path, **options)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: has {words}.*, and adapters here are plain LoRA. Merge"):
+        load_lora(tiny_model("llama"), tmp_path)
+
+
 def test_an_adapter_names_its_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
@@ -173,7 +219,16 @@ def test_bad_adapter_directories(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: holds no LoRA adapter"):
         load_lora(tiny_model("llama"), tmp_path)
     save_adapter(trained_lora(tiny_model("llama", num_hidden_layers=3)), tmp_path)
-    with pytest.raises(ValueError, match="the adapter does not fit LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"the adapter does not fit LlamaForCausalLM: .* has no counterpart"):
+        load_lora(tiny_model("llama"), tmp_path)
+    save_adapter(trained_lora(tiny_model("llama", intermediate_size=64)), tmp_path)
+    with pytest.raises(ValueError, match=r"does not fit .*proj.* has the shape \[\d+, \d+\], and the model asks for"):
+        load_lora(tiny_model("llama"), tmp_path)
+    of_peft(tmp_path, "qwen2_moe", target_modules=["shared_expert_gate"])
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM \(.*shared_expert_gate.* not found"):
+        load_lora(tiny_model("llama"), tmp_path)
+    save_adapter(trained_lora(critic_from(tiny_model("llama"))), tmp_path)
+    with pytest.raises(ValueError, match="has modules_to_save="):
         load_lora(tiny_model("llama"), tmp_path)
 
 

@@ -168,12 +168,14 @@ def load_policy(
 def _to_train(
     model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str, saved: Path | None, seed: int
 ) -> PreTrainedModel:
-    """Insert the adapter of a policy or critic, the one beside its `saved` model if there is one, and set recomputation
-    up."""
+    """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
+    fresh one) and set recomputation up."""
     if config.lora_rank:
         lora = _lora(f"{section}.lora_rank")
         if saved:
             lora.load_lora(model, adapter_folder(saved))
+        elif config.lora_adapter_path is not None:
+            lora.load_lora(model, Path(config.lora_adapter_path).expanduser())
         else:
             options = lora.LoraOptions(
                 rank=config.lora_rank,

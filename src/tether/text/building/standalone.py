@@ -31,6 +31,7 @@ from tether.text.learning.pretraining import Pretraining
 from tether.text.learning.rollout_files import read_rollouts
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.models.saved_adapter import check_adapter
 from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
@@ -212,6 +213,8 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     path = resolve_model_path(config.critic.model.path, cache_dir())
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    if config.critic.model.lora_adapter_path is not None:
+        check_adapter("critic.model", config.critic.model, path)
     model = load_value_model(config.critic.model, path, device, None, seed=config.trainer.seed)
     learner = build_critic(config, critic_engine(config, model, tokenizer, steps, incidents=None))
     assert isinstance(learner.loss.function, CriticLoss)

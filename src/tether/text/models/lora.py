@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tether.config import ADAPTER_CONFIG
 from tether.text.models.output import value_head_of
 from tether.text.models.save import write_model
 
@@ -39,6 +40,19 @@ _PREFIX = "base_model.model."
 """What peft puts before the names of weights in a file."""
 _HEADS = ("classifier", "score")
 """The modules that peft trains whole in a classifier."""
+_OF_PLAIN_LORA = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    "fan_in_fan_out",
+)
+"""The entries of an adapter's config that say what it computes."""
+_UNREAD = {
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version"),
+    *("inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_config", "megatron_core", "runtime_config"),
+}
+"""The entries that name it, or act in its training alone."""
+_CHANGE_NO_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base model's weights; PiSSA and others move a part into the adapter."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +86,12 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
     _check_modules(model, "target_modules", options.target_modules)
     _check_modules(model, "exclude_modules", options.exclude_modules)
-    name = model.name_or_path or ""
-    base = Path(name)
-    config = LoraConfig(
-        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
-        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
+    config = _config_of(
+        model,
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=_as_list(options.target_modules),
         exclude_modules=_as_list(options.exclude_modules) or None,
-        # all-linear excludes the output head of the one, the value head of the other
-        task_type=TaskType.SEQ_CLS if _is_critic(model) else TaskType.CAUSAL_LM,
     )
     linear, other = _layers_with_adapter(model, config)
     if other and options.target_modules == "all-linear":
@@ -93,6 +102,22 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
             "which is no linear layer, so that it could not be merged into the saved weights. Name linear layers that "
             f"it takes as such: {_last_names(linear) or 'all-linear'}."
         )
+    _insert(model, config)
+
+
+def _config_of(model: PreTrainedModel, **options: Any) -> LoraConfig:
+    name = model.name_or_path or ""
+    base = Path(name)
+    return LoraConfig(
+        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
+        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
+        # all-linear excludes the output head of the one, the value head of the other
+        task_type=TaskType.SEQ_CLS if _is_critic(model) else TaskType.CAUSAL_LM,
+        **options,
+    )
+
+
+def _insert(model: PreTrainedModel, config: LoraConfig) -> None:
     inject_adapter_in_model(config, model, _ADAPTER)
     if _is_critic(model):
         value_head_of(model).requires_grad_(True)
@@ -124,29 +149,59 @@ def _last_names(layers: list[str]) -> str:
 
 def load_lora(model: PreTrainedModel, directory: Path) -> None:
     """Insert adapters as `add_lora` does, and load them, and a critic's head, from a directory of `save_adapter` or
-    peft; a directory without a head leaves that of the critic.
+    peft; a directory without a head leaves that of the critic. Dropout is off.
 
     Raises:
-        ValueError: there is no adapter, or it belongs to another model.
+        ValueError: there is no adapter, it is not plain LoRA, or it belongs to another model.
     """
-    if not (directory / "adapter_config.json").is_file():
-        raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
-    config = LoraConfig.from_pretrained(str(directory))
-    config.inference_mode = False  # else peft freezes the adapters
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{directory}: holds no LoRA adapter (looked for {ADAPTER_CONFIG}).")
+    config = _plain_config(model, directory)
+    misfit = f"{directory}: the adapter does not fit {type(model).__name__}"
+    try:
+        other = _layers_with_adapter(model, config)[1]
+    except ValueError as error:
+        raise ValueError(f"{misfit} ({error}).") from error
+    if other:
+        raise ValueError(f"{misfit}: it adapts {other[0]}, which is no linear layer.")
     weights = load_peft_weights(str(directory), device="cpu")
     if _is_critic(model):
-        config.modules_to_save = None  # peft would train a copy of the head
         _load_head(model, weights)
-    inject_adapter_in_model(config, model, _ADAPTER)
-    adapters = {name for name, _ in model.named_parameters() if f".{_ADAPTER}." in name}
+    _insert(model, config)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    adapters = {name for name in shapes if f".{_ADAPTER}." in name}
+    for name, value in weights.items():
+        mine = shapes.get(name.removeprefix(_PREFIX).replace(".weight", f".{_ADAPTER}.weight"), list(value.shape))
+        if mine != list(value.shape):
+            raise ValueError(f"{misfit}: {name} has the shape {list(value.shape)}, and the model asks for {mine}.")
     info: Any = set_peft_model_state_dict(model, weights, _ADAPTER)  # peft annotates it as the function `namedtuple`
     wrong = sorted(adapters.intersection(info.missing_keys)) + sorted(info.unexpected_keys)
     if wrong:
-        raise ValueError(
-            f"{directory}: the adapter does not fit {type(model).__name__}: {wrong[0]} has no counterpart."
-        )
+        raise ValueError(f"{misfit}: {wrong[0]} has no counterpart.")
+
+
+def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
+    """Return the config of the adapter in a directory, without what acts in peft's training alone.
+
+    Raises:
+        ValueError: it computes something else than `LoraOptions` says.
+    """
+    given = LoraConfig.from_pretrained(str(directory))
+    plain = _config_of(model, **{name: getattr(given, name) for name in _OF_PLAIN_LORA})
+    found, expected = given.to_dict(), plain.to_dict()
+    found["init_lora_weights"] = given.init_lora_weights not in _CHANGE_NO_BASE and given.init_lora_weights
+    expected["init_lora_weights"] = False
     if _is_critic(model):
-        value_head_of(model).requires_grad_(True)
+        found["modules_to_save"] = sorted({*(given.modules_to_save or ())}.difference(_HEADS)) or None
+    # peft leaves an empty list here and there where the default is none
+    unlike = [name for name in found.keys() - _UNREAD if (found[name] or None) != (expected.get(name) or None)]
+    if unlike:
+        name = min(unlike)
+        raise ValueError(
+            f"{directory}: has {name}={found[name]}, and adapters here are plain LoRA. Merge it into its base model, "
+            "and start from the result."
+        )
+    return plain
 
 
 def _load_head(critic: PreTrainedModel, weights: dict[str, Tensor]) -> None:
