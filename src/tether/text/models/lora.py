@@ -235,7 +235,7 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 def save_adapter(model: PreTrainedModel, directory: Path) -> None:
     """Write only the adapters and a critic's head, in peft's format, without weights on the meta device."""
-    config = copy.copy(model.peft_config[_ADAPTER])
+    config: Any = copy.copy(model.peft_config[_ADAPTER])  # transformers declares few of its entries
     state = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
     if _is_critic(model):
         of_tokens = type(model).__name__.endswith("ForTokenClassification")
