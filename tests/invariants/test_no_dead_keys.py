@@ -356,7 +356,7 @@ def missing_packages(path: str) -> list[str]:
     needs = {
         "megatron-core": ".megatron." in path,
         "envpool": path in ("env.train.num_workers", "env.eval.num_workers"),
-        "peft": ".lora_" in path or path.endswith(".target_modules"),
+        "peft": ".lora_" in path or path.endswith((".target_modules", ".exclude_modules")),
         "imageio-ffmpeg": ".video_cfg." in path,
         "pygame": ".video_cfg." in path,
     }

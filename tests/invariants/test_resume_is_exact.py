@@ -43,8 +43,11 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "greedy baseline": (["algorithm.adv_estimator=remax"], {}),
     "adapters on a changed model": (
-        [*GAE, f"{MODEL}.lora_rank=2", f"{MODEL}.override_config={{rms_norm_eps: 0.1}}"],
-        {},
+        [
+            *(*GAE, f"{MODEL}.lora_rank=2", f"{MODEL}.override_config={{rms_norm_eps: 0.1}}"),
+            *("critic.model.lora_rank=2", "critic.optim.lr_warmup_steps=0", f"{MODEL}.exclude_modules=[k_proj,v_proj]"),
+        ],
+        {"must_change": ["critic/vf_loss"], "total": 3},
     ),
 }
 

@@ -7,9 +7,21 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import TINY_CONFIGS, tiny_model
+from tests.training.batches import gradients, make_batch, make_critic, make_engine, make_policy, weights
+from tether.loop.engine import LossSpec, UpdatePlan
+from tether.text.learning.losses import CriticLoss, ValueForward
+from tether.text.learning.packing import MicroBatching
 from tether.text.models.critic import critic_from
 from tether.text.models.layers import enable_gradient_checkpointing, use_tether_attention
-from tether.text.models.lora import LoraOptions, adapter_off, add_lora, load_lora, save_adapter, save_merged
+from tether.text.models.lora import (
+    LoraOptions,
+    adapter_off,
+    add_lora,
+    load_lora,
+    names_or_pattern,
+    save_adapter,
+    save_merged,
+)
 from tether.text.models.output import hidden_states, lm_head_of, token_log_probs, value_head_of
 from tether.text.models.packing_check import prepare_for_packing
 
@@ -66,6 +78,12 @@ def test_which_layers():
     model = tiny_model("llama")
     add_lora(model, LoraOptions(rank=2, target_modules=("q_proj", "v_proj"), exclude_modules=("v_proj",)))
     assert {name.split(".")[4] for name in trainable(model)} == {"q_proj"}
+    matched = tiny_model("llama")
+    pattern, excluded = names_or_pattern((r".*\.[01]\.self_attn\.[qv]_proj",)), names_or_pattern((r".*0.*\.q.*",))
+    add_lora(matched, LoraOptions(rank=2, target_modules=pattern, exclude_modules=excluded))
+    assert {".".join(name.split(".")[2:5]) for name in trainable(matched)} == {
+        *("0.self_attn.v_proj", "1.self_attn.q_proj", "1.self_attn.v_proj")
+    }
     everything = tiny_model("llama")
     add_lora(everything, LoraOptions(rank=2))
     names = {name.split(".")[4] for name in trainable(everything)}
@@ -75,10 +93,21 @@ def test_which_layers():
 def test_bad_options():
     with pytest.raises(ValueError, match="lora_rank=0: must be at least 1"):
         add_lora(tiny_model("llama"), LoraOptions(rank=0))
-    with pytest.raises(
-        ValueError, match=r"'query' is no linear layer of LlamaForCausalLM. It has: down_proj, .*q_proj"
+
+
+def test_what_matches_no_layer_is_refused():
+    for named, words in (
+        (("query",), "'query' is no linear layer of LlamaForCausalLM. It has: down_proj, .*q_proj"),
+        (("q_proj", ".*v_proj"), "'.*v_proj' is no linear layer"),
+        ((".*visual.*",), "the pattern '.*visual.*' matches the full name of no .* model.layers.0.self_attn.q_proj"),
+        (("q_proj(",), r"'q_proj\(' is no regular expression"),
     ):
-        add_lora(tiny_model("llama"), LoraOptions(rank=2, target_modules=("q_proj", "query")))
+        for key in ("target_modules", "exclude_modules"):
+            options = LoraOptions(2, **{key: names_or_pattern(named)})
+            with pytest.raises(ValueError, match=f"^{key}: {words}"):
+                add_lora(tiny_model("llama"), options)
+    assert names_or_pattern(("all-linear",)) == "all-linear"
+    assert [names_or_pattern(named) for named in (("q_proj",), ())] == [("q_proj",), ()]
 
 
 def test_experts_and_routers_stay_frozen_whatever_peft_takes_their_names_for(tmp_path, packed):
@@ -129,6 +158,52 @@ def test_adapter_directory_loads_in_peft_and_here(tmp_path, packed):
     assert trainable(again) == trainable(model)
 
 
+def of_peft(folder, name="llama", **options):
+    """An adapter as peft trains and saves one."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    torch.manual_seed(5)
+    theirs = get_peft_model(tiny_model(name), LoraConfig(**settings | options))
+    for parameter_name, parameter in theirs.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(folder)
+    return theirs.eval()
+
+
+def test_an_adapter_of_peft_computes_what_peft_does(tmp_path, packed):
+    """Without its dropout, also in training; on a critic, too."""
+    theirs = of_peft(tmp_path, lora_dropout=0.5, layers_to_transform=[1], init_lora_weights="gaussian")
+    model, critic = tiny_model("llama"), critic_from(tiny_model("llama"))
+    load_lora(model, tmp_path)
+    load_lora(critic, tmp_path)
+    assert len(trainable(model)) == 4
+    with torch.no_grad():
+        expected = theirs(packed[0]).logits
+        assert torch.equal(model(packed[0]).logits, expected)
+        assert torch.equal(model.train()(packed[0]).logits, expected)
+        assert torch.equal(critic.base_model(packed[0])[0], theirs.base_model.model.model(packed[0])[0])
+    assert trainable(critic) == {*trainable(model), "score.weight", "score.bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"rank_pattern": {"down_proj": 5}}, "rank_pattern={'down_proj': 5}"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "lora_only"}, "bias=lora_only"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+    ],
+)
+def test_what_is_not_plain_lora_is_not_started_from(options, words, tmp_path):
+    of_peft(tmp_path, **options)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: has {words}.*, and adapters here are plain LoRA. Merge"):
+        load_lora(tiny_model("llama"), tmp_path)
+
+
 def test_an_adapter_names_its_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
@@ -144,8 +219,53 @@ def test_bad_adapter_directories(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}: holds no LoRA adapter"):
         load_lora(tiny_model("llama"), tmp_path)
     save_adapter(trained_lora(tiny_model("llama", num_hidden_layers=3)), tmp_path)
-    with pytest.raises(ValueError, match="the adapter does not fit LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"the adapter does not fit LlamaForCausalLM: .* has no counterpart"):
         load_lora(tiny_model("llama"), tmp_path)
+    save_adapter(trained_lora(tiny_model("llama", intermediate_size=64)), tmp_path)
+    with pytest.raises(ValueError, match=r"does not fit .*proj.* has the shape \[\d+, \d+\], and the model asks for"):
+        load_lora(tiny_model("llama"), tmp_path)
+    of_peft(tmp_path, "qwen2_moe", target_modules=["shared_expert_gate"])
+    with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM \(.*shared_expert_gate.* not found"):
+        load_lora(tiny_model("llama"), tmp_path)
+    save_adapter(trained_lora(critic_from(tiny_model("llama"))), tmp_path)
+    with pytest.raises(ValueError, match="has modules_to_save="):
+        load_lora(tiny_model("llama"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_adapter_of_a_critic_has_its_head_and_loads_in_peft_and_here(name, tmp_path, packed):
+    from peft import PeftModel
+
+    critic = trained_lora(critic_from(tiny_model(name)).eval())
+    torch.nn.init.normal_(value_head_of(critic).weight)
+    save_adapter(critic, tmp_path)
+    again = critic_from(tiny_model(name)).eval()
+    load_lora(again, tmp_path)
+    assert trainable(again) == trainable(critic)
+    theirs = PeftModel.from_pretrained(critic_from(tiny_model(name)).eval(), tmp_path).eval()
+    with torch.no_grad():
+        expected = critic(packed[0]).logits
+        assert torch.equal(again(packed[0]).logits, expected)
+        assert torch.equal(theirs(packed[0]).logits, expected)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["task_type"] == ("TOKEN_CLS" if name == "llama" else "SEQ_CLS")
+
+
+def test_a_critic_learns_by_its_adapters_and_head_alone():
+    """Micro-batches do not change its gradient."""
+    batch, loss = make_batch(make_policy(), make_critic()), LossSpec(ValueForward(), CriticLoss(None))
+    found = []
+    for micro in (MicroBatching(max_rows=1), MicroBatching(max_rows=4), MicroBatching(max_tokens=20)):
+        engine = make_engine(trained_lora(make_critic()), micro)
+        engine.accumulate_gradients(batch, loss)
+        found.append(gradients(engine.model))
+        assert found[-1].keys() == trainable(engine.model)
+        assert all(torch.allclose(found[-1][name], value, rtol=1e-9, atol=1e-12) for name, value in found[0].items())
+    before, plan = weights(engine.model), UpdatePlan(mini_batch_rows=3)
+    losses = [engine.update(batch, loss, plan, step).metrics["critic/vf_loss"] for step in range(10)]
+    assert losses[-1] < 0.5 * losses[0]
+    moved = {name for name, value in weights(engine.model).items() if not torch.equal(value, before[name])}
+    assert moved == trainable(engine.model)
 
 
 def test_a_critics_head_stays_trainable_and_is_merged_with_it(tmp_path, packed):

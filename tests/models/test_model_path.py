@@ -111,7 +111,9 @@ def test_directories_that_are_no_model(tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").touch()
-    with pytest.raises(ValueError, match="It has a LoRA adapter: merge it into its base model"):
+    with pytest.raises(
+        ValueError, match="It has a LoRA adapter: name its base model, and the adapter in lora_adapter_path"
+    ):
         resolve_model_path(adapter, tmp_path)
     with pytest.raises(ValueError, match=r"adapter_config.json: is a file but not a .gguf one"):
         resolve_model_path(adapter / "adapter_config.json", tmp_path)

@@ -46,6 +46,16 @@ def test_two_cards_of_24_gb() -> None:
     assert seconds == sorted(seconds)
 
 
+def test_adapters_on_the_critic_save_memory_and_time_as_on_the_policy() -> None:
+    card, gae = DEVICES["h100-80g"], ("algorithm.adv_estimator=gae", "actor_rollout_ref.model.lora_rank=16")
+    whole, adapted = (planner("qwen2.5-1.5b", card, 1, *gae, *more) for more in ((), ("critic.model.lora_rank=16",)))
+    of_critic, of_actor = adapted.models["critic"], adapted.models["actor"]
+    assert of_critic.adapter == of_critic.learned == of_actor.learned < whole.models["critic"].learned / 50
+    memory = [plan.plan().groups[0].phases["update_critic"]["critic gradients"] for plan in (whole, adapted)]
+    assert memory[1] < memory[0] / 50
+    assert adapted.plan().step.middle < whole.plan().step.middle
+
+
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
     largest = largest_micro_batch(results)

@@ -106,7 +106,7 @@ def test_two_devices_train_as_one_and_resume_each_others_checkpoints(
 
 SHARED = [f"{role}.ulysses_sequence_parallel_size=2" for role in ("actor_rollout_ref.actor", "critic")]
 PIECES = ["actor_rollout_ref.rollout.max_num_seqs=2"]
-ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "algorithm.use_kl_in_reward=True"]
+ADAPTERS = ["actor_rollout_ref.model.lora_rank=2", "critic.model.lora_rank=2", "algorithm.use_kl_in_reward=True"]
 FULL_KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full"]
 
 

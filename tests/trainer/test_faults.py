@@ -39,7 +39,7 @@ OVERFLOWS = {
     "reward": [*GAE, "critic.optim.lr_warmup_steps=0"],
     "bfloat16": [*GRPO, UNSCALED, f"{ACTOR}.fsdp_config.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16"],
     "full KL": [*GRPO, UNSCALED, f"{ACTOR}.kl_loss_type=full"],
-    "adapters": [*GAE, f"{MODEL}.lora_rank=4"],
+    "adapters": [*GAE, f"{MODEL}.lora_rank=4", "critic.model.lora_rank=4"],
 }
 
 

@@ -164,10 +164,8 @@ def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:
     ):
         config = config_of(inputs, *GAE, *overrides)
         read = build_inputs(config)
-        critic = build_critic(
-            config,
-            critic_engine(config, load_value_model(config.critic, read.critic_path, CPU), read.tokenizer, 3, tmp_path),
-        )
+        model = load_value_model(config.critic.model, read.critic_path, CPU, None, seed=config.trainer.seed)
+        critic = build_critic(config, critic_engine(config, model, read.tokenizer, 3, tmp_path))
         assert critic.loss.function == expected, overrides
 
 

@@ -30,7 +30,7 @@ ALGORITHMS = {
         "reward_model.overlong_buffer.len=4",
     ],
     "one_step_off": [*GRPO, "trainer.async_mode=one_step_off"],
-    "lora": [*GAE, "actor_rollout_ref.model.lora_rank=4"],
+    "lora": [*GAE, "actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"],
 }
 Straight = Callable[[str], Path]
 

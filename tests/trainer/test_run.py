@@ -35,7 +35,7 @@ OVERRIDDEN = [
     "actor_rollout_ref.model.override_config={rms_norm_eps: 0.1}",
     "critic.model.override_config={rms_norm_eps: 0.2}",
 ]
-LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"]
+LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8", "critic.model.lora_rank=2"]
 NO_WARMUP = "critic.optim.lr_warmup_steps=0"
 ALGORITHMS = {
     "gae": [*GAE, NO_WARMUP],
@@ -178,14 +178,17 @@ def log_probs_of(model: torch.nn.Module, batch: TrainBatch, row: int) -> torch.T
 
 
 @pytest.mark.parametrize("finished", ["lora"], indirect=True)
-def test_the_adapter_alone_moves_and_its_absence_is_the_reference(finished: Finished, inputs: Path):
+def test_the_adapters_alone_move_and_their_absence_is_the_reference(finished: Finished, inputs: Path):
     start = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
-    trained = finished.trainer.actor.engine.model.state_dict()
-    for name, weight in start.state_dict().items():
-        frozen = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
-        assert torch.equal(weight, frozen), name
-    assert any(not torch.equal(w, start.state_dict()[name]) for name, w in weights(finished.last).items())
+    assert finished.trainer.critic is not None
+    for role, learner in (("actor", finished.trainer.actor), ("critic", finished.trainer.critic)):
+        trained, merged = learner.engine.model.state_dict(), weights(finished.last, role)
+        for name, weight in start.base_model.state_dict(prefix="model.").items():
+            frozen = trained.get(name, trained.get(name.replace(".weight", ".base_layer.weight")))
+            assert torch.equal(weight, frozen), name
+        assert any(not torch.equal(merged[name], w) for name, w in start.base_model.state_dict(prefix="model.").items())
     assert (finished.last / "adapter").exists()
+    assert (finished.last / "critic_adapter").exists()
     batch = finished.rollout()
     assert finished.trainer.reference is not None
     reference = finished.trainer.reference(batch).log_probs

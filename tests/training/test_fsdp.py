@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
@@ -50,9 +51,10 @@ from tether.text.models.critic import load_critic
 from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.lazy_weights import has_lazy_weights
 from tether.text.models.load import load_causal_lm
-from tether.text.models.save import join_shards, write_model
+from tether.text.models.save import adapter_folder, join_shards, write_model
 from tether.text.sampling.engine import eos_token_ids
 
+HAS_PEFT = importlib.util.find_spec("peft") is not None
 TOLERANCE = 1e-10
 LOSS = LossSpec(PolicyForward(with_entropy=True), PolicyLoss(entropy_coeff=0.03, kl_coef=0.2))
 SELECTING = LossSpec(
@@ -172,10 +174,10 @@ def inferred(sharding: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield field.name, float((getattr(found, field.name) - value[rows]).abs().max())
 
 
-def adapted() -> PreTrainedModel:
-    """A policy with adapters that already do something."""
+def adapted(make: Callable[[], PreTrainedModel] = make_policy) -> PreTrainedModel:
+    """A model with adapters that already do something."""
     lora = pytest.importorskip("tether.text.models.lora")
-    model = make_policy()
+    model = make()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         lora.add_lora(model, lora.LoraOptions(rank=2))
@@ -220,6 +222,35 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
         join_shards([part / "actor" for part in parts], folder / "actor")
         merged = LlamaForCausalLM.from_pretrained(folder / "actor", dtype=torch.float64)
         found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))
+    return found
+
+
+def adapted_critic(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
+    """How far gradients, the merged critic and its adapter on disk are from one process's."""
+    lora = pytest.importorskip("tether.text.models.lora")
+
+    def save(model: PreTrainedModel, where: Path) -> None:
+        lora.save_merged(model, where)
+        lora.save_adapter(model, adapter_folder(where))
+
+    batch = make_batch(make_policy(), make_critic())
+    engine = make_engine(adapted(make_critic), FOUR_ROWS)
+    sharded = make_fsdp(adapted(make_critic), FOUR_ROWS, save=save, **sharding)
+    engine.accumulate_gradients(batch, VALUES)
+    found = {"gradients": distance(whole_gradients(sharded, batch, VALUES), local_gradients(engine.model))}
+    engine.update(batch, VALUES, PLAN, 0)
+    learn(sharded, batch, VALUES, PLAN, 0)
+    state = saved_state(sharded, folder, "critic")
+    if dist.get_rank() == 0:
+        found["states"] = len(state["state"]) - len(sharded.trained)
+        files = list((folder / "critic").glob("*.safetensors"))
+        names = [name for file in files for name in load_file(file)]
+        found["twice"] = len(names) - len({*names})
+        merged = load_critic(folder / "critic", dtype=torch.float64)
+        found["merged"] = distance(weights(merged), dict(lora.merged_state_dict(engine.model)))
+        again = make_critic()
+        lora.load_lora(again, folder / "critic_adapter")
+        found["loaded"] = distance(weights(again), weights(engine.model))
     return found
 
 
@@ -285,11 +316,11 @@ def bits(compute_dtype: torch.dtype | None, folder: Path) -> tuple[bool, float]:
     return same, distance(found, expected)
 
 
-def saved(engine: FsdpEngine, folder: Path) -> list[Path]:
+def saved(engine: FsdpEngine, folder: Path, role: str = "actor") -> list[Path]:
     """The parts of a checkpoint, one of each rank."""
     parts = [folder / str(rank) for rank in range(dist.get_world_size())]
     parts[dist.get_rank()].mkdir(parents=True)
-    engine.begin_saving(parts[dist.get_rank()], "actor")
+    engine.begin_saving(parts[dist.get_rank()], role)
     while not engine.writing()[0]:
         time.sleep(0.01)
     dist.barrier()
@@ -297,13 +328,13 @@ def saved(engine: FsdpEngine, folder: Path) -> list[Path]:
     return parts
 
 
-def saved_state(engine: FsdpEngine, folder: Path) -> dict[str, Any]:
+def saved_state(engine: FsdpEngine, folder: Path, role: str = "actor") -> dict[str, Any]:
     """The state that is saved beside the weights, on rank 0."""
-    parts = saved(engine, folder)
+    parts = saved(engine, folder, role)
     if dist.get_rank() == 0:
-        join_shares(parts, folder / "actor", folder / "actor.pt")
+        join_shares(parts, folder / role, folder / f"{role}.pt")
     dist.barrier()
-    return load_state(folder / "actor.pt") if dist.get_rank() == 0 else {}
+    return load_state(folder / f"{role}.pt") if dist.get_rank() == 0 else {}
 
 
 def same_state(left: Any, right: Any) -> bool:
@@ -418,7 +449,8 @@ def of_layout(folder: Path, sharding: dict[str, Any]) -> dict[str, Any]:
     return {
         "gradients": dict([*gradients(sharding), *critic_gradients(sharding)]),
         "inferred": dict(inferred(sharding)),
-        "adapters": adapters(folder / "merged", sharding) if importlib.util.find_spec("peft") else None,
+        "adapters": adapters(folder / "merged", sharding) if HAS_PEFT else None,
+        "adapted critic": adapted_critic(folder / "adapted", sharding) if HAS_PEFT else None,
         "memory": dict(options_of_memory(sharding)),
         "updates": [updates(loss, sharding) for loss in LOSSES],
         "read": read(folder.parent, sharding.get("sequence", 1)),
@@ -500,6 +532,15 @@ def test_adapters_train_as_in_one_process(group: tuple[int, dict[str, Any]]) -> 
     assert max(found[name] for name in ("reference", "gradients")) < TOLERANCE
     assert max(found[name] for name in ("weights", "merged", "full KL")) < 1e-8
     assert found["frozen"] == 0 < found["learned"]
+
+
+def test_a_critic_with_adapters_trains_and_is_saved_as_in_one_process(group: tuple[int, dict[str, Any]]) -> None:
+    """Its head is in one of the files of the merged critic, and in its adapter."""
+    pytest.importorskip("peft")
+    found = group[1]["adapted critic"]
+    assert found["gradients"] < TOLERANCE
+    assert max(found["merged"], found["loaded"]) < 1e-8
+    assert found["states"] == found["twice"] == 0
 
 
 def test_means_over_the_rows_of_a_rank_are_noticed(group: tuple[int, dict[str, Any]]) -> None:

@@ -34,7 +34,8 @@ NO_DRAW = (
 )
 """Prefixes of the keys among them that do not change a batch: for memory, machines and validation."""
 
-AT_CONSTRUCTION = ("policy.", *(f"actor_rollout_ref.model.{key}" for key in ("lora_", "target_modules")))
+_ADAPTED, _OF_ADAPTERS = ("actor_rollout_ref.model", "critic.model"), ("lora_", "target_modules", "exclude_modules")
+AT_CONSTRUCTION = ("policy.", *(f"{model}.{key}" for model in _ADAPTED for key in _OF_ADAPTERS))
 """Prefixes of the keys that act when models are built; a resumed run loads its models from the checkpoint."""
 NOT_AT_CONSTRUCTION = (
     *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),

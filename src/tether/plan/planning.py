@@ -273,10 +273,9 @@ class Planner:
 
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
         config, devices = self.config, len(placed(self.config).get(name, placed(self.config)["actor"]))
-        actor = config.actor_rollout_ref.model
         trained = isinstance(role, ActorConfig | CriticConfig)
         fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
-        section = config.critic.model if isinstance(role, CriticConfig) else actor
+        section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
         kind = config.actor_rollout_ref.actor.fsdp_config.dtype if name == "reference" else fsdp.dtype
         number = {"auto": 2 if self.device.bfloat16 else 4, "bfloat16": 2, "float32": 4}[kind]
         model = Model(
@@ -286,7 +285,7 @@ class Planner:
             trained=trained,
             has_head=name in ("actor", "reference"),
             number=number,
-            adapter=sizes.adapter(actor.lora_rank) if name == "actor" and actor.lora_rank else 0,
+            adapter=sizes.adapter(section.lora_rank) if trained and section.lora_rank else 0,
             recompute=section.enable_gradient_checkpointing,
             fused=self.device.is_cpu and number == 2,
             on_cpu=self.device.is_cpu,

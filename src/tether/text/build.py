@@ -57,7 +57,7 @@ from tether.runtime.objects import held, is_object
 from tether.runtime.run_lock import RunLock
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
-from tether.text.inputs import Inputs, build_inputs, with_template_date
+from tether.text.inputs import Inputs, build_inputs, check_adapters, with_template_date
 from tether.text.learning.advantages import (
     build_advantage_estimator,
     build_greedy_baseline,
@@ -317,6 +317,8 @@ def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, 
     """Build the inputs of a run, checked for the training engine."""
     begin("reading the data")
     inputs = build_inputs(config, tools)
+    if checkpoint is None:
+        check_adapters(config, inputs)
     begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
     if uses_megatron(config):
         integration("megatron", "build").check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)

@@ -20,7 +20,8 @@ from tether.text.data.prompts import PromptDataset, PromptOptions, dated_templat
 from tether.text.data.rows import RowAgent
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.named_inputs import check_turns_act, rows_of
+from tether.text.models.saved_adapter import check_adapter
+from tether.text.named_inputs import check_turns_act, rows_of, trained_sections
 from tether.text.rewards.build import check_parts_act, check_rewards, check_scoring
 from tether.text.turns.build import check_agents
 from tether.text.turns.tools import ToolPool
@@ -77,6 +78,18 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         for prompts in datasets:
             _check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
     return Inputs(model_path, critic_path, tokenizer, train, validation)
+
+
+def check_adapters(config: RunConfig, inputs: Inputs) -> None:
+    """Refuse adapters to start from that are not of these models.
+
+    Raises:
+        ValueError: the message names the adapter and the model.
+    """
+    for section, settings in trained_sections(config).items():
+        if settings.lora_adapter_path is not None:
+            path = inputs.critic_path if section == "critic.model" else inputs.model_path
+            check_adapter(section, settings, path)
 
 
 def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:

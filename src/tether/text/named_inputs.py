@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tether.config import Problem, RunConfig, reads_weights, stored_weights
+from tether.config.schema import CriticModelConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
 from tether.runtime.cache import cache_dir
 from tether.runtime.disk import COPY_AGAIN, read_json, reading
@@ -30,6 +31,7 @@ from tether.text.data.config import DataConfig
 from tether.text.data.location import expand, locate
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, Rows, agent_of
 from tether.text.models.model_path import resolve_model_path
+from tether.text.models.saved_adapter import check_adapter
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.rewards.config_parts import FunctionPart, JudgePart, check_has_part, part_problems, read_parts
 from tether.text.rewards.custom import ARGUMENTS, LISTS, check_call
@@ -233,6 +235,10 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
+    for section, settings in trained_sections(config).items():
+        if settings.lora_adapter_path is not None:
+            check = partial(_adapter, section, settings)
+            yield f"{section}.lora_adapter_path", settings.lora_adapter_path, check
     yield from ((key, str(folder), _path) for key, folder in stored_weights(config).values())
     if config.reward_model.enable and config.reward_model.model.path:
         writes = config.reward_model.model.input_tokenizer is not None
@@ -277,6 +283,16 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if is_own_function(rollout.agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     yield from _of_both(config)
+
+
+def trained_sections(config: RunConfig) -> dict[str, ModelConfig | CriticModelConfig]:
+    """Return the sections of the models that are trained."""
+    sections: dict[str, ModelConfig | CriticModelConfig] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    return sections | ({"critic.model": config.critic.model} if config.critic.enable else {})
+
+
+def _adapter(section: str, settings: ModelConfig | CriticModelConfig, _: str) -> None:
+    check_adapter(section, settings)
 
 
 def _of_parts(reward: RewardModelConfig) -> Named:
@@ -330,8 +346,8 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.trainer.devices > 1:
         yield "trainer.n_gpus_per_node", "ray", "ray"
     yield from (("trainer.logger", name, name) for name in config.trainer.logger if name in LOGGER_PACKAGES)
-    if config.actor_rollout_ref.model.lora_rank > 0:
-        yield "actor_rollout_ref.model.lora_rank", "peft", "lora"
+    adapted = [section for section, settings in trained_sections(config).items() if settings.lora_rank > 0]
+    yield from ((f"{section}.lora_rank", "peft", "lora") for section in adapted)
     if config.env.train.id is not None:
         yield "env.train.id", "gymnasium", "gymnasium"
         if (simulator := config.env.train.env_type) in SIMULATOR_PACKAGES:

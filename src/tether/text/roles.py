@@ -252,7 +252,14 @@ def _engines(
         assert policy is not None
         engines = Engines(sampler=_native(settings.rollout, _copy_to_sample(settings.actor.fsdp_config.dtype, policy)))
     if "critic" in names:
-        critic = load_value_model(config.critic, sources.critic_path, sources.device, unread=sharded)
+        critic = load_value_model(
+            config.critic.model,
+            sources.critic_path,
+            sources.device,
+            sources.checkpoint,
+            seed=config.trainer.seed,
+            unread=sharded,
+        )
         built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
         engines = replace(engines, critic=built)
     if "reference" in names and reference is not None:

@@ -23,7 +23,6 @@ class Sources:
 
     model_path: Path | str
     critic_path: Path | str
-    """Path of the critic, in the checkpoint if there is one."""
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Path | None
     device: torch.device
@@ -75,5 +74,4 @@ class RankSampler:
 
 def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **fields: Any) -> Sources:
     """Return the sources of a run's models; `fields` are the other fields."""
-    critic = checkpoint / "critic" if checkpoint else inputs.critic_path
-    return Sources(inputs.model_path, critic, inputs.tokenizer, checkpoint, **fields)
+    return Sources(inputs.model_path, inputs.critic_path, inputs.tokenizer, checkpoint, **fields)

@@ -28,6 +28,7 @@ from tether.text.learning.rollout_files import read_rollouts
 from tether.text.loading import decided_formats, load_engine
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.models.saved_adapter import check_adapter
 from tether.text.named_inputs import models_read_replies, row_agent, scores_texts_alone
 from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.build import build_rewards, check_rewards, check_scoring
@@ -212,9 +213,10 @@ def build_critic_pretraining(config: RunConfig, rollouts: Path, *, epochs: int, 
     path = resolve_model_path(config.critic.model.path, cache_dir())
     tokenizer_path = resolve_model_path(config.actor_rollout_ref.model.tokenizer_path, cache_dir())
     tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    learner = build_critic(
-        config, critic_engine(config, load_value_model(config.critic, path, device), tokenizer, steps, incidents=None)
-    )
+    if config.critic.model.lora_adapter_path is not None:
+        check_adapter("critic.model", config.critic.model, path)
+    model = load_value_model(config.critic.model, path, device, None, seed=config.trainer.seed)
+    learner = build_critic(config, critic_engine(config, model, tokenizer, steps, incidents=None))
     assert isinstance(learner.loss.function, CriticLoss)
     unclipped = replace(learner.loss.function, cliprange_value=None)
     learner = replace(learner, loss=replace(learner.loss, function=unclipped))

@@ -124,10 +124,10 @@ def test_what_would_change_the_result_is_refused(imported, override, says):
 
 
 def test_adapters_and_the_penalty_in_rewards_of_text_runs(imported):
-    adapters = ("actor.model.is_lora=True", "actor.model.lora_rank=8")
+    adapters = ("actor.model.is_lora=True", "actor.model.lora_rank=8", "critic.model.is_lora=True")
     penalty = ("algorithm.adv_type=reinpp", "algorithm.reinpp_kl_beta=0.001", "algorithm.kl_penalty_type=k2")
     native = imported(TEXT, *adapters, *penalty).native
-    assert native["actor_rollout_ref.model.lora_rank"] == 8
+    assert (native["actor_rollout_ref.model.lora_rank"], native["critic.model.lora_rank"]) == (8, 32)
     assert native["algorithm.use_kl_in_reward"] is True
     assert native["algorithm.kl_ctrl.kl_coef"] == 0.001
     assert native["algorithm.kl_penalty"] == "k2"

@@ -176,7 +176,7 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         else:
             components["sampler"] = _sampler(config, policy, sources)
     if "critic" in names:
-        where = _folder(sources.critic_path)
+        where = sources.checkpoint / "critic" if sources.checkpoint else _folder(sources.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
         of_critic = make("critic", where, role="critic")
         components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)

@@ -24,7 +24,14 @@ from tether.config import (
     reference_runs_with_actor,
     replay_of,
 )
-from tether.config.schema import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutCorrectionConfig
+from tether.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+    RefConfig,
+    RolloutCorrectionConfig,
+)
 from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
 from tether.loss_requirements import REQUIRED_AGGREGATION
@@ -51,7 +58,7 @@ from tether.text.models.critic import load_critic
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.load import load_causal_lm, load_config
-from tether.text.models.save import save_tokenizer, write_model
+from tether.text.models.save import adapter_folder, save_tokenizer, write_model
 from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import RolloutConfig
 
@@ -144,7 +151,8 @@ def load_policy(
 
     `seed` initializes the adapter. With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
     """
-    source = checkpoint / "actor" if checkpoint and not model_config.lora_rank else path
+    saved = checkpoint / "actor" if checkpoint else None
+    source = saved if saved and not model_config.lora_rank else path
     model_class = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
     model = load_causal_lm(
         source,
@@ -154,50 +162,54 @@ def load_policy(
         auto_class=model_class,
         lazy_device=device if unread else None,
     )
-    on_device(model, device)
-    if model_config.lora_rank:
-        if checkpoint:
-            _lora().load_lora(model, checkpoint / "adapter")
+    return _to_train(on_device(model, device), model_config, "actor_rollout_ref.model", saved, seed)
+
+
+def _to_train(
+    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str, saved: Path | None, seed: int
+) -> PreTrainedModel:
+    """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
+    fresh one) and set recomputation up."""
+    if config.lora_rank:
+        lora = _lora(f"{section}.lora_rank")
+        if saved:
+            lora.load_lora(model, adapter_folder(saved))
+        elif config.lora_adapter_path is not None:
+            lora.load_lora(model, Path(config.lora_adapter_path).expanduser())
         else:
+            options = lora.LoraOptions(
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                target_modules=lora.names_or_pattern(config.target_modules),
+                exclude_modules=lora.names_or_pattern(config.exclude_modules),
+            )
             torch.manual_seed(seed)  # peft initializes the adapter with the global generator
-            _add_lora(model, model_config)
-    if model_config.enable_gradient_checkpointing:
+            lora.add_lora(model, options)
+    if config.enable_gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def _lora() -> ModuleType:
+def _lora(key: str = "actor_rollout_ref.model.lora_rank") -> ModuleType:
     """Import `tether.text.models.lora` on first use, because peft is an extra."""
     try:
         return importlib.import_module("tether.text.models.lora")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"actor_rollout_ref.model.lora_rank: LoRA needs the package {error.name}, which is not installed. "
+            f"{key}: LoRA needs the package {error.name}, which is not installed. "
             f"Run: {pip_install('lora')}, or leave lora_rank out."
         ) from error
 
 
-def _add_lora(model: PreTrainedModel, config: ModelConfig) -> None:
-    lora, named = _lora(), config.target_modules
-    options = lora.LoraOptions(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        target_modules="all-linear" if named == ("all-linear",) else named,
-    )
-    lora.add_lora(model, options)
-
-
-def _save_with_adapter(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Save the merged model, for use elsewhere, and the adapter, for resuming."""
-    lora = _lora()
-    lora.save_merged(model, folder)
-    lora.save_adapter(model, folder.parent / "adapter")
-    save_tokenizer(tokenizer, folder)
-
-
 def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
-    """Write a plain Hugging Face directory, or this rank's shard of one."""
-    write_model(model, folder)
+    """Write a plain Hugging Face directory, or this rank's shard of one; a model with an adapter is merged, for use
+    elsewhere, and its adapter is written beside it, for resuming."""
+    if hasattr(model, "peft_config"):
+        lora = _lora()
+        lora.save_merged(model, folder)
+        lora.save_adapter(model, adapter_folder(folder))
+    else:
+        write_model(model, folder)
     save_tokenizer(tokenizer, folder)
 
 
@@ -244,7 +256,6 @@ def actor_engine(
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     packed = config.actor_rollout_ref.model.use_remove_padding
     _set_sampling(model, rollout)
-    save = _save_with_adapter if config.actor_rollout_ref.model.lora_rank else save_model
     return make(
         model,
         _update_micro(actor, packed, sequence_ranks(config, actor)),
@@ -260,7 +271,7 @@ def actor_engine(
         ),
         compute_dtype=DTYPES[actor.fsdp_config.dtype],
         reference=reference if reference_runs_with_actor(config) else None,
-        save=partial(save, _exported_tokenizer(tokenizer, config.data)),
+        save=partial(save_model, _exported_tokenizer(tokenizer, config.data)),
         incident_dir=incidents / "actor",
     )
 
@@ -345,20 +356,24 @@ def build_reference(settings: ActorRolloutRefConfig, engine: PolicyEngine) -> Re
 
 
 def load_value_model(
-    critic: CriticConfig, path: Path | str, device: torch.device, *, unread: bool = False
+    model_config: CriticModelConfig,
+    path: Path | str,
+    device: torch.device,
+    checkpoint: Path | None,
+    *,
+    seed: int,
+    unread: bool = False,
 ) -> PreTrainedModel:
-    """Load the critic at `path` for training."""
+    """Load the critic to train, as `load_policy` does the policy."""
+    saved = checkpoint / "critic" if checkpoint else None
     model = load_critic(
-        path,
+        saved if saved and not model_config.lora_rank else path,
         dtype=torch.float32,
-        trust_remote_code=critic.model.trust_remote_code,
-        override_config=critic.model.override_config,
+        trust_remote_code=model_config.trust_remote_code,
+        override_config=model_config.override_config,
         lazy_device=device if unread else None,
     )
-    on_device(model, device)
-    if critic.model.enable_gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    return model
+    return _to_train(on_device(model, device), model_config, "critic.model", saved, seed)
 
 
 def critic_engine(
