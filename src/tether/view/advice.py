@@ -485,10 +485,10 @@ def _never_solved(run: RunFolder) -> Iterator[Advice]:
         evident.sort(key=lambda one: (-one["attempts"], one["index"]))
         names = ", ".join(str(one["index"]) for one in evident[:10]) + (", ..." if len(evident) > 10 else "")
         plural = "s" if len(evident) > 1 else ""
-        fewest, most = min(one["attempts"] for one in evident), max(one["attempts"] for one in evident)
+        fewest, highest = min(one["attempts"] for one in evident), max(one["attempts"] for one in evident)
         text = (
             f"{len(evident)} of {len(rows)} prompts (index {names}) had no solved response in "
-            f"{fewest if fewest == most else f'{fewest} to {most}'} attempts{' each' if plural else ''}, while "
+            f"{fewest if fewest == highest else f'{fewest} to {highest}'} attempts{' each' if plural else ''}, while "
             f"{share:.0%} of the responses to the others are solved. Solved means: {listed['solved_means']}."
         )
         remedy = (
@@ -505,7 +505,7 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
     """Yield where episodes of a simulator go wrong, if they mostly end early and the critic sees it come."""
     if run.kind != "control" or _last(run.series("env/success_once") or {0: 0.0}) > 0.5:
         return
-    ended, num_terminated, found = 0, 0, []
+    ended, num_terminated, episodes = 0, 0, []
     for step in run.steps[-WINDOW:]:
         columns = run.columns(step)
         if not {"from_start", "terminated", "truncated"} <= columns.keys():
@@ -516,17 +516,17 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
         for one in (run.record("episodes", step) or {"rows": []})["rows"]:
             row = one["segment"]
             if complete[row] and columns["terminated"][row] and "values" in one["values"]:
-                found.append((step, row, _abrupt_drop(unpack(one["values"]["values"]))))
-    seen = [(step, row, *drop) for step, row, drop in found if drop is not None]
-    if ended < MIN_ROWS or num_terminated < 0.8 * ended or len(found) < 3 or len(seen) < 2 / 3 * len(found):
+                episodes.append((step, row, _abrupt_drop(unpack(one["values"]["values"]))))
+    seen = [(step, row, *drop) for step, row, drop in episodes if drop is not None]
+    if ended < MIN_ROWS or num_terminated < 0.8 * ended or len(episodes) < 3 or len(seen) < 2 / 3 * len(episodes):
         return
     step, row, at, before, after = max(seen, key=lambda one: (one[0], one[2]))
-    places = sorted(one[2] for one in seen)
+    drop_steps = sorted(one[2] for one in seen)
     text = (
         f"{num_terminated} of the {ended} complete episodes of the last {min(WINDOW, len(run.steps))} recorded steps "
-        f"end terminated, and in {len(seen)} of {len(found)} recorded ones the critic's value drops at once, at their "
-        f"step {places[len(places) // 2]} in the median. In episode {row} of step {step} it drops most at step {at} of "
-        f"the episode, from {before:.3g} to {after:.3g}."
+        f"end terminated, and in {len(seen)} of {len(episodes)} recorded ones the critic's value drops at once, at "
+        f"their step {drop_steps[len(drop_steps) // 2]} in the median. In episode {row} of step {step} it drops most "
+        f"at step {at} of the episode, from {before:.3g} to {after:.3g}."
     )
     remedy = (
         "Look at observation, action and film there: what the policy does shortly before is what to reward, or to "

@@ -208,13 +208,13 @@ def experiment_labels(
         if len(members) == 1:
             labels.append(names[members[0]])
             continue
-        parts = []
+        changes = []
         for key in keys[:MAX_CHANGES]:
             name = key.rsplit(".", 1)[-1]
-            parts.append(f"{name if last[name] == 1 else key}={_shared(values[key], members)}")
+            changes.append(f"{name if last[name] == 1 else key}={_shared(values[key], members)}")
         count = len(seeds(runs, members))
         repetitions = f"{count} seeds" if count == len(members) else f"{len(members)} runs of {count} seeds"
-        labels.append(", ".join([*parts, repetitions]))
+        labels.append(", ".join([*changes, repetitions]))
     # Where those keys do not tell them apart, the first of their runs does.
     return [
         f"{label}: {names[members[0]]}, ..."
@@ -230,9 +230,9 @@ def mean_curves(runs: Sequence[RunFolder], key: str, axis: str = "step") -> list
     Raises:
         ValueError: no run has the metric.
     """
-    known = {name for run in runs for name in run.keys}
-    if key not in known:
-        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, known)}")
+    metrics = {name for run in runs for name in run.keys}
+    if key not in metrics:
+        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, metrics)}")
     return [_mean_curve(runs, members, key, axis) for members in experiments(runs)]
 
 

@@ -198,10 +198,10 @@ def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObjec
     """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with intervals of validation where known."""
     if axis not in AXES:
         raise ValueError(f"axis={axis}: must be one of {', '.join(AXES)}")
-    known = set(run.keys)
+    metrics = set(run.keys)
     for key in keys:
-        if key not in known:
-            raise ValueError(f"no such metric in {run.name}: {key!r}.{did_you_mean(key, known)}")
+        if key not in metrics:
+            raise ValueError(f"no such metric in {run.name}: {key!r}.{did_you_mean(key, metrics)}")
     at = axis_values(run, axis)
     answer: JsonObject = {}
     for key in keys:
@@ -319,8 +319,8 @@ def samples(
         "step": step,
         "total": total,
         "shown": len(ordered),
-        "columns": (columns := list(run.columns(steps[0])) if steps else []),
-        "meanings": {name: column_meaning(name) for name in columns},
+        "columns": (names := list(run.columns(steps[0])) if steps else []),
+        "meanings": {name: column_meaning(name) for name in names},
         "rows": [_row(run, one, row) for one, row in ordered],
         "left_out": (record := run.record("tokens" if run.kind == "text" else "episodes", step)) and record["left_out"]
         if step is not None
