@@ -46,6 +46,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
         [
             *(*GAE, f"{MODEL}.lora_rank=2", f"{MODEL}.override_config={{rms_norm_eps: 0.1}}"),
             *("critic.model.lora_rank=2", "critic.optim.lr_warmup_steps=0", f"{MODEL}.exclude_modules=[k_proj,v_proj]"),
+            *("critic.model.fsdp_config.dtype=bfloat16", r"critic.model.target_modules='.*\.[qv]_proj'"),
         ],
         {"must_change": ["critic/vf_loss"], "total": 3},
     ),

@@ -93,7 +93,12 @@ def test_what_cannot_be_started_from_is_said_before_anything_loads(
     ):
         with pytest.raises(ConfigError, match=words):
             load_config(None, [*base_overrides(inputs, tmp_path), *settings], missing_inputs)
-    assert load_config(None, [*base_overrides(inputs, tmp_path), f"{key}={adapter}", f"{MODEL}.lora_rank=0"])
+    # As verl prints it, which takes the adapter's; layers of a fresh one are not named beside it.
+    printed = [f"{MODEL}.lora_rank=0", f"{MODEL}.lora_alpha=16", f"{MODEL}.exclude_modules=[v_proj]"]
+    loaded = load_config(None, [*base_overrides(inputs, tmp_path), f"{key}={adapter}", *printed], missing_inputs)
+    model = loaded.config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha) == (3, 5)
+    assert [note for note in loaded.notes if f"{MODEL}.exclude_modules=" in note and f"{key} is" in note]
 
 
 def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path], inputs: Path, tmp_path: Path) -> None:
