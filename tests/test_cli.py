@@ -21,7 +21,7 @@ import torch
 from typer.testing import CliRunner
 
 import tether
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
+from tests.runs.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
 from tether.commands.cli import _importing, app, main

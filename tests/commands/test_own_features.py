@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("gymnasium")
 
 import tether
-from tests.envs import toys
-from tests.trainer.control_run import assert_resume_is_exact
-from tests.trainer.loops import Control
+from tests.control.envs import toys
+from tests.runs.control_run import assert_resume_is_exact
+from tests.runs.loops import Control
 from tether.config import ConfigError, load_config
 from tether.text.named_inputs import missing_inputs
 

@@ -18,8 +18,8 @@ import torch
 from transformers.utils.logging import is_progress_bar_enabled
 
 import tether
-from tests.trainer.loops import Control, Text
-from tests.trainer.tiny_run import write_inputs
+from tests.runs.loops import Control, Text
+from tests.runs.tiny_run import write_inputs
 from tether.commands.model import generate
 from tether.commands.policy import load_saved
 from tether.commands.result import run_scores

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.trainer.conftest import _reward_of_this_process  # noqa: F401  # the function that `LIGHT` names
+from tests.runs.conftest import _reward_of_this_process  # noqa: F401  # the function that `LIGHT` names
 
 
 def pytest_runtest_setup() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.installed import HAS_MEGATRON, is_installed
+from tests.runs.tiny_run import LIGHT, base_overrides, rows, train, write_inputs, write_jsonl
 from tests.tiny import EOS, save_tiny, save_tiny_reward_model, tiny_model
-from tests.trainer.tiny_run import LIGHT, base_overrides, rows, train, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.config.keys import keys
 
@@ -124,7 +124,7 @@ def write_files(folder: Path) -> None:
     for name, seed in (("rm", 1), ("rm2", 2)):
         save_tiny_reward_model(folder / name, seed=seed)
     if HAS_MEGATRON:
-        of_megatron = importlib.import_module("tests.models.megatron.stored")
+        of_megatron = importlib.import_module("tests.integrations.megatron.stored")
         for name in ("stored", "stored2"):
             of_megatron.write(folder / name, of_megatron.tensors_of(tiny_model("llama")))
     if is_installed("peft"):

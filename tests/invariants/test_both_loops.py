@@ -14,9 +14,9 @@ import torch
 
 pytest.importorskip("gymnasium")
 
-from tests.envs import stateful
-from tests.trainer.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
-from tests.trainer.tiny_run import LIGHT, write_inputs
+from tests.control.envs import stateful
+from tests.runs.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
+from tests.runs.tiny_run import LIGHT, write_inputs
 from tether.loop import checkpoint as checkpoint_module
 from tether.loop import loop as loop_module
 from tether.loop.parts import CriticWarmup
@@ -167,7 +167,7 @@ class WithMore(Control):
         return super().overrides(folder, *self._more, *more)
 
 
-STATEFUL = "tests.envs.stateful"
+STATEFUL = "tests.control.envs.stateful"
 WRAPPERS = {
     "np.random": f"{STATEFUL}:DrawsNumpy",
     "random": f"{STATEFUL}:DrawsPython",

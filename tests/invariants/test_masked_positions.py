@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.pairwise import in_turn, pairwise_parameters
-from tests.training.batches import (
+from tests.text.learning.batches import (
     ROWS,
     gradients,
     make_batch,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.pairwise import in_turn, pairwise_parameters
-from tests.training.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
+from tests.text.learning.batches import ROWS, gradients, make_batch, make_critic, make_engine, make_policy
 from tether.algorithms import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, TOKEN_SELECTIONS, count_valid, merge_metrics
 from tether.batch import TrainBatch
 from tether.loop.engine import LossFunction, LossSizes, LossSpec, LossTerm

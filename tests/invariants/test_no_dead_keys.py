@@ -25,12 +25,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.installed import HAS_MEGATRON, is_installed
+from tests.integrations.robots.flow.fake import FakeBackbone
 from tests.invariants import situations
 from tests.invariants.config_reads import ConfigReads
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
-from tests.models.flow.fake import FakeBackbone
-from tests.rollout.stand_in import environment
+from tests.text.servers.stand_in import environment
 from tether.commands.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -240,7 +240,7 @@ def situation(folder: Path) -> Situation:
 
 @pytest.fixture(scope="module")
 def control(folder: Path) -> Situation:
-    importlib.import_module("tests.envs.toys").register()
+    importlib.import_module("tests.control.envs.toys").register()
     return situations.control(folder)
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.pairwise import in_turn_parameters, pairwise_parameters
-from tests.training.batches import make_policy
+from tests.text.learning.batches import make_policy
 from tether.batch import TrainBatch, filled
 from tether.loop.alarms import ALARM, MismatchAlarm, mismatch_tolerance
 from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan

@@ -1,6 +1,6 @@
-"""Promise 2 for each option that keeps state: stopped and gone on is never stopped. tests/trainer/test_resume.py kills.
+"""Promise 2 for each option that keeps state: stopped and gone on is never stopped. tests/runs/test_resume.py kills.
 
-For an option that is new: a row in OPTIONS, or a call of `tests.trainer.resume.assert_resume_is_exact`.
+For an option that is new: a row in OPTIONS, or a call of `tests.runs.resume.assert_resume_is_exact`.
 """
 
 import importlib.util
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.resume import assert_resume_is_exact, assert_same_end
-from tests.trainer.tiny_run import GAE, GRPO, LIGHT, base_overrides, train, write_inputs
+from tests.runs.resume import assert_resume_is_exact, assert_same_end
+from tests.runs.tiny_run import GAE, GRPO, LIGHT, base_overrides, train, write_inputs
 from tether.config import load_config
 from tether.text.build import build_run
 from tether.text.data.prompts import PromptSampler

@@ -1,6 +1,6 @@
 """Promise 7: a sample is named by (seed, step, sample, token); who runs it, beside what and when, does not matter.
 
-tests/rollout/test_native.py states it for slots and prefill sizes; here a whole step is dealt out to workers.
+tests/text/sampling/test_native.py states it for slots and prefill sizes; here a whole step is dealt out to workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.batches import make_policy
+from tests.text.learning.batches import make_policy
 from tether.text.sampling import generation
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer.golden import Golden
+from tests.runs.golden import Golden
 from tests.view.planted import Numbers, control_config, healthy, write_control, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo

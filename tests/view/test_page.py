@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.golden import Golden
+from tests.runs.golden import Golden
 from tests.view.hostile import KINDS, PAYLOADS, write_hostile
 from tests.view.planted import Row, healthy, record_step, text_config, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger

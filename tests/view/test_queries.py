@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.trainer.golden import Golden
-from tests.trainer.loops import Text
+from tests.runs.golden import Golden
+from tests.runs.loops import Text
 from tests.view.planted import healthy, text_config, write_text
 from tether.commands.cli import app
 from tether.metrics.loggers.jsonl import DISCARDED_FILE, METRICS_FILE, JsonlLogger

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.loops import Control
-from tests.trainer.tiny_run import base_overrides, write_inputs
+from tests.runs.loops import Control
+from tests.runs.tiny_run import base_overrides, write_inputs
 from tether.config import ConfigError, load_config
 from tether.metrics.loggers import build_loggers
 from tether.metrics.loggers.jsonl import read_metrics
