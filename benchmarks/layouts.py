@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from benchmarks.sharding import table
-from tests.training.megatron_ranks import critic_gradients, gradients
-from tests.training.test_megatron import LAYOUTS
+from tests.text.learning.megatron_ranks import critic_gradients, gradients
+from tests.text.learning.test_megatron import LAYOUTS
 from tether.integrations.megatron import MegatronLayout
 
 

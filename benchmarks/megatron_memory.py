@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import on_ranks
+from tests.text.learning.batches import ROWS, make_batch, make_critic, make_policy
+from tests.text.learning.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
 from tests.tiny import tiny_model
-from tests.training.batches import ROWS, make_batch, make_critic, make_policy
-from tests.training.megatron_ranks import FOUR_ROWS, LOSS, learn, make_megatron
 from tether.integrations.megatron import MegatronLayout
 from tether.integrations.megatron.engine import MegatronEngine
 from tether.loop.engine import UpdatePlan

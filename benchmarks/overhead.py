@@ -27,9 +27,9 @@ from benchmarks.speed.machine import machine_line
 from benchmarks.speed.runs import one_step
 from benchmarks.speed.table import grid
 from benchmarks.speed.timing import seconds, take_turns
-from tests.rollout.bench import vllm_python
+from tests.runs.tiny_run import base_overrides, rows, write_inputs, write_jsonl
+from tests.text.servers.bench import vllm_python
 from tests.tiny import save_tiny
-from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.distributed import StoredWeights, groups
 from tether.distributed.handles import Replicas

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 from benchmarks.resumable import write_between
 from benchmarks.speed.machine import machine_line
 from benchmarks.speed.table import grid
+from tests.runs.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tests.tiny import save_tiny
-from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tether.batch import Prompt, RolloutBatch, TrainBatch
 from tether.commands.build import build
 from tether.config import load_config

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.ranks import on_ranks
-from tests.training.test_fsdp import critic_gradients, gradients
+from tests.text.learning.test_fsdp import critic_gradients, gradients
 
 GOAL = 1e-10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -3,7 +3,7 @@
     python -m benchmarks.turn_learning
     python -m benchmarks.turn_learning --write recipes/gsm8k-calculator/README.md
 
-The task of `tests/trainer/turn_run.py`: a digit is asked for that the tool alone knows, one of two. A tool that answers
+The task of `tests/runs/turn_run.py`: a digit is asked for that the tool alone knows, one of two. A tool that answers
 is worth 0.2, a digit 0.2, the right one 0.6; the best without the tool is 0.5 on average. The control is the same run
 with calls that are never answered.
 """
@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.resumable import write_between
-from tests.trainer.tiny_run import measured, train
-from tests.trainer.turn_run import ROLLOUT, turn_overrides, write_turn_inputs
+from tests.runs.tiny_run import measured, train
+from tests.runs.turn_run import ROLLOUT, turn_overrides, write_turn_inputs
 
 BEGIN, END = "<!-- learned:begin -->", "<!-- learned:end -->"
 STEPS, LAST = 40, 5

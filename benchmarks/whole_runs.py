@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 from benchmarks.resumable import write_between
 from benchmarks.speed.table import grid
-from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
+from tests.runs.forked_group import ForkedGroup
+from tests.runs.tiny_run import GAE, base_overrides, measured, train, weights, write_inputs
 from tether.distributed import groups
 
 BEGIN, END = "<!-- whole_runs:begin -->", "<!-- whole_runs:end -->"

@@ -28,9 +28,9 @@ step() {  # runs in the environment, in the folder of its runs
     CartPole) tether train "$clone/recipes/cartpole/run.yaml" $two_steps trainer.default_local_dir="$here/cartpole" ;;
     plot) tether plot "$here/quickstart" --out curves.png ;;
     generate) tether generate "$here/quickstart" "What is 17 + 25?" ;;
-    tests) cd "$clone" && python -m pytest -n 2 -p no:cacheprovider tests/models/test_lora.py tests/models/test_load.py \
-      tests/models/test_rotary_attention.py tests/models/test_save.py tests/kernels tests/rollout/test_kv_cache.py \
-      tests/rollout/test_native.py tests/config/test_load.py tests/test_batch.py ;;
+    tests) cd "$clone" && python -m pytest -n 2 -p no:cacheprovider tests/text/models/test_lora.py tests/text/models/test_load.py \
+      tests/text/models/test_rotary_attention.py tests/text/models/test_save.py tests/kernels tests/text/sampling/test_kv_cache.py \
+      tests/text/sampling/test_native.py tests/config/test_load.py tests/test_batch.py ;;
   esac
 }
 

@@ -9,5 +9,5 @@ if [ ! -e "$venv/ready" ]; then
   TETHER_VENV="$venv" PYTHON="${PYTHON:-python3.12}" . scripts/setup.sh dev
   tether setup lerobot
 fi
-exec "$venv/bin/python" -m pytest -n 0 tests/models/flow tests/models/vla/test_vit.py \
-  tests/trainer/test_flow_policies.py "$@"
+exec "$venv/bin/python" -m pytest -n 0 tests/integrations/robots/flow tests/integrations/robots/vla/test_vit.py \
+  tests/runs/test_flow_policies.py "$@"

@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ( . scripts/setup.sh test && tether setup vllm )
 exec bash scripts/test.sh -n 0 -m slow -k "vllm and not stand-in" \
-  tests/conformance/test_rollout_engines.py tests/rollout tests/trainer/test_servers.py \
-  tests/trainer/test_served_reward_model.py tests/test_verl_recipes.py "$@"
+  tests/conformance/test_rollout_engines.py tests/text/sampling tests/runs/test_servers.py \
+  tests/runs/test_served_reward_model.py tests/test_verl_recipes.py "$@"

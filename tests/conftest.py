@@ -37,8 +37,8 @@ settings.load_profile("search" if os.environ.get("TETHER_TEST_SEARCH") else "fix
 
 
 INTEGRATIONS = re.compile(
-    r"^tests/(config/(rlinf/|test_verl_scripts)|models/(vla|flow|megatron)/|tools/test_mcp|data/test_lerobot"
-    r"|(trainer|training)/test_(vla|flow_policies|cloning|behaviour_cloning|megatron)\b)|\bsglang\b"
+    r"^tests/(integrations/|text/turns/tools/test_mcp|(runs|text/learning)/test_megatron"
+    r"|(runs|control/learning)/test_(vla|flow_policies|cloning|behaviour_cloning)\b)|\bsglang\b"
 )
 """Tests of other programs' formats, of robots and of SGLang and Megatron, which a change elsewhere hardly breaks."""
 
@@ -132,7 +132,7 @@ def _address_of_ray() -> Iterator[str]:
 def ray_cluster(_address_of_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray cluster of this machine, once for the tests of a file, in which runs find room for three ranks: it takes
     longer to start than most tests need it. How Ray starts and ends with a run is for
-    ``tests/execution/test_ray_group.py`` and ``tests/trainer/test_devices.py``. No file may use both: a process that
+    ``tests/distributed/test_ray_group.py`` and ``tests/runs/test_devices.py``. No file may use both: a process that
     comes back to a cluster after one of its own cannot be called by it.
     """
     monkeypatch.setenv("RAY_ADDRESS", _address_of_ray)

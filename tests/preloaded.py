@@ -9,16 +9,16 @@ gc.disable()  # while all is imported
 from importlib import import_module
 from importlib.util import find_spec
 
-import tests.trainer.loops
-import tests.training.test_fsdp
+import tests.runs.loops
+import tests.text.learning.test_fsdp
 import tether.control.ranks
-import tether.text.building.roles
+import tether.text.roles
 from tests.installed import HAS_MEGATRON
 
 if find_spec("peft") is not None:
     import_module("tether.text.models.lora")
 if HAS_MEGATRON:
-    import_module("tests.training.megatron_ranks")
+    import_module("tests.text.learning.megatron_ranks")
 
 gc.freeze()  # the collector of a forked process, which runs at its end at the latest, has nothing of this to look at
 gc.enable()

@@ -21,14 +21,14 @@ import torch
 from typer.testing import CliRunner
 
 import tether
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
+from tests.runs.tiny_run import GAE, GRPO, base_overrides, held_out, write_inputs, write_jsonl
 from tether.checkpoints.manifest import MANIFEST
 from tether.checkpoints.store import TRACKER
 from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.run_lock import RunLock
-from tether.text.building.named_inputs import FIRST_ROWS
+from tether.text.named_inputs import FIRST_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward", "rm")
@@ -290,6 +290,9 @@ def test_config_show_says_where_values_come_from(cli: Cli, inputs: Path, tmp_pat
 
 def test_config_explain(cli: Cli):
     assert "algorithm.lam" in cli("config", "explain", "algorithm.lam").out
+    sections = {line.split(" ")[0] for line in cli("config", "explain").out.splitlines()}
+    assert {"algorithm", "critic.optim"} <= sections
+    assert "critic.cliprange_value" in cli("config", "explain", "--search", "clip").out
     assert "algorithm.gamma" in refused(cli("config", "explain", "algorithm.gemma"))
 
 
@@ -524,6 +527,13 @@ def test_generate(cli: Cli, finished: Path):
         assert said.code == 0, said
         assert said.out.count("--- 1+1?\n") == said.out.count("--- 2+2?\n") == 2
     assert "no checkpoint" in refused(cli("generate", str(finished.parent), "1+1?"))
+    one = ["generate", str(finished), "1+1?", "--max-new-tokens", "9", "--temperature"]
+    assert cli(*one, "1", "--top-k", "1").out == cli(*one, "0").out != cli(*one, "1").out
+    hot = [*one, "9", "--n", "8"]
+    longest = max(cli(*hot).out.split("--- 1+1?\n"), key=len)
+    stopped = cli(*hot, "--stop", longest[0]).out.split("--- 1+1?\n")
+    assert longest not in stopped
+    assert not [reply for reply in stopped if longest[0] in reply.rstrip("\n")[:-1]]
 
 
 def test_plot(cli: Cli, finished: Path, tmp_path: Path):

@@ -10,11 +10,11 @@ import pytest
 
 from tests.config.scripts import SCRIPTS
 from tests.installed import needs_megatron
-from tests.rollout.bench import REAL, needs_vllm
-from tests.rollout.stand_in import environment
+from tests.runs.forked_group import ForkedGroup
+from tests.runs.tiny_run import REWARD, rows, set_eos, train, write_jsonl
+from tests.text.servers.bench import REAL, needs_vllm
+from tests.text.servers.stand_in import environment
 from tests.tiny import EOS_ID, MOE, save_tiny, save_tiny_reward_model
-from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import REWARD, rows, set_eos, train, write_jsonl
 from tether.config import ConfigError, LoadedConfig, load_config
 from tether.config.keys import values_of
 from tether.config.support.live_keys import live_keys, why_idle
@@ -225,7 +225,7 @@ SMALL_LAYOUTS: dict[str, dict[str, object]] = {
         "override_transformer_config.num_layers_in_last_pipeline_stage": "null",
     },
 }
-"""Sizes for two devices; tests/trainer/test_megatron.py has four."""
+"""Sizes for two devices; tests/runs/test_megatron.py has four."""
 
 
 @pytest.mark.slow

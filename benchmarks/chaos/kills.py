@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.trainer.loops import Control, Loop, Text, contents, train_apart, train_killed
-from tests.trainer.tiny_run import write_inputs
+from tests.runs.loops import Control, Loop, Text, contents, train_apart, train_killed
+from tests.runs.tiny_run import write_inputs
 
-STATEFUL = "tests.envs.stateful"
+STATEFUL = "tests.control.envs.stateful"
 SPARE_STEPS = 5
 """Steps beyond one per kill, so that the run cannot end before its last kill."""
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 from benchmarks.chaos.soak import MARK, Fault, Result, Soak, disturb, kill_driver, left_running, names_of, steps_of
-from tests.execution.processes import processes_of
-from tests.trainer.tiny_run import GAE, base_overrides, write_inputs
+from tests.distributed.processes import processes_of
+from tests.runs.tiny_run import GAE, base_overrides, write_inputs
 
 SILENCE = 15
 """Seconds until a rank that is stopped is given up."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.rewards import hostile
+from tests.text.rewards import hostile
 from tether.text.rewards.custom import CustomReward
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
 from tether.text.rewards.service.pool import RewardPool

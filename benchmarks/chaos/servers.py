@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.chaos.soak import MARK, Fault, Result, Soak, disturb, kill_driver, left_running, names_of, steps_of
-from tests.rollout.bench import REAL
-from tests.rollout.stand_in import environment
+from tests.runs.tiny_run import GRPO, base_overrides, set_eos, write_inputs
+from tests.text.servers.bench import REAL
+from tests.text.servers.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
-from tests.trainer.tiny_run import GRPO, base_overrides, set_eos, write_inputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

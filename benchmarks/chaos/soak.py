@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.kills import different_bits
-from tests.execution.processes import marked
-from tests.trainer.loops import contents, results
+from tests.distributed.processes import marked
+from tests.runs.loops import contents, results
 from tether.commands.train import train
 from tether.config import load_config
 from tether.loop.parts import Callbacks

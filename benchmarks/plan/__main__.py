@@ -21,14 +21,16 @@ from tests.config.scripts import SCRIPTS
 from tests.config.test_seeds import scripts
 from tether.config import ConfigError, load_config
 from tether.plan.assumptions import NOTHING_GIVEN
-from tether.plan.changes import smallest_changes
-from tether.plan.devices import DEVICES
+from tether.plan.changes import LORA, smallest_changes
+from tether.plan.devices import DEVICES, gib
+from tether.plan.memory import total
 from tether.plan.planning import Planner
-from tether.plan.report import gib, span
+from tether.plan.report import span
 
 COUNTED = Path(__file__).with_name("counted.json")
 ALLOWED = 0.1
-PAGES = {"plan": ROOT / "docs/guides/plan.md", "seeds": ROOT / "docs/evidence/seeds.md"}
+GUIDE = ROOT / "docs/guides/plan.md"
+PAGES = {"plan": GUIDE, "cards": GUIDE, "seeds": ROOT / "docs/evidence/seeds.md"}
 RECIPES = ROOT / "recipes/verl"
 
 
@@ -41,7 +43,7 @@ def main() -> int:
     if options.count:
         count()
     judged, missed = judge()
-    blocks = {"plan": judged, "seeds": seeds()}
+    blocks = {"plan": judged, "cards": cards(), "seeds": seeds()}
     for name, text in blocks.items():
         print(f"{text}\n")
         if options.write:
@@ -116,6 +118,25 @@ def _table(rows: Iterable[Row]) -> list[str]:
     return grid(("source", "what", "there", "by formula", "ratio", ""), lines)
 
 
+def cards() -> str:
+    """Return the table of what two cards of 24 GB train."""
+    lines = []
+    for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen3-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"):
+        words = ["data.train_files=[gsm8k.parquet]", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
+        words += [f"actor_rollout_ref.model.path={model}", "trainer.n_gpus_per_node=2", "trainer.device=cuda"]
+        planner = Planner(load_config(None, words).config, DEVICES["rtx4090-24g"], NOTHING_GIVEN)
+        plan = planner.plan()
+        changes = smallest_changes(planner, limit=3) if plan.verdict != "fits" else []
+        fits = [
+            f"`{change.text}` ({gib(change.plan.peak)}, {gib(total(change.plan.host))} of host memory, a step "
+            f"{span(change.plan.step)})"
+            for change in changes
+        ]
+        verdict = f"{plan.verdict}, {gib(plan.peak)}, a step {span(plan.step)}"
+        lines.append((model, verdict, "; ".join(fits) or ("" if plan.verdict == "fits" else "nothing that was tried")))
+    return "\n".join(grid(("model", "all weights", "what makes it fit, fastest first"), lines))
+
+
 def seeds() -> str:
     """Return the table of verl's scripts: today's as the recipe samples and as the script does, and those of v0.4."""
     lines = []
@@ -155,8 +176,9 @@ def _plan_of(file: Path | None, words: Sequence[str], name: str) -> tuple[str, s
     plan = planner.plan()
     fix = ""
     if plan.verdict != "fits":
-        changes = smallest_changes(planner, limit=1)
-        fix = f"`{changes[0].text}`" if changes else "more devices"
+        changes = smallest_changes(planner)
+        same = next((change for change in changes if LORA not in change.values), next(iter(changes), None))
+        fix = f"`{same.text}`" if same else "more devices"
     hours = ""
     if plan.hours and plan.steps:
         epochs = max(1, config.trainer.total_epochs) if config.trainer.total_training_steps is None else 1

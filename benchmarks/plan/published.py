@@ -140,6 +140,7 @@ def _nemo_rl() -> Iterator[Row]:
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "actor_rollout_ref.rollout.name=vllm",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",  # as in its grpo_math_1B.yaml
             "trainer.n_gpus_per_node=8",
             "trainer.nnodes=4",
         )

@@ -13,7 +13,7 @@ from benchmarks.speed.setting import Setting
 from tether.config import load_config
 from tether.loop.loop import Trainer
 from tether.text.build import build_run
-from tether.text.building.loading import DTYPE_KEYS
+from tether.text.loading import DTYPE_KEYS
 
 SAMPLES, NEW_TOKENS = 8, 64
 REWARD = """

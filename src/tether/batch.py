@@ -215,7 +215,7 @@ class TrainBatch(RolloutBatch):
     rollout_is_weights: Float[Tensor, "B T"] | None = None
     """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
     selected: Bool[Tensor, "B T"] | None = None
-    """Tokens with a different policy loss, selected among all tokens of a mini-batch (clip_cov, kl_cov)."""
+    """Tokens with a different policy loss, selected among all tokens of a mini-batch (clip_cov, kl_cov, m2po)."""
 
     @classmethod
     def assemble(cls, rollout: RolloutBatch, scores: Float[Tensor, " B"]) -> TrainBatch:

@@ -35,9 +35,14 @@ DERIVATIVES = {
     "bypass_mode": -A * R * OPEN,
     "decoupled": -A * R * OPEN * MU / ROLLOUT,
     "cispo": -A * R.clamp(0.8, 1.2),
+    "dppo_tv": -A * R.clamp(max=3),  # no probability moved by more than 0.18
+    "dppo_kl": -A * R.clamp(max=3),
+    "dro": -A + R.log(),
+    "topr": -A * torch.where(A < 0, R.clamp(max=1), 1.0),
     "gpg": -A,
     "sapo": -A * slope(R),
     "clip_cov": -A * R * OPEN * ~SELECTED,
+    "m2po": -A * R * ~SELECTED,
     "kl_cov": -A * R + 0.1 * R.log().sign() * SELECTED,
     # log ratio clipped to +-.2, one-sidedly as above
     "geo_mean": -A * R * ~(((A > 0) & (R.log() > 0.2)) | ((A < 0) & (R.log() < -0.2))),

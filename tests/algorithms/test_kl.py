@@ -135,6 +135,10 @@ def test_adaptive_controller() -> None:
     for each in (controller, restored):
         each.update(current_kl=0.0, n_steps=7)
     assert restored.value == controller.value < 0.101 * 1.02
+    for start, state in ((0.3, controller.state_dict()), (0.1, {})):  # another coefficient; a fixed controller before
+        changed = AdaptiveKLController(init_kl_coef=start, target_kl=2.0, horizon=100.0)
+        changed.load_state_dict(state)
+        assert changed.value == start
 
 
 def test_adaptive_controller_never_turns_the_penalty_round() -> None:

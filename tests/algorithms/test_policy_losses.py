@@ -38,7 +38,15 @@ def sigmoid(x: float) -> float:
         # -A 4 / tau sigmoid(tau (r - 1)), tau = 1 for A > 0 and 1.05 else
         ("sapo", {}, [-8 * sigmoid(0.5), -8 * sigmoid(-0.5), 4 / 1.05 * sigmoid(0.105), 4 / 1.05 * sigmoid(3.15)]),
         ("sapo", {"tau_pos": 2.0, "tau_neg": 4.0}, [-4 * sigmoid(1), -4 * sigmoid(-1), sigmoid(0.4), sigmoid(12)]),
+        # p_old is 1, so p moved by .5 (left out: A > 0), -.5 (A > 0: that way it may), .1 and 3; r = 4 is held at 3
+        ("dppo_tv", {}, [0, -LN(0.5), 1.1 * LN(1.1), 3 * LN(4)]),
+        ("dppo_tv", {"clip_ratio_high": 0.6, "clip_ratio_c": None}, [-3 * LN(1.5), -LN(0.5), 1.1 * LN(1.1), 4 * LN(4)]),
+        # -A log r + beta / 2 (log r)^2
+        ("dro", {"dro_beta": 0.5}, [LN(r) ** 2 / 4 - a * LN(r) for r, a in [(1.5, 2), (0.5, 2), (1.1, -1), (4, -1)]]),
+        # The product of the first row is .825, the weight of its bad token; that of the second, 4, is held at 1.
+        ("topr", {}, [-2 * LN(1.5), -2 * LN(0.5), 0.825 * LN(1.1), LN(4)]),
         ("clip_cov", {"selected": FIRST}, [0, -1, 1.1, 4]),
+        ("m2po", {"selected": FIRST}, [0, -1, 1.1, 4]),
         ("kl_cov", {"selected": FIRST}, [-3 + 0.1 * LN(1.5), -1, 1.1, 4]),
         # The row's ratio is the geometric mean .938, inside the clip; row 1: max(4, 1.2), no dual clip.
         ("gspo", {}, [-2 * math.exp(ROW0_MEAN), -2 * math.exp(ROW0_MEAN), math.exp(ROW0_MEAN), 4]),
@@ -67,11 +75,49 @@ def test_loss_by_hand(name: str, keywords: dict, expected: list[float]) -> None:
     assert not result[~MASK.bool()].any()
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo"])
+@pytest.mark.parametrize(
+    "name",
+    ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl", "dro", "topr", "m2po"],
+)
 def test_rollout_weights_multiply(name: str) -> None:
     weights = torch.tensor([[0.5, 2.0, 3.0], [0.25, math.nan, math.nan]], dtype=torch.float64)
     plain, weighted = loss(name, selected=FIRST), loss(name, selected=FIRST, rollout_is_weights=weights)
     torch.testing.assert_close(weighted.loss, plain.loss * weights.nan_to_num())
+
+
+# A token's p_old, p and A, how far p moved, and its binary KL, as 0.5 ln(.5/.8) + 0.5 ln(.5/.2) = 0.223.
+MOVED = [
+    (0.5, 0.8, 1.0),  # by 0.3, KL 0.223, where A pushes it
+    (0.5, 0.8, -1.0),  # as far, against A
+    (0.01, 0.1, 1.0),  # by 0.09, KL 0.071, though r is 10
+    (0.9, 0.6, -1.0),  # by -0.3, KL 0.226, where A pushes it
+    (0.9, 0.75, -1.0),  # by -0.15, KL 0.072
+    (0.9, 0.6, 1.0),  # by -0.3, against A
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "left_out"),
+    [
+        ("dppo_tv", 0.2, 0.2, {0, 3}),
+        ("dppo_tv", 0.14, 0.2, {0, 3, 4}),
+        ("dppo_tv", 0.4, 0.08, {0, 2}),
+        ("dppo_kl", 0.2, 0.2, {0, 3}),
+        ("dppo_kl", 0.0715, 0.0715, {0, 3, 4}),
+        ("dppo_kl", 0.3, 0.07, {0, 2}),
+        ("dppo_kl", 0.225, 0.225, {3}),
+    ],
+)
+def test_dppo_leaves_out_tokens_that_moved_too_far(name: str, low: float, high: float, left_out: set[int]) -> None:
+    old, p, advantages = torch.tensor(MOVED, dtype=torch.float64).T[:, None]
+    result = POLICY_LOSSES[name](
+        p.log(), old.log(), advantages, torch.ones(1, 6), clip_ratio_low=low, clip_ratio_high=high
+    )
+    # -min(r, 3) A log p; the r of 10 is held at 3
+    losses = [-min(p / old, 3) * a * LN(p) for old, p, a in MOVED]
+    assert result.loss[0].tolist() == pytest.approx([0 if i in left_out else x for i, x in enumerate(losses)])
+    assert float(result.metrics["actor/pg_clipfrac"]) == pytest.approx(len(left_out) / 6)
+    assert float(result.metrics["actor/pg_clipfrac_lower"]) == pytest.approx((2 not in left_out) / 6)
 
 
 def test_rollout_weights_of_geo_mean_are_averaged_geometrically() -> None:
@@ -98,7 +144,10 @@ def test_vanilla_metrics() -> None:
     ("name", "metric", "expected"),
     [
         ("cispo", "actor/pg_clipfrac", 3 / 4),
+        ("dppo_tv", "actor/pg_clipfrac", 1 / 4),
+        ("dppo_tv", "actor/pg_clipfrac_lower", 1 / 4),
         ("clip_cov", "actor/pg_clipfrac", 1 / 4),
+        ("m2po", "actor/pg_clipfrac", 1 / 4),
         ("kl_cov", "actor/ppo_kl_abs", (LN(1.5) + LN(2) + LN(1.1) + LN(4)) / 4),
         ("gspo", "actor/pg_clipfrac", 0),
         ("geo_mean", "actor/pg_clipfrac", 2 / 4),
@@ -169,6 +218,28 @@ def test_select_kl_cov() -> None:
     assert chosen("kl_cov", kl_cov_ratio=0.7) == [A, C]
     assert chosen("kl_cov", kl_cov_ratio=1.0) == [A, B, C]
     assert chosen("kl_cov", response_mask=torch.zeros(2, 3)) == []
+
+
+def test_select_m2po() -> None:
+    """Of log ratios .1, .4, -.2 and -.3 that A pushes on, and .9 and -.9 against A: squares .01, .04, .09 and .16.
+
+    Sorted, their means are .01, .025, .0467 and .075.
+    """
+    log_ratio = torch.tensor([[0.1, 0.4, 0.9, math.nan], [-0.2, -0.3, -0.9, 5.0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 2.0, -1.0, math.nan], [-1.0, -3.0, 2.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+
+    def select(**keywords: object) -> list[tuple]:
+        selected = TOKEN_SELECTIONS["m2po"](log_ratio - 3, torch.full((2, 4), -3.0), advantages, mask, **keywords)
+        return [tuple(x) for x in selected.nonzero().tolist()]
+
+    small, large, middle, third = (0, 0), (0, 1), (1, 0), (1, 1)
+    assert select() == [large, third]  # .025 is at most .04
+    assert select(m2_threshold=0.05) == [large]
+    assert select(m2_threshold=0.08) == []
+    assert select(m2_threshold=0.02) == [large, middle, third]
+    assert select(m2_threshold=0.0) == [small, large, middle, third]
+    assert chosen("m2po", response_mask=torch.zeros(2, 3)) == []
 
 
 def test_select_clip_cov() -> None:

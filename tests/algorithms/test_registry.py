@@ -16,7 +16,8 @@ def test_names() -> None:
         "tir_optimal_token_baseline", "raw",
     }  # fmt: skip
     assert set(POLICY_LOSSES) == {
-        "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled",
+        "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl",
+        "dro", "topr", "m2po", "bypass_mode", "decoupled",
     }  # fmt: skip
     assert set(REQUIRED_AGGREGATION) <= set(POLICY_LOSSES)
     assert {name for name, loss in POLICY_LOSSES.items() if "selected" in needs(loss)} == set(TOKEN_SELECTIONS)

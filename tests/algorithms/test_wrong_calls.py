@@ -170,6 +170,8 @@ KEYS = {
     "clip_cov_ratio": "actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
     "kl_cov_ratio": "actor_rollout_ref.actor.policy_loss.kl_cov_ratio",
     "ppo_kl_coef": "actor_rollout_ref.actor.policy_loss.ppo_kl_coef",
+    "m2_threshold": "actor_rollout_ref.actor.policy_loss.m2_threshold",
+    "dro_beta": "actor_rollout_ref.actor.policy_loss.dro_beta",
     "behave_weight_threshold": "actor_rollout_ref.actor.policy_loss.behave_weight_threshold",
     "rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
     "veto_threshold": "algorithm.rollout_correction.rollout_token_veto_threshold",

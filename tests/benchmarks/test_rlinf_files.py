@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rlinf_files import counts, import_all, reasons
-from tests.config.rlinf.recipes import write_recipe
+from tests.integrations.rlinf.recipes import write_recipe
 
 
 def test_each_file_of_a_run_has_one_outcome(tmp_path: Path) -> None:

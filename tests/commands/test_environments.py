@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.stand_in import environment
+from tests.text.servers.stand_in import environment
 from tether.commands.environments import ENVIRONMENTS, make_environment, server_command
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src/tether"

@@ -11,13 +11,13 @@ import torch
 gymnasium = pytest.importorskip("gymnasium")
 
 import tether  # noqa: E402
-from tests.trainer.control_run import assert_resume_is_exact  # noqa: E402
-from tests.trainer.loops import Control, contents  # noqa: E402
-from tests.trainer.tiny_run import same  # noqa: E402
+from tests.runs.control_run import assert_resume_is_exact  # noqa: E402
+from tests.runs.loops import Control, contents  # noqa: E402
+from tests.runs.tiny_run import same  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.runtime.user_files import definition  # noqa: E402
-from tether.text.building.named_inputs import missing_inputs  # noqa: E402
+from tether.text.named_inputs import missing_inputs  # noqa: E402
 
 MINE = '''
 import gymnasium

@@ -10,11 +10,11 @@ import torch
 pytest.importorskip("gymnasium")
 
 import tether
-from tests.envs import toys
-from tests.trainer.control_run import assert_resume_is_exact
-from tests.trainer.loops import Control
+from tests.control.envs import toys
+from tests.runs.control_run import assert_resume_is_exact
+from tests.runs.loops import Control
 from tether.config import ConfigError, load_config
-from tether.text.building.named_inputs import missing_inputs
+from tether.text.named_inputs import missing_inputs
 
 ACTOR = "actor_rollout_ref.actor"
 MINE = '''

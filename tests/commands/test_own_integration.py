@@ -8,7 +8,7 @@ import pytest
 
 from tether.config import ConfigError, Section, integration_config, load_config
 from tether.integrations import installed
-from tether.text.building.rewards import build_rewards
+from tether.text.rewards.build import build_rewards
 from tether.text.rewards.outcome import RewardRequest, Score
 
 PAGE = Path(__file__).parents[2] / "docs/guides/integrations.md"

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tether
+from tests.runs.loops import contents
+from tests.runs.tiny_run import GAE, GRPO, base_overrides, measured, rows, same, write_inputs
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainer.loops import contents
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, measured, rows, same, write_inputs
 from tether.batch import Prompt
 from tether.metrics.loggers.jsonl import read_metrics
 

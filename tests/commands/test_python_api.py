@@ -18,8 +18,8 @@ import torch
 from transformers.utils.logging import is_progress_bar_enabled
 
 import tether
-from tests.trainer.loops import Control, Text
-from tests.trainer.tiny_run import write_inputs
+from tests.runs.loops import Control, Text
+from tests.runs.tiny_run import write_inputs
 from tether.commands.model import generate
 from tether.commands.policy import load_saved
 from tether.commands.result import run_scores
@@ -29,9 +29,9 @@ from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime import objects
 from tether.runtime.interrupt import graceful_interrupt
 from tether.runtime.objects import holding
-from tether.text.building.standalone import build_evaluator
 from tether.text.learning.rollouts import TextRollouts
 from tether.text.sampling.engine import NativeEngine
+from tether.text.standalone import build_evaluator
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"trainer.total_training_steps": 2, "trainer.test_freq": 1, "trainer.preflight": False}

@@ -40,6 +40,11 @@ def test_what_acts_when_models_are_built_is_not_changed_on_resume(tmp_path: Path
     check_resumable(
         before, load(f"{lora}=4", grpo, "actor_rollout_ref.actor.optim.lr=1", "policy.model_type=cnn_policy")
     )
+    critic = ("critic.model.lora_rank=2", "critic.model.exclude_modules=[k_proj]", "algorithm.adv_estimator=gae")
+    changed = r"critic\.model\.lora_rank: 0 -> 2; critic\.model\.exclude_modules: .* -> .*k_proj"
+    with pytest.raises(ValueError, match=changed):
+        check_resumable(saved(tmp_path, "algorithm.adv_estimator=gae"), load(*critic))
+    before = saved(tmp_path, f"{lora}=4", grpo)
     with pytest.raises(ValueError, match=rf"^{lora}: 4 -> 8; policy\.hidden_dim: 256 -> 32\. .* cannot change"):
         check_resumable(before, load(f"{lora}=8", grpo, "policy.hidden_dim=32"))
     with pytest.raises(ValueError, match=r"adv_estimator: grpo -> gae, which needs a critic"):

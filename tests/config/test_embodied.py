@@ -93,6 +93,7 @@ def test_text_keys_are_said_to_do_nothing():
         ("algorithm.adv_estimator=grpo", "env.train.auto_reset", "set env.train.auto_reset=False"),
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator", "reinforce_plus_plus_baseline, opo, gpg, raw"),
         (f"{LOSS}=bypass_mode", LOSS, "use vanilla, which is the same here"),
+        (f"{LOSS}=dppo_kl", LOSS, "use vanilla, which compares ratios"),
         ("algorithm.filter_rewards=True", "algorithm.filter_rewards", "set env.train.auto_reset=False"),
         ("env.train.num_workers=2", "env.train.num_workers", "set env.train.vectorization=subprocess, or leave it out"),
         (

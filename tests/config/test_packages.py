@@ -3,7 +3,7 @@
 import pytest
 
 from tether.config import load_config
-from tether.text.building import named_inputs
+from tether.text import named_inputs
 
 CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_local_dir=run"]
 
@@ -13,6 +13,8 @@ CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_lo
     [
         ("trainer.logger=[console,tensorboard]", "tensorboard", "tensorboard"),
         ("trainer.logger=wandb", "wandb", "wandb"),
+        ("trainer.logger=mlflow", "mlflow", "mlflow"),
+        ("trainer.logger=trackio", "trackio", "trackio"),
         ("trainer.n_gpus_per_node=2", "ray", "ray"),
         ("env.train.env_type=envpool", "envpool", "envpool"),
         ("env.train.env_type=maniskill", "mani_skill", "maniskill"),

@@ -40,9 +40,9 @@ def test_every_name_that_comes_later_is_refused():
 
 
 def test_one_refused_name_in_a_list_is_enough():
-    assert problems_of("trainer.logger=[console,swanlab]") == {
-        "trainer.logger": "trainer.logger: [console,swanlab] is refused: this logger comes later. "
-        "use one of console, file, tensorboard, wandb, mlflow"
+    assert problems_of("trainer.logger=[console,clearml]") == {
+        "trainer.logger": "trainer.logger: [console,clearml] is refused: this logger comes later. "
+        "use one of console, file, tensorboard, wandb, mlflow, trackio, swanlab"
     }
 
 

@@ -351,6 +351,12 @@ CASES = {
         "0 multiplies the adapters of actor_rollout_ref.model.lora_rank=8 by nothing",
         ["actor_rollout_ref.model.lora_alpha=16"],
     ),
+    "adapters_of_the_critic_have_a_scale": (
+        ["critic.model.lora_rank=8", "critic.model.lora_alpha=0"],
+        "critic.model.lora_alpha",
+        "0 multiplies the adapters of critic.model.lora_rank=8 by nothing",
+        ["critic.model.lora_alpha=16"],
+    ),
     "checkpoints_are_kept_together": (
         ["trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=3"],
         "trainer.max_critic_ckpt_to_keep",
@@ -620,6 +626,12 @@ CASES |= {
         "actor_rollout_ref.model.lora_rank",
         "8 asks for adapters",
         ["actor_rollout_ref.model.lora_rank=0"],
+    ),
+    "megatron_trains_whole_critics": (
+        [*ON_MEGATRON, "critic.model.lora_rank=8"],
+        "critic.model.lora_rank",
+        "8 asks for adapters",
+        ["critic.model.lora_rank=0"],
     ),
     "batches_are_scored_by_a_function": (
         ["reward_model.reward_manager=batch"],

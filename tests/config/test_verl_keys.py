@@ -88,6 +88,7 @@ def test_values_under_newer_names_arrive(defaults, tmp_path):
     assert config.reward_model.num_workers == 3
     assert load("reward.num_workers=2").config.reward_model.num_workers == 2
     assert load("critic.fsdp.dtype=float32").config.critic.model.fsdp_config.dtype == "float32"
+    assert load("global_profiler.steps=[2,4]").config.trainer.profile_steps == (2, 4)
 
 
 def test_a_problem_names_the_newer_name():
@@ -487,7 +488,8 @@ NOTED: dict[str, tuple[list[str], str | None]] = {
         "megatron.optimizer_offload moves them to the host",
     ),
     "Megatron's optimizer where it is": ([f"{IN_OPTIMIZER}.optimizer_cpu_offload=False"], "in fp32 here"),
-    "a profiler": (["global_profiler.tool=nsys", "global_profiler.steps=[1,2]"], "trainer.profile_steps"),
+    "a profiler": (["global_profiler.tool=nsys", "global_profiler.steps=[1,2]"], "torch.profiler writes the traces"),
+    "the profiler of torch": (["global_profiler.tool=torch", "global_profiler.steps=[1]"], None),
     "a profiler of the policy": ([f"{ACTOR}.profiler.enable=True"], "trainer.profile_steps"),
     "a checkpoint that the mode does not read": (["trainer.resume_from_path=c"], "trainer.resume_mode is auto"),
     "a transfer queue": (["transfer_queue.enable=True"], "Ray's object store"),

@@ -5,12 +5,12 @@ import torch
 
 from tests.conformance import flat_autograd
 from tests.conformance.entries import CONTROL_ENGINES
-from tests.models.flow import test_policy as flows
-from tests.models.flow.fake import FakeBackbone
+from tests.control.learning import test_control_network as networks
+from tests.control.learning.flat_learner import OPTIONS
+from tests.control.learning.test_control import CHUNKED, LEVELS, SPECS, chunked_samples, make_policy, make_samples
+from tests.integrations.robots.flow import test_policy as flows
+from tests.integrations.robots.flow.fake import FakeBackbone
 from tests.pairwise import in_turn_parameters, pairwise_parameters
-from tests.training import test_control_network as networks
-from tests.training.flat_learner import OPTIONS
-from tests.training.test_control import CHUNKED, LEVELS, SPECS, chunked_samples, make_policy, make_samples
 from tether.algorithms import POLICY_LOSSES, TOKEN_SELECTIONS
 from tether.control.learning.losses import ControlLoss
 from tether.integrations.robots.flow import backbone

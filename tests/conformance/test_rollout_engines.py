@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.rollout.bench import EOS, EVERY, KEY, LONG, PROMPTS, SAMPLING, Bench, bench_of, log_probs_of, rows_of
+from tests.text.servers.bench import EOS, EVERY, KEY, LONG, PROMPTS, SAMPLING, Bench, bench_of, log_probs_of, rows_of
 from tether.batch import RolloutBatch
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey
 

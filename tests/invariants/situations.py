@@ -6,9 +6,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.installed import HAS_MEGATRON
+from tests.installed import HAS_MEGATRON, is_installed
+from tests.runs.tiny_run import LIGHT, base_overrides, rows, train, write_inputs, write_jsonl
 from tests.tiny import EOS, save_tiny, save_tiny_reward_model, tiny_model
-from tests.trainer.tiny_run import base_overrides, rows, train, write_inputs, write_jsonl
 from tether.config import load_config
 from tether.config.keys import keys
 
@@ -112,7 +112,7 @@ def text(folder: Path) -> Situation:
         f"{ROLLOUT}.n=2",
         "trainer.total_training_steps=2",
     ]
-    train([*base, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
+    train([*base, *LIGHT, f"trainer.default_local_dir={folder / 'before'}", "trainer.save_freq=1"])
     shutil.copytree(folder / "before", folder / "resumed")  # a start afresh sets its checkpoints aside
     return Situation(base, text_context(folder), text_others(folder))
 
@@ -124,9 +124,13 @@ def write_files(folder: Path) -> None:
     for name, seed in (("rm", 1), ("rm2", 2)):
         save_tiny_reward_model(folder / name, seed=seed)
     if HAS_MEGATRON:
-        of_megatron = importlib.import_module("tests.models.megatron.stored")
+        of_megatron = importlib.import_module("tests.integrations.megatron.stored")
         for name in ("stored", "stored2"):
             of_megatron.write(folder / name, of_megatron.tensors_of(tiny_model("llama")))
+    if is_installed("peft"):
+        lora, adapted = importlib.import_module("tether.text.models.lora"), tiny_model("llama")
+        lora.add_lora(adapted, lora.LoraOptions(rank=2))
+        lora.save_adapter(adapted, folder / "adapter")
     for name in ("reward.py", "reward2.py"):
         (folder / name).write_text(REWARDS)
     for name in ("tools", "tools2"):
@@ -237,7 +241,9 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         "data.custom_cls.name": ["Second"],
         f"{MODEL}.path": [f"{folder / 'model2'}"],
         f"{MODEL}.tokenizer_path": [f"{folder / 'model2'}"],
-        f"{MODEL}.target_modules": ["[q_proj]"],
+        **{f"{role}.target_modules": ["[q_proj]"] for role in (MODEL, "critic.model")},
+        **{f"{role}.exclude_modules": ["[q_proj]"] for role in (MODEL, "critic.model")},
+        **{f"{role}.lora_adapter_path": [f"{folder / 'adapter'}"] for role in (MODEL, "critic.model")},
         f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
         "critic.model.path": [f"{folder / 'model2'}"],
         "reward_model.model.path": [f"{folder / 'rm2'}"],

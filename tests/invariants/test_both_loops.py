@@ -14,22 +14,30 @@ import torch
 
 pytest.importorskip("gymnasium")
 
-from tests.envs import stateful
-from tests.trainer.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
-from tests.trainer.tiny_run import write_inputs
+from tests.control.envs import stateful
+from tests.runs.loops import Control, Loop, Text, assert_same_run, forget, results, train_apart, train_killed
+from tests.runs.tiny_run import LIGHT, write_inputs
 from tether.loop import checkpoint as checkpoint_module
 from tether.loop import loop as loop_module
 from tether.loop.parts import CriticWarmup
 
-TOTAL = 6
+TOTAL = 4
 UNTIL = "trainer.critic_warmup_until_explained_variance"
+REACHED_AT_ONCE = f"{UNTIL}=-1e9"
 SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1")
 slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["text", "control"])
 def loop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loop:
-    return Text(write_inputs(tmp_path_factory.mktemp("inputs"))) if request.param == "text" else Control()
+    if request.param == "control":
+        return Control()
+    return Text(write_inputs(tmp_path_factory.mktemp("inputs")), *LIGHT)
+
+
+def short(loop: Loop, folder: Path, *more: str) -> list[str]:
+    """Return the overrides of a run of `TOTAL` steps, tested and saved every second."""
+    return loop.overrides(folder, f"trainer.total_training_steps={TOTAL}", *more)
 
 
 Numbers = list[tuple[float, float, float]]
@@ -44,16 +52,6 @@ def draw(numbers: Numbers) -> Callable[[Any], None]:
     return each_step
 
 
-@pytest.fixture(scope="module")
-def whole(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
-    """The folder of a run that is never stopped, and what was drawn after each of its steps."""
-    folder, numbers = tmp_path_factory.mktemp("whole"), Numbers()
-    loop.train(loop.overrides(folder), each_step=draw(numbers))
-    assert loop.tests(folder) == [2, 4, 6]
-    assert len(set(numbers)) == TOTAL
-    return folder, numbers
-
-
 def warnings_of(said: list[str]) -> Callable[[Any], None]:
     """Collects what a run warns of."""
 
@@ -63,66 +61,76 @@ def warnings_of(said: list[str]) -> Callable[[Any], None]:
     return before
 
 
-def test_signals_change_nothing(loop: Loop, whole: tuple[Path, Numbers], tmp_path: Path) -> None:
-    """After step 2 a checkpoint and a validation are due, after the others none is."""
-    folder, expected = whole
+@pytest.fixture(scope="module")
+def whole(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers, list[str]]:
+    """The folder of a run that is never stopped, what was drawn after each of its steps, and what it warned of."""
+    folder, numbers, said = tmp_path_factory.mktemp("whole"), Numbers(), list[str]()
+    loop.train(short(loop, folder, REACHED_AT_ONCE), each_step=draw(numbers), before=warnings_of(said))
+    assert loop.tests(folder) == [2, 4]
+    assert len(set(numbers)) == TOTAL
+    return folder, numbers, said
+
+
+Whole = tuple[Path, Numbers, list[str]]
+
+
+def test_signals_change_nothing(loop: Loop, whole: Whole, tmp_path: Path) -> None:
+    """After step 2 a checkpoint and a validation are due, after step 1 none is."""
+    folder, expected, _ = whole
     numbers, resumed_from = Numbers(), []
-    for stop in (1, 2, 5, None):
-        run = loop.train(loop.overrides(tmp_path), until=stop, each_step=draw(numbers))
+    for stop in (1, 2, None):
+        run = loop.train(short(loop, tmp_path, REACHED_AT_ONCE), until=stop, each_step=draw(numbers))
         resumed_from.append(run.resumed_from)
         assert max(results(tmp_path)) == stop or stop is None
         if stop == 2:
             assert loop.tests(tmp_path) == [], "it is made up for by the next process"
         forget(seed=len(numbers))
-    assert resumed_from == [None, *(tmp_path / f"global_step_{stop}" for stop in (1, 2, 5))]
+    assert resumed_from == [None, *(tmp_path / f"global_step_{stop}" for stop in (1, 2))]
     assert_same_run(folder, tmp_path, TOTAL)
     assert numbers == expected
-    assert loop.tests(tmp_path) == [2, 4, 6]
+    assert loop.tests(tmp_path) == [2, 4]
 
 
 def test_a_lost_validation_and_lost_generators_would_show(
-    loop: Loop, whole: tuple[Path, Numbers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: Loop, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control."""
     state = loop_module.Trainer.state
     monkeypatch.setattr(loop_module.Trainer, "state", lambda self: state(self) | {"validation_due": False})
     monkeypatch.setattr(checkpoint_module, "set_rng_state", lambda state: None)
-    numbers, four_steps = Numbers(), loop.overrides(tmp_path, "trainer.total_training_steps=4")
-    loop.train(four_steps, until=2, each_step=draw(numbers))
+    numbers, overrides = Numbers(), short(loop, tmp_path, REACHED_AT_ONCE)
+    loop.train(overrides, until=2, each_step=draw(numbers))
     forget(seed=2)
-    loop.train(four_steps, each_step=draw(numbers))
+    loop.train(overrides, each_step=draw(numbers))
     assert loop.tests(tmp_path) == [4]
     assert numbers[:2] == whole[1][:2]
-    assert numbers[2:] != whole[1][2:4]
+    assert numbers[2:] != whole[1][2:]
 
 
 def test_sparse_logs_change_nothing(tmp_path: Path) -> None:
     """A run may be stopped after a step that it does not log."""
-    control, sparse = Control(), "trainer.log_freq=4"
-    control.train(control.overrides(tmp_path / "whole", sparse))
-    for stop in (1, 5, None):
-        control.train(control.overrides(tmp_path / "parts", sparse), until=stop)
+    control, sparse = Control(), "trainer.log_freq=2"
+    control.train(short(control, tmp_path / "whole", sparse))
+    for stop in (1, 3, None):
+        control.train(short(control, tmp_path / "parts", sparse), until=stop)
         forget(seed=0)
     assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
 
 
-def test_the_first_validation_comes_before_training(loop: Loop, tmp_path: Path) -> None:
-    """Where it is turned off there is none: `whole` has tested that."""
-    loop.train(loop.overrides(tmp_path, "trainer.val_before_train=True"), until=1)
+def test_a_warm_up_that_never_ends_is_said_and_the_first_validation_comes_before_training(
+    loop: Loop, tmp_path: Path
+) -> None:
+    """Where the validation is turned off there is none: `whole` has tested that."""
+    said: list[str] = []
+    settings = [*SHORT, f"{UNTIL}=0.999", "trainer.val_before_train=True"]
+    loop.train(loop.overrides(tmp_path, *settings), before=warnings_of(said))
+    (message,) = [message for message in said if "did not learn" in message]
+    assert f"{UNTIL}=0.999" in message
     assert loop.tests(tmp_path) == [0]
 
 
-def test_a_warm_up_that_never_ends_is_said(loop: Loop, tmp_path: Path) -> None:
-    said: list[str] = []
-    loop.train(loop.overrides(tmp_path, *SHORT, f"{UNTIL}=0.999"), before=warnings_of(said))
-    (message,) = [message for message in said if "did not learn" in message]
-    assert f"{UNTIL}=0.999" in message
-
-
-def test_a_warm_up_that_ends_is_not_said(loop: Loop, tmp_path: Path) -> None:
-    said: list[str] = []
-    loop.train(loop.overrides(tmp_path, *SHORT, f"{UNTIL}=-1e9"), before=warnings_of(said))
-    assert not [message for message in said if "did not learn" in message]
+def test_a_warm_up_that_ends_is_not_said(whole: Whole) -> None:
+    assert not [message for message in whole[2] if "did not learn" in message]
 
 
 def test_nothing_known_of_the_critic_ends_no_warm_up(
@@ -159,7 +167,7 @@ class WithMore(Control):
         return super().overrides(folder, *self._more, *more)
 
 
-STATEFUL = "tests.envs.stateful"
+STATEFUL = "tests.control.envs.stateful"
 WRAPPERS = {
     "np.random": f"{STATEFUL}:DrawsNumpy",
     "random": f"{STATEFUL}:DrawsPython",
@@ -219,9 +227,9 @@ def test_environments_with_state_are_killed_and_resume(name: str, how: str, tmp_
 def test_environments_with_state_are_stopped_and_resume(name: str, how: str, tmp_path: Path) -> None:
     """By a signal, after a step for which no checkpoint was due."""
     control, more = Control(), [*wrapped(name), *STEPS[how]]
-    train_apart(control, control.overrides(tmp_path / "whole", *more))
-    train_apart(control, control.overrides(tmp_path / "parts", *more), until=3)
-    train_apart(control, control.overrides(tmp_path / "parts", *more))
+    train_apart(control, short(control, tmp_path / "whole", *more))
+    train_apart(control, short(control, tmp_path / "parts", *more), until=3)
+    train_apart(control, short(control, tmp_path / "parts", *more))
     assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
 
 
@@ -238,10 +246,10 @@ def test_simulators_are_stopped_and_go_on(more: list[str], tmp_path: Path) -> No
     if "Inverted" in str(more) or "Holds" in str(more):
         pytest.importorskip("mujoco")
     control, said = Control(), list[str]()
-    control.train(control.overrides(tmp_path / "whole", *more), before=warnings_of(said))
-    control.train(control.overrides(tmp_path / "parts", *more), until=3)
+    control.train(short(control, tmp_path / "whole", *more), before=warnings_of(said))
+    control.train(short(control, tmp_path / "parts", *more), until=3)
     forget(3)
-    control.train(control.overrides(tmp_path / "parts", *more))
+    control.train(short(control, tmp_path / "parts", *more))
     assert not said
     assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
 
@@ -259,8 +267,8 @@ def test_a_lost_state_of_an_environment_would_show(tmp_path: Path, monkeypatch: 
     from tether.control.envs.state import EnvKeeper
 
     control, more = Control(), [f"env.train.wrappers=[{WRAPPERS['generators of its own']}]", *STEPS["here"]]
-    control.train(control.overrides(tmp_path / "whole", *more))
-    control.train(control.overrides(tmp_path / "parts", *more), until=2)
+    control.train(short(control, tmp_path / "whole", *more))
+    control.train(short(control, tmp_path / "parts", *more), until=2)
     take_over = EnvKeeper.set
 
     def take_over_most(self: EnvKeeper, data: bytes) -> None:
@@ -269,16 +277,16 @@ def test_a_lost_state_of_an_environment_would_show(tmp_path: Path, monkeypatch: 
             wrapper._python.seed(3)
 
     monkeypatch.setattr(EnvKeeper, "set", take_over_most)
-    control.train(control.overrides(tmp_path / "parts", *more))
+    control.train(short(control, tmp_path / "parts", *more))
     with pytest.raises(AssertionError):
         assert_same_run(tmp_path / "whole", tmp_path / "parts", TOTAL)
 
 
 def test_other_environments_than_were_saved_start_afresh_with_a_warning(tmp_path: Path) -> None:
     control, said = Control(), list[str]()
-    control.train(control.overrides(tmp_path), until=2)
+    control.train(short(control, tmp_path), until=2)
     more = ["env.train.total_num_envs=8", "env.train.vectorization=sync"]
-    run = control.build(control.overrides(tmp_path, *more))
+    run = control.build(short(control, tmp_path, *more))
     run.trainer.loggers.warn = said.append
     run.trainer.rollouts.load_checkpoint(tmp_path / "global_step_2")
     run.trainer.fit()
@@ -290,8 +298,8 @@ def test_other_environments_than_were_saved_start_afresh_with_a_warning(tmp_path
 def test_a_limit_that_was_changed_acts_on_what_resumes(tmp_path: Path) -> None:
     """The arguments of an environment are those of the configuration, not of the checkpoint."""
     control = Control()
-    control.train(control.overrides(tmp_path, *STEPS["here"]), until=2)
-    limit = ["env.train.max_episode_steps=7", "trainer.total_training_steps=12"]
-    control.train(control.overrides(tmp_path, *STEPS["here"], *limit))
-    lengths = [metrics["env/episode_len"] for step, metrics in results(tmp_path).items() if step > 4]
+    settings = [*STEPS["here"], "trainer.test_freq=-1"]
+    control.train(control.overrides(tmp_path, *settings), until=2)
+    control.train(control.overrides(tmp_path, *settings, "env.train.max_episode_steps=7"))
+    lengths = [metrics["env/episode_len"] for step, metrics in results(tmp_path).items() if step > 3]
     assert max(lengths) <= 7

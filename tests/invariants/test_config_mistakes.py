@@ -16,7 +16,6 @@ from tether.config.keys import keys
 from tether.config.problems import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-SLIPS_A_KEY = 2  # of each kind, at places drawn anywhere in the dotted path
 MAX_SECONDS = 2.0
 
 
@@ -27,17 +26,17 @@ def slips(path: str, at: int) -> Iterator[str]:
     yield path[:at] + ("q" if path[at] != "q" else "z") + path[at + 1 :]
 
 
-def one_letter_typos() -> dict[str, str]:
-    """Typo -> the key that was meant; without those that are another key."""
+def one_letter_typos(slips_a_key: int) -> dict[str, str]:
+    """Typo -> the key that was meant, of each kind at places drawn anywhere in the dotted path; without other keys."""
     places = random.Random(0)
     typos = {
         typo: path
         for path in keys()
-        for at in places.sample(range(len(path)), SLIPS_A_KEY)
+        for at in places.sample(range(len(path)), slips_a_key)
         for typo in slips(path, at)
         if typo not in keys()
     }
-    assert len(typos) > 5 * len(keys())
+    assert len(typos) > 2.5 * slips_a_key * len(keys())
     return typos
 
 
@@ -61,8 +60,9 @@ def problems_of(file: Path) -> dict[str, Problem]:
     return {problem.path: problem for problem in error.value.problems}
 
 
-def test_every_typo_is_refused_with_the_key_that_was_meant(tmp_path: Path) -> None:
-    typos = one_letter_typos()
+@pytest.mark.parametrize("slips_a_key", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_typo_is_refused_with_the_key_that_was_meant(slips_a_key: int, tmp_path: Path) -> None:
+    typos = one_letter_typos(slips_a_key)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(dict.fromkeys(typos, 1)))
     problems = problems_of(file)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.pairwise import in_turn, pairwise_parameters
-from tests.training.batches import (
+from tests.text.learning.batches import (
     ROWS,
     gradients,
     make_batch,
@@ -122,7 +122,7 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     batch = with_advantages(batch, parts.estimator)
     if poison is not None:
         batch = poisoned(batch, poison)
-    policy, critic = make_policy(num_hidden_layers=1), make_critic()
+    policy, critic = make_policy(num_hidden_layers=1), make_critic(num_hidden_layers=1)
     plan = UpdatePlan(mini_batch_rows=4, shuffle=True)
     outputs = make_engine(policy).infer(batch, PolicyForward(with_entropy=True))
     aggregation = Aggregation(parts.mode, width=12)
@@ -183,7 +183,7 @@ def test_gradients_do_not_depend_on_padding_order_and_dead_rows(role: str, packe
 
 @pytest.mark.parametrize("parts", itertools.starmap(Parts, STEPS), ids=str)
 def test_a_training_step_keeps_every_bit(parts: Parts) -> None:
-    batch = make_batch(make_policy(num_hidden_layers=1), make_critic())
+    batch = make_batch(make_policy(num_hidden_layers=1), make_critic(num_hidden_layers=1))
     expected_weights, expected_metrics = train_step(batch.clone(), parts, None)
     assert all(math.isfinite(value) for value in expected_metrics.values())
     assert not same_bits(expected_weights, {f"policy.{k}": v for k, v in weights(make_policy()).items()})

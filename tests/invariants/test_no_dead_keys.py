@@ -25,12 +25,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.installed import HAS_MEGATRON, is_installed
+from tests.integrations.robots.flow.fake import FakeBackbone
 from tests.invariants import situations
 from tests.invariants.config_reads import ConfigReads
 from tests.invariants.plan import GivenEngine, Loader, OnRanks, Plan, plan_of
 from tests.invariants.situations import Situation
-from tests.models.flow.fake import FakeBackbone
-from tests.rollout.stand_in import environment
+from tests.text.servers.stand_in import environment
 from tether.commands.build import build
 from tether.commands.report import command_to_resume, show_report
 from tether.commands.train import train
@@ -43,9 +43,11 @@ from tether.distributed import groups
 from tether.loop.engine import OptimizerOptions
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.terminal import Screen
-from tether.text.building import inputs, learners, rewards
+from tether.text import inputs
+from tether.text.learning import build as learners
 from tether.text.learning.engines import fsdp
 from tether.text.learning.packing import MicroBatching
+from tether.text.rewards import build as rewards
 from tether.text.rewards.service.pool import RewardPool
 
 # --- one key in one situation -------------------------------------------------------------------------------------
@@ -238,7 +240,7 @@ def situation(folder: Path) -> Situation:
 
 @pytest.fixture(scope="module")
 def control(folder: Path) -> Situation:
-    importlib.import_module("tests.envs.toys").register()
+    importlib.import_module("tests.control.envs.toys").register()
     return situations.control(folder)
 
 
@@ -354,7 +356,7 @@ def missing_packages(path: str) -> list[str]:
     needs = {
         "megatron-core": ".megatron." in path,
         "envpool": path in ("env.train.num_workers", "env.eval.num_workers"),
-        "peft": ".lora_" in path or path.endswith(".target_modules"),
+        "peft": ".lora_" in path or path.endswith((".target_modules", ".exclude_modules")),
         "imageio-ffmpeg": ".video_cfg." in path,
         "pygame": ".video_cfg." in path,
     }
@@ -387,9 +389,9 @@ def test_looking_twice_shows_the_same(situation: Situation, bench: Bench) -> Non
     """Otherwise everything above would pass."""
     loaded = load(*situation.base)
     for look in (bench.plan, bench.step, command):
-        assert look(loaded) == look(loaded)
-    served = load(*situation.base, *situation.context.get("actor_rollout_ref.rollout.parity_freq", []))
-    assert bench.plan(served) == bench.plan(served)
+        assert look(loaded) == sight(look, tuple(situation.base))
+    served = (*situation.base, *situation.context.get("actor_rollout_ref.rollout.parity_freq", []))
+    assert bench.plan(load(*served)) == sight(bench.plan, served)
 
 
 @needs_envs

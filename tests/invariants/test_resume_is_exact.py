@@ -1,6 +1,6 @@
-"""Promise 2 for each option that keeps state: stopped and gone on is never stopped. tests/trainer/test_resume.py kills.
+"""Promise 2 for each option that keeps state: stopped and gone on is never stopped. tests/runs/test_resume.py kills.
 
-For an option that is new: a row in OPTIONS, or a call of `tests.trainer.resume.assert_resume_is_exact`.
+For an option that is new: a row in OPTIONS, or a call of `tests.runs.resume.assert_resume_is_exact`.
 """
 
 import importlib.util
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.resume import assert_resume_is_exact, assert_same_end
-from tests.trainer.tiny_run import GAE, GRPO, base_overrides, train, write_inputs
+from tests.runs.resume import assert_resume_is_exact, assert_same_end
+from tests.runs.tiny_run import GAE, GRPO, LIGHT, base_overrides, train, write_inputs
 from tether.config import load_config
 from tether.text.build import build_run
 from tether.text.data.prompts import PromptSampler
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("compiled_kernels")
 NO_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="LoRA needs peft")
 SAMPLED_VALIDATION = [
     f"{ROLLOUT}.val_kwargs.do_sample=True", f"{ROLLOUT}.val_kwargs.temperature=1", f"{ROLLOUT}.val_kwargs.n=2",
-    "trainer.test_freq=1",
+    "trainer.test_freq=2",
 ]  # fmt: skip
 
 OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -43,8 +43,12 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     ),
     "greedy baseline": (["algorithm.adv_estimator=remax"], {}),
     "adapters on a changed model": (
-        [*GAE, f"{MODEL}.lora_rank=2", f"{MODEL}.override_config={{rms_norm_eps: 0.1}}"],
-        {},
+        [
+            *(*GAE, f"{MODEL}.lora_rank=2", f"{MODEL}.override_config={{rms_norm_eps: 0.1}}"),
+            *("critic.model.lora_rank=2", "critic.optim.lr_warmup_steps=0", f"{MODEL}.exclude_modules=[k_proj,v_proj]"),
+            *("critic.model.fsdp_config.dtype=bfloat16", r"critic.model.target_modules='.*\.[qv]_proj'"),
+        ],
+        {"must_change": ["critic/vf_loss"], "total": 3},
     ),
 }
 
@@ -60,10 +64,10 @@ MARKS = {"adapters on a changed model": NO_PEFT, "greedy baseline": pytest.mark.
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in OPTIONS])
 def test_going_on_is_exact(name: str, inputs: Path, tmp_path: Path) -> None:
     overrides, settings = OPTIONS[name]
-    assert_resume_is_exact(inputs, tmp_path, overrides, **{"total": 2, **settings})
+    assert_resume_is_exact(inputs, tmp_path, [*overrides, *LIGHT], **{"total": 2, **settings})
 
 
-TWO_STEPS = [*GAE, "trainer.total_training_steps=2", "trainer.save_freq=2"]
+TWO_STEPS = [*GAE, *LIGHT, "trainer.total_training_steps=2", "trainer.save_freq=2"]
 
 
 @pytest.fixture(scope="module")

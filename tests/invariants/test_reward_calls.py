@@ -1,6 +1,6 @@
 """Promise 4 from the call to the update: reward functions that do all that they can, in a whole training step.
 
-`test_rewards_never_silent` goes on from the scores; tests/rewards/test_pool.py has each bad call by itself.
+`test_rewards_never_silent` goes on from the scores; tests/text/rewards/test_pool.py has each bad call by itself.
 """
 
 import math
@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from tests.trainer.tiny_run import base_overrides, rows, write_inputs, write_jsonl
+from tests.runs.tiny_run import base_overrides, rows, write_inputs, write_jsonl
 from tether.batch import TrainBatch, filled
 from tether.config import load_config
 from tether.text.build import build_run
@@ -34,7 +34,7 @@ ABSTAINS = ("returns_none",)
 FINE = ("leaves_daemon",)  # a score, and a process that should not outlive the call
 DOES = (*ERRORS, *ABSTAINS, *FINE, "")
 REWARD = """
-from tests.rewards import hostile
+from tests.text.rewards import hostile
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if extra_info["does"] and len(solution_str) % 4:  # in some groups there are responses that it scores all the same
@@ -76,7 +76,7 @@ def test_a_process_that_terminate_does_not_reach_would_show(mark: Marked, tmp_pa
     """The negative control: a pool that ends a late call by SIGTERM leaves its daemons (UniRL #462, verl #5839)."""
     code = f"""
 import multiprocessing
-from tests.rewards import hostile
+from tests.text.rewards import hostile
 call = multiprocessing.Process(target=hostile.leaves_daemon_and_hangs, args=(None, {{"pids": {str(tmp_path / "p")!r}}}))
 call.start()
 call.join({DEADLINE})

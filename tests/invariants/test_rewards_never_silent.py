@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.training.batches import (
+from tests.text.learning.batches import (
     UNSCORED,
     gradients,
     make_batch,

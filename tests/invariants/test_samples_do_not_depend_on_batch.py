@@ -1,15 +1,16 @@
 """Promise 7: a sample is named by (seed, step, sample, token); who runs it, beside what and when, does not matter.
 
-tests/rollout/test_native.py states it for slots and prefill sizes; here a whole step is dealt out to workers.
+tests/text/sampling/test_native.py states it for slots and prefill sizes; here a whole step is dealt out to workers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.training.batches import make_policy
+from tests.text.learning.batches import make_policy
 from tether.text.sampling import generation
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
@@ -51,10 +52,21 @@ def assert_same(found: Samples, expected: Samples) -> None:
         torch.testing.assert_close(found[number][1], log_probs, rtol=0, atol=1e-10)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in ("full", "both") else pytest.mark.slow) for name in SAMPLINGS],
-)
+slow = pytest.mark.slow
+
+
+def each_sampling(parameter: str, full: Sequence[object], both: Sequence[object], others: Sequence[object] = ()) -> Any:
+    """Combine all values of a parameter with each sampling; `full` and `both` are quick with some, the others slow."""
+    quick = {"full": full, "both": both}
+    cases = [
+        pytest.param(name, value, marks=() if value in quick.get(name, ()) else slow)
+        for name in SAMPLINGS
+        for value in (*full, *both, *others)
+    ]
+    return pytest.mark.parametrize(("sampling", parameter), cases, indirect=["sampling"])
+
+
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=slow), "both"])
 def sampling(request: pytest.FixtureRequest) -> SamplingParams:
     return SAMPLINGS[request.param]
 
@@ -66,13 +78,13 @@ def expected(sampling: SamplingParams) -> Samples:
     return samples
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@each_sampling("max_num_seqs", full=[1], both=[3])
 def test_any_number_of_slots(expected: Samples, sampling: SamplingParams, max_num_seqs: int) -> None:
     """With fewer slots than rows a slot is filled again as soon as its row ends, beside rows that are half done."""
     assert_same(sample(engine(max_num_seqs), PROMPTS, sampling=sampling), expected)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 6])
+@each_sampling("workers", full=[2], both=[6], others=[3])
 def test_any_number_of_workers_in_any_order(expected: Samples, sampling: SamplingParams, workers: int) -> None:
     """Each worker has contiguous prompts and the number of its first sample; the last worker runs first."""
     assert_same(sample_by_workers(workers, sampling), expected)
@@ -92,7 +104,7 @@ def test_other_prompts_behind_change_nothing(expected: Samples, sampling: Sampli
     assert_same({number: found[number] for number in expected}, expected)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=slow), 0.8])
 def test_a_global_generator_lets_the_batch_choose_the_samples(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: noise drawn in the order of the work, from one seed, as other samplers do it."""
     sampling = replace(SAMPLINGS["full"], top_p=top_p)
@@ -114,7 +126,7 @@ def test_a_global_generator_lets_the_batch_choose_the_samples(top_p: float, monk
         assert sum(different) > len(different) // 2
 
 
-@pytest.mark.parametrize("key", [replace(KEY, seed=6), replace(KEY, step=10), replace(KEY, first_sample=1)])
+@each_sampling("key", full=[replace(KEY, seed=6), replace(KEY, first_sample=1)], both=[replace(KEY, step=10)])
 def test_another_name_gives_other_samples(expected: Samples, sampling: SamplingParams, key: NoiseKey) -> None:
     """The other negative control: the samples do depend on their name."""
     found = [tokens for tokens, _ in sample(engine(), PROMPTS, key, sampling).values()]

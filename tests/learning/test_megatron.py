@@ -7,9 +7,9 @@ import pytest
 from benchmarks.algorithms.cases import GRPO, LEARNED, SHARED
 from benchmarks.algorithms.tasks import EOS, PAD, SPELL, TOKENS, overrides, write_inputs
 from tests.installed import needs_megatron
+from tests.runs.forked_group import ForkedGroup
+from tests.runs.tiny_run import train
 from tests.tiny import tiny_model
-from tests.trainer.forked_group import ForkedGroup
-from tests.trainer.tiny_run import train
 from tether.distributed import groups
 from tether.metrics.loggers.headline import validation_means
 from tether.metrics.loggers.jsonl import read_metrics

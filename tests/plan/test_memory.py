@@ -6,7 +6,7 @@ import pytest
 
 from tether.integrations.megatron import MegatronLayout
 from tether.plan.architecture import KNOWN, architecture_of, from_config, known_name
-from tether.plan.memory import Model, at_rest, kv_cache, megatron_state, total, update
+from tether.plan.memory import PREFILLED, Model, at_rest, kv_cache, megatron_state, total, update
 
 # Two layers of hidden size 4: attention 2 heads and 1 key head of size 2, MLP of width 8, 10 tokens.
 TINY = from_config(
@@ -63,6 +63,14 @@ def test_names_of_hubs_lead_to_known_models_and_others_to_one_line() -> None:
         architecture_of("Qwen/Qwen2.5-6B", "critic.model.path")
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-3B-Instruct-GPTQ-Int4", "llama-3-8b-bnb-4bit", "Qwen/Qwen3-8B-FP8"])
+def test_quantized_models_are_refused_as_training_refuses_them(name: str) -> None:
+    with pytest.raises(ValueError, match=r"its weights are quantized \(\w+\), and quantized weights are not trained"):
+        architecture_of(name, "actor_rollout_ref.model.path")
+    with pytest.raises(ValueError, match=r"^m: its weights are quantized \(awq\)"):
+        from_config({"quantization_config": {"quant_method": "awq"}}, "m")
+
+
 def test_what_one_device_keeps() -> None:
     """bfloat16 weights, float32 masters and two moments; gradients only while it is updated."""
     one = Model("actor", TINY)
@@ -112,6 +120,14 @@ def test_megatrons_ranks_hold_what_is_documented() -> None:
     assert megatron_state(TINY, MegatronLayout(tensor=2), 2, 4) == pytest.approx(split * 16)
     stage = LAYER + 40 + 4  # the last of two stages: a layer, the head and the last norm
     assert megatron_state(TINY, MegatronLayout(pipeline=2), 2, 4) == pytest.approx(stage * 16)
+
+
+def test_the_native_engine_reads_as_many_prompts_together_as_is_planned() -> None:
+    from inspect import signature
+
+    from tether.text.sampling.engine import NativeEngine
+
+    assert signature(NativeEngine.__init__).parameters["max_num_batched_tokens"].default == PREFILLED
 
 
 def test_keys_and_values_of_the_native_cache() -> None:

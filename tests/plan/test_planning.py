@@ -1,17 +1,20 @@
 """Plans of configurations: the verdict, the changes that make a run fit, bad input in one line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tether.commands.plan import PlanOptions, load_for, read_price, show_plan
 from tether.config import LoadedConfig, load_config
+from tether.plan.architecture import KNOWN
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
-from tether.plan.devices import DEVICES, Device
+from tether.plan.devices import DEVICES, GIB, Device
 from tether.plan.memory import total
-from tether.plan.planning import Planner
+from tether.plan.planning import HOST_PROCESS, Planner
+from tether.plan.report import memory_table, verdict
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GRPO = ("data.train_files=[gsm8k.parquet]", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
@@ -43,6 +46,16 @@ def test_two_cards_of_24_gb() -> None:
     assert seconds == sorted(seconds)
 
 
+def test_adapters_on_the_critic_save_memory_and_time_as_on_the_policy() -> None:
+    card, gae = DEVICES["h100-80g"], ("algorithm.adv_estimator=gae", "actor_rollout_ref.model.lora_rank=16")
+    whole, adapted = (planner("qwen2.5-1.5b", card, 1, *gae, *more) for more in ((), ("critic.model.lora_rank=16",)))
+    of_critic, of_actor = adapted.models["critic"], adapted.models["actor"]
+    assert of_critic.adapter == of_critic.learned == of_actor.learned < whole.models["critic"].learned / 50
+    memory = [plan.plan().groups[0].phases["update_critic"]["critic gradients"] for plan in (whole, adapted)]
+    assert memory[1] < memory[0] / 50
+    assert adapted.plan().step.middle < whole.plan().step.middle
+
+
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
     largest = largest_micro_batch(results)
@@ -55,6 +68,111 @@ def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
 
     assert updates_within(rows)
     assert not updates_within(rows + 1)
+    large = planner("qwen2.5-0.5b", DEVICES["h200-141g"], 2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    assert largest_micro_batch(large) == (key, 4 * 8 // 2), "at most what a device has of a mini-batch"
+
+
+def test_a_server_whose_share_is_less_than_its_weights_does_not_fit() -> None:
+    words = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=32")
+    results = planner("qwen2.5-7b", DEVICES["rtx4090-24g"], 2, *words)
+    plan = results.plan()
+    assert plan.verdict == "does not fit"
+    assert verdict(plan).startswith("does not fit: the server's 11.8 GiB are less than its weights (14.2 GiB)")
+    changes = smallest_changes(results)
+    assert changes
+    for change in changes:
+        assert change.plan.verdict == "fits"
+        assert change.plan.server
+        assert change.plan.server.problem is None
+        assert {key.rpartition(".")[2] for key in change.values} & {
+            "gpu_memory_utilization",
+            "tensor_model_parallel_size",
+        }
+
+
+def test_a_server_with_a_small_share_samples_fewer_sequences_at_a_time() -> None:
+    seconds = []
+    for share in (0.3, 0.5, 0.9):
+        words = ("actor_rollout_ref.rollout.name=vllm", f"actor_rollout_ref.rollout.gpu_memory_utilization={share}")
+        seconds.append(planner("qwen3-1.7b", DEVICES["rtx4090-24g"], 2, *words).plan().times["gen"].middle)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.5 * seconds[-1]
+
+
+def test_a_host_that_is_too_small_never_fits() -> None:
+    """Weights, moments and the gradients of the model that is updated: 16 bytes a weight."""
+    policy = "actor_rollout_ref.actor.fsdp_config.offload_policy=True"
+    results = planner("qwen2.5-3b", DEVICES["rtx4090-24g"], 2, policy)
+    plan = results.plan()
+    assert plan.verdict == "fits"
+    assert total(plan.host) == pytest.approx(16 * KNOWN["qwen2.5-3b"].parameters + 2 * HOST_PROCESS)
+    small = replace(results, host_memory=32.0)
+    assert small.plan().verdict == "does not fit"
+    assert verdict(small.plan()).startswith("does not fit: a machine needs 51.0 GiB of host memory and has 32.0 GiB")
+    assert all(total(change.plan.host) <= 32 * GIB for change in smallest_changes(small))
+
+
+def test_micro_batches_are_counted_in_rows_or_tokens() -> None:
+    """Gradients are summed over the cards in each micro-batch, so half as many rows in one cost more time."""
+    key, card = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", DEVICES["rtx4090-24g"]
+    seconds = [
+        planner("qwen2.5-3b", card, 2, f"{key}={rows}").plan().times["update_actor"].middle for rows in (4, 2, 1)
+    ]
+    sent = 4096 * (2 * 2 + 4) * KNOWN["qwen2.5-3b"].parameters / 2 / 10e9  # 1,024 prompts x 8 on two cards
+    assert seconds[2] - seconds[1] == pytest.approx(sent / 2, rel=0.03)
+    assert seconds[1] - seconds[0] == pytest.approx(sent / 4, rel=0.03)
+
+
+def test_the_search_combines_adapters_servers_and_offloading() -> None:
+    card = DEVICES["rtx4090-24g"]
+
+    def found(model: str, *more: str) -> dict[frozenset[str], float]:
+        changes = smallest_changes(planner(model, card, 2, *more))
+        names = [frozenset(key.rpartition(".")[2] for key in change.values) for change in changes]
+        return {name: change.plan.step.middle for name, change in zip(names, changes, strict=True)}
+
+    large = found("qwen2.5-3b")
+    assert large[frozenset({"lora_rank", "max_num_seqs"})] < large[frozenset({"offload_policy"})]
+    middle = found("qwen3-1.7b")
+    assert frozenset({"name", "gpu_memory_utilization"}) in middle
+    critic = found("qwen2.5-1.5b", "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1")
+    assert any("lora_rank" in names for names in critic)
+    assert any(names & {"optimizer_offload", "offload_policy"} for names in critic)
+
+
+@pytest.mark.parametrize(
+    ("share", "text", "code"),
+    [
+        (0.8, "fits: ", 0),
+        (0.96, "fits by 4%, within the error of this estimate (10%), so try it: ", 0),
+        (1.05, "does not fit by 5%, within the error of this estimate (10%), so try it: ", 1),
+        (1.2, "does not fit: ", 1),
+    ],
+)
+def test_verdicts_near_the_limit_say_in_which_direction(
+    share: float, text: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*GRPO, "actor_rollout_ref.model.path=qwen2.5-0.5b"]
+    peak = planner("qwen2.5-0.5b", DEVICES["h100-80g"]).plan().peak / GIB
+    device = f"memory={peak / share},teraflops=989,bandwidth=3350"
+    assert show_plan(words, PlanOptions(f"{device}:1", brief=True), load) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("qwen2.5-0.5b (sizes of qwen2.5-0.5b): 0.49B weights")
+    assert lines[1].startswith(text)
+    steps = "210 steps (7,473 rows, as GSM8K has; 30 epochs, the default): "
+    assert any(line.startswith(steps) for line in lines)
+    assert any("largest micro-batch that fits for the update" in line for line in lines) == (share < 0.9)
+
+
+def test_tables_leave_nothing_out_and_keep_within_120_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planner("qwen2.5-3b", DEVICES["rtx4090-24g"], 2).plan()
+    for _, size, parts in memory_table(plan)[1]:
+        numbers = [float(part.rpartition(" ")[2]) for part in parts.split(", ")]
+        assert sum(numbers) == pytest.approx(float(size.split()[0]), abs=0.06 * len(numbers))
+    words = [*GRPO, "actor_rollout_ref.model.path=qwen2.5-3b"]
+    show_plan(words, PlanOptions("rtx4090-24g:2"), load)
+    tables = capsys.readouterr().out.partition("\nmemory\n")[2]
+    assert max(len(line.rstrip()) for line in tables.splitlines()) <= 120
 
 
 def test_more_devices_never_need_more_memory_each_or_more_time() -> None:
@@ -117,6 +235,10 @@ def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fi
     assert (loaded.config.trainer.nnodes, device.name) == (4, "a100-40g")
 
 
-def test_a_run_in_a_simulator_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^env\.train\.id=CartPole-v1: runs in simulators are not planned"):
-        show_plan(["env.train.id=CartPole-v1", "policy.model_type=cnn_policy"], PlanOptions("h100-80g:1"), load)
+@pytest.mark.parametrize("model_type", ["mlp_policy", "cnn_policy"])
+def test_a_run_in_a_simulator_is_not_planned_for_another_machine(model_type: str) -> None:
+    words = ["env.train.id=CartPole-v1", f"policy.model_type={model_type}"]
+    with pytest.raises(ValueError, match=r"^--device h100-80g:1: a run in a simulator \(env.train.id=CartPole-v1\) is"):
+        show_plan(words, PlanOptions("h100-80g:1"), load)
+    with pytest.raises(ValueError, match=r"^--nodes 2: a run in a simulator"):
+        show_plan(words, PlanOptions(nodes=2), load)

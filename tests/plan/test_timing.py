@@ -6,9 +6,20 @@ from dataclasses import replace
 import pytest
 
 from tether.plan.architecture import KNOWN
-from tether.plan.devices import DEVICES, Device, read_device
+from tether.plan.devices import DEVICES, Cluster, Device, read_device
 from tether.plan.memory import Model
-from tether.plan.timing import GPU, Efficiency, Lengths, decode_step, forward_seconds, simulate
+from tether.plan.timing import (
+    GPU,
+    Efficiency,
+    Lengths,
+    bus_seconds,
+    decode_step,
+    forward_seconds,
+    gather_seconds,
+    move_seconds,
+    optimizer_seconds,
+    simulate,
+)
 
 
 def one_second(rows: int, length: float) -> float:
@@ -57,10 +68,28 @@ def test_a_decoded_token_reads_the_weights_once_and_its_cache() -> None:
     assert step(64, 1000) - step(1, 0) == pytest.approx(cache / rate)
 
 
+def test_traffic_of_a_sharded_model() -> None:
+    """Of 3B weights on two cards: bfloat16 gathers and float32 sums over the link, and with offload_policy over the bus
+    float32 weights twice and float32 gradients once, 18.5 GB in each micro-batch."""
+    sizes, device = KNOWN["qwen2.5-3b"], DEVICES["rtx4090-24g"]
+    model, count = Model("actor", sizes, ranks=2, shards=2, sharded=True), sizes.parameters
+    assert device.link == 10
+    assert gather_seconds(model, Cluster(device, 2), 2, 1) == pytest.approx((2 * 2 + 4) * count / 2 / 10e9)
+    assert bus_seconds(model, device, 2, 1) == 0
+    on_host = replace(model, on_host=True)
+    assert bus_seconds(on_host, device, 2, 1) * device.bus == pytest.approx(18.5, rel=0.01)
+    frozen = replace(on_host, trained=False)
+    assert bus_seconds(frozen, device, 1, 0) == pytest.approx(2 * count / 2 / (device.bus * 1e9))
+    rests = replace(model, weights_rest_on_host=True, optimizer_rests_on_host=True)
+    assert move_seconds(rests, device, update=False) == pytest.approx(2 * 4 * count / 2 / (device.bus * 1e9))
+    assert move_seconds(rests, device, update=True) == pytest.approx(2 * 12 * count / 2 / (device.bus * 1e9))
+    assert optimizer_seconds(on_host, device, 2) > 10 * optimizer_seconds(model, device, 2)
+
+
 def test_devices_of_a_table_and_ones_own() -> None:
     assert read_device("h100-80g:8") == (DEVICES["h100-80g"], 8)
-    own, count = read_device("memory=24,teraflops=120,bandwidth=900:2")
-    assert (own.memory, own.teraflops, own.bandwidth, count) == (24, 120, 900, 2)
+    own, count = read_device("memory=24,teraflops=120,bandwidth=900,link=9:2")
+    assert (own.memory, own.teraflops, own.bandwidth, own.link, count) == (24, 120, 900, 9, 2)
 
 
 @pytest.mark.parametrize(

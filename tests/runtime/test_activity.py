@@ -95,7 +95,7 @@ def test_quick_steps_leave_their_own_lines_alone(tmp_path: Path) -> None:
 def test_what_packages_warn_about_is_not_shown(options: list[str], shows_packages: bool) -> None:
     file = Path(sysconfig.get_path("purelib")) / "somebody" / "module.py"
     code = (
-        "import warnings; from tether.runtime.terminal import hide_warnings_of_packages; hide_warnings_of_packages()\n"
+        "import warnings; from tether.runtime.package_warnings import hide_warnings_of_packages as hide; hide()\n"
         f"warnings.warn_explicit('of a package', SyntaxWarning, {str(file)!r}, 1)\n"
         "warnings.warn_explicit('of a reward', SyntaxWarning, '/home/me/reward.py', 1)\n"
     )

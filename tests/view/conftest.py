@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.made_once import made_once
-from tests.trainer.conftest import _reward_of_this_process, golden, inputs, loop  # noqa: F401
+from tests.runs.conftest import _reward_of_this_process, golden, inputs, loop  # noqa: F401
 from tests.view.planted import write_all
 
 

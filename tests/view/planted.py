@@ -6,7 +6,8 @@ useful?), robot (where does the robot fall?).
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,31 @@ from tether.metrics.loggers.protocol import RunInfo, Sample
 from tether.metrics.records import RecordFile, pack
 
 PROMPTS, ANSWERS = 8, 4
-WORDS = ["The", " answer", " is", " 4", "2", ".", " So", " we", " add", " them", "\n", " 7", " <", "b", ">"]
+FILLER = [" We", " add", " them", " twice", ":", " one", " after", " another", ".", "\n"]
+VOCABULARY = [*FILLER, "The", " answer", " is", *(f" {number}" for number in range(2 * PROMPTS))]
 Numbers = dict[str, float]
+
+
+@dataclass
+class Row:
+    """A response of a planted run."""
+
+    prompt: int
+    reward: float
+    parts: Numbers = field(default_factory=dict)
+    length: int = 40
+    is_cut: bool = False
+
+    @property
+    def is_right(self) -> bool:
+        return self.parts.get("acc", self.reward) > 0.5
+
+    @property
+    def pieces(self) -> list[str]:
+        """Its tokens: the answer and how it was found; one that is cut and wrong does not come to an answer."""
+        answer = ["The", " answer", " is", f" {2 * self.prompt if self.is_right else 2 * self.prompt + 1}", "."]
+        answer = answer[-self.length :] if self.is_right or not self.is_cut else []
+        return answer + [FILLER[at % len(FILLER)] for at in range(self.length - len(answer))]
 
 
 def text_config(**changes: object) -> dict[str, Any]:
@@ -83,24 +107,25 @@ def write_text(
     seed: int = 0,
     metrics: Callable[[int, np.random.Generator], Numbers] = healthy,
     reward: Callable[[int, int, np.random.Generator], tuple[float, Numbers]] | None = None,
-    texts: Callable[[int, int], str] | None = None,
     config: Mapping[str, object] | None = None,
     warn_at: Mapping[int, str] | None = None,
     *,
     validates: bool = True,
+    limit: int = 80,
 ) -> Path:
-    """Write a run of a language model.
+    """Write a run of a language model, whose metrics of scores and lengths are those of its responses.
 
     Args:
         folder: where.
         steps: number of steps.
         seed: seed of its noise.
-        metrics: the metrics of a step.
-        reward: called with (step, index of the prompt, noise): the reward and its parts.
-        texts: the response, called with (step, row).
+        metrics: the metrics of a step; its score and mean length are what the responses are made for.
+        reward: called with (step, index of the prompt, noise): the reward and its parts; without it the share of the
+            score has 1 and the others 0.
         config: its configuration.
         warn_at: warnings by step.
-        validates: whether it is validated every tenth step, with the score of training.
+        validates: whether it is validated every tenth step, with the accuracy of training.
+        limit: maximum length of a response.
     """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -108,57 +133,76 @@ def write_text(
     recorder = RecordFile(folder, 2_000_000, None)
     for step in range(1, steps + 1):
         logged = metrics(step, rng)
-        rows = [(prompt, *_scored(reward, step, prompt, rng)) for prompt in range(PROMPTS) for _ in range(ANSWERS)]
-        logged["critic/score/mean"] = (
-            logged["critic/score/mean"] if reward is None else float(np.mean([r for _, r, _ in rows]))
-        )
+        rows = responses(step, logged, reward, limit, rng)
+        rewards = np.array([row.reward for row in rows]).reshape(PROMPTS, ANSWERS)
+        lengths = [row.length for row in rows]
+        logged |= {
+            "critic/score/mean": float(rewards.mean()), "critic/score/max": float(rewards.max()),
+            "critic/score/min": float(rewards.min()),
+            "group/zero_std_fraction": float(np.mean(np.ptp(rewards, axis=1) == 0)),
+            "response_length/mean": float(np.mean(lengths)),
+            "response_length/clip_ratio": float(np.mean([row.is_cut for row in rows])),
+            "perf/total_num_tokens": float(sum(lengths) + 6 * len(rows)),
+        }  # fmt: skip
+        for name in rows[0].parts:
+            logged[f"reward/extra/{name}/mean"] = float(np.mean([row.parts[name] for row in rows]))
         if message := (warn_at or {}).get(step):
             logger.keep_warning(message)
         if validates and step % 10 == 0:
-            logger.log_samples(step, validation_samples(logged["critic/score/mean"]))
-            logged["val-core/math/acc/mean@1"] = round(20 * min(max(logged["critic/score/mean"], 0), 1)) / 20
+            right = round(20 * float(np.mean([row.is_right for row in rows])))
+            logger.log_samples(step, validation_samples(right))
+            logged["val-core/math/acc/mean@1"] = right / 20
         logger.log(step, logged)
-        record_step(recorder, step, rows, rng, texts)
+        record_step(recorder, step, rows, rng)
     logger.close()
     return folder
 
 
-def _scored(reward: Any, step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
-    if reward is not None:
-        return reward(step, prompt, rng)
-    solved = float(rng.random() < 0.2 + 0.005 * step)
-    return solved, {"acc": solved, "format": 1.0}
+def responses(step: int, metrics: Numbers, reward: Any, limit: int, rng: np.random.Generator) -> list[Row]:
+    """Return the responses of a step whose mean reward and length are those of its metrics."""
+    count, mean = PROMPTS * ANSWERS, metrics["response_length/mean"]
+    lengths = np.minimum(rng.integers(round(0.7 * mean), round(1.3 * mean) + 1, count), limit)
+    solved = np.zeros(count)
+    # The complete ones first: a response that is cut has no answer.
+    order = np.lexsort((rng.random(count), lengths >= limit))
+    solved[order[: round(count * metrics["critic/score/mean"])]] = 1.0
+    rows = []
+    for at in range(count):
+        prompt = at // ANSWERS
+        scored = reward(step, prompt, rng) if reward else (solved[at], {"acc": solved[at], "format": 1.0})
+        rows.append(Row(prompt, float(scored[0]), scored[1], int(lengths[at]), bool(lengths[at] >= limit)))
+    return rows
 
 
-def validation_samples(share: float) -> list[Sample]:
+def validation_samples(right: int) -> list[Sample]:
+    answers = [2 * row if row < right else 2 * row + 1 for row in range(20)]
     return [
-        Sample(
-            row, "math", f"<s>What is {row} + {row}?", f"It is {2 * row}.", float(row < round(20 * share)), str(2 * row)
-        )
-        for row in range(20)
+        Sample(row, "math", f"<s>What is {row} + {row}?", f"It is {answer}.", float(row < right), str(2 * row))
+        for row, answer in enumerate(answers)
     ]
 
 
-def record_step(recorder: RecordFile, step: int, rows: list, rng: np.random.Generator, texts: Any) -> None:
+def record_step(recorder: RecordFile, step: int, rows: Sequence[Row], rng: np.random.Generator) -> None:
     count = len(rows)
-    rewards = np.array([reward for _, reward, _ in rows], dtype=np.float32)
-    groups = np.array([prompt for prompt, _, _ in rows], dtype=np.int32)
+    rewards = np.array([row.reward for row in rows], dtype=np.float32)
+    groups = np.array([row.prompt for row in rows], dtype=np.int32)
     advantages = rewards - np.array([rewards[groups == group].mean() for group in groups])
-    lengths = rng.integers(20, 80, count).astype(np.int32)
-    names = {name for _, _, parts in rows for name in parts}
+    lengths = np.array([row.length for row in rows], dtype=np.int32)
+    names = {name for row in rows for name in row.parts}
     weight = np.abs(advantages) * lengths
     columns = {
-        "index": groups, "group": groups, "reward": rewards, "length": lengths, "truncated": lengths > 76,
+        "index": groups, "group": groups, "reward": rewards, "length": lengths,
+        "truncated": np.array([row.is_cut for row in rows]),
         "ratio": np.exp(rng.normal(0, 0.1, count)).astype(np.float32), "advantage": advantages.astype(np.float32),
         "entropy": rng.uniform(0.5, 1, count).astype(np.float32),
         "gradient_share": (weight / max(weight.sum(), 1e-9)).astype(np.float32),
     }  # fmt: skip
     for name in names:
-        columns[f"part/{name}"] = np.array([parts.get(name, np.nan) for _, _, parts in rows], dtype=np.float32)
+        columns[f"part/{name}"] = np.array([row.parts.get(name, np.nan) for row in rows], dtype=np.float32)
     with recorder.recording(step) as add:
         add("columns", {name: pack(column) for name, column in columns.items()})
         chosen = {int(np.argmax(rewards)): ["best"], int(np.argmin(rewards)): ["worst"]}
-        add("tokens", {"rows": [_tokens(row, why, rows, lengths, rng) for row, why in chosen.items()], "left_out": 0})
+        add("tokens", {"rows": [_tokens(at, why, rows[at], rng) for at, why in chosen.items()], "left_out": 0})
         add(
             "texts",
             {
@@ -168,17 +212,17 @@ def record_step(recorder: RecordFile, step: int, rows: list, rng: np.random.Gene
                     for prompt in range(PROMPTS)
                 },
                 "rows": [
-                    {"response": texts(step, row) if texts else f"The answer is {2 * prompt if reward else 7}.",
-                     "extra": {**parts, "reason": "right" if reward > 0.5 else "expected another number"}}
-                    for row, (prompt, reward, parts) in enumerate(rows)
+                    {"response": "".join(row.pieces),
+                     "extra": {**row.parts, "reason": "right" if row.is_right else "cut" if row.is_cut
+                               else "expected another number"}}
+                    for row in rows
                 ],
             },
         )  # fmt: skip
 
 
-def _tokens(row: int, why: list[str], rows: list, lengths: np.ndarray, rng: np.random.Generator) -> dict:
-    length, (prompt, reward, _) = int(lengths[row]), rows[row]
-    ids = rng.integers(0, len(WORDS), length).astype(np.int32)
+def _tokens(at: int, why: list[str], row: Row, rng: np.random.Generator) -> dict:
+    length, prompt, reward, pieces = row.length, row.prompt, row.reward, row.pieces
     old = -rng.exponential(0.7, length).astype(np.float32)
     values = np.linspace(0.4, reward, length).astype(np.float32) + rng.normal(0, 0.05, length).astype(np.float32)
     rewards = np.zeros(length, dtype=np.float32)
@@ -191,15 +235,14 @@ def _tokens(row: int, why: list[str], rows: list, lengths: np.ndarray, rng: np.r
         "entropy": rng.uniform(0, 2, length), "advantages": reward - values, "values": values,
         "returns": np.full(length, reward), "rewards": rewards,
     }  # fmt: skip
-    pieces = [WORDS[token] for token in ids]
     return {
-        "row": row,
+        "row": at,
         "reasons": why,
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{prompt} + {prompt}?"}],
         "prompt": f"<s>[user] What is {prompt} + {prompt}?</s>",
         "response": "".join(pieces),
         "prompt_ids": pack(np.arange(6, dtype=np.int32)),
-        "response_ids": pack(ids),
+        "response_ids": pack(np.array([VOCABULARY.index(piece) for piece in pieces], dtype=np.int32)),
         "pieces": pieces,
         "mask": pack(mask),
         "values": {name: pack(column.astype(np.float32)) for name, column in by_token.items()},
@@ -214,50 +257,86 @@ def control_config(**changes: object) -> dict[str, Any]:
     }
 
 
-def write_control(folder: Path, steps: int = 30, fall: int = 37, pictures: bool = False) -> Path:
-    """Write a run of a robot that falls at step `fall` of an episode, which its critic notices there."""
+def write_control(folder: Path, steps: int = 30, falls: bool = True, pictures: bool = False) -> Path:
+    """Write a run of a robot that learns to go faster.
+
+    Either it falls in each episode, the first environment's at step 37, which its critic notices there; or it goes on
+    until the episode is over.
+    """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(3)
     logger = JsonlLogger(RunInfo(folder, "planted", folder.name, control_config(), steps))
     recorder = RecordFile(folder, 2_000_000, None)
     for step in range(1, steps + 1):
+        walks = [_walk(step, fall if falls else None, rng, pictures) for fall in (37, 33, 36, 34)]
+        returns = np.array([walk["values"]["rewards"].sum() for walk in walks], dtype=np.float32)
+        lengths = np.array([len(walk["values"]["rewards"]) for walk in walks], dtype=np.int32)
+        values, targets = (np.concatenate([walk["values"][key] for walk in walks]) for key in ("values", "returns"))
+        half = 1.96 * float(returns.std()) / 2
         logger.log(step, {
-            "env/return": 40 + step + float(rng.normal()), "env/episode_len": 45.0, "env/success_once": 0.1,
-            "eval/return": 42.0 + step, "eval/return_low": 38.0 + step, "eval/return_high": 46.0 + step,
+            "env/return": float(returns.mean()), "env/episode_len": float(lengths.mean()), "env/success_once": 0.0,
+            "eval/return": float(returns.mean()), "eval/return_low": float(returns.mean()) - half,
+            "eval/return_high": float(returns.mean()) + half,
             "actor/ppo_kl": 0.01, "actor/entropy": 1.4 - 0.01 * step, "actor/pg_clipfrac": 0.1, "actor/ratio_max": 1.4,
-            "critic/vf_explained_var": 0.5 + 0.01 * step, "critic/values/mean": 5.0, "critic/returns/mean": 5.2,
+            "critic/vf_explained_var": 1 - float((targets - values).var() / targets.var()),
+            "critic/values/mean": float(values.mean()), "critic/returns/mean": float(targets.mean()),
             "timing_s/step": 0.5, "timing_s/gen": 0.3, "timing_s/update_actor": 0.2, "perf/env_steps": 256.0 * step,
         })  # fmt: skip
-        length = fall + 8
-        height = np.concatenate([np.ones(fall), np.linspace(0.8, 0.1, length - fall + 1)]) + rng.normal(
-            0, 0.01, length + 1
-        )
-        values = np.concatenate([np.full(fall, 6.0), np.full(length - fall, 1.0)]) + rng.normal(0, 0.05, length)
-        rewards = np.concatenate([np.ones(fall), np.full(length - fall, 0.1)])
-        state = np.stack([height, np.sin(np.arange(length + 1) / 3)], axis=1)
-        observed = {"state": pack(state.astype(np.float32))}
+        columns = {
+            "env": np.arange(4, dtype=np.int32), "first": np.zeros(4, dtype=np.int32), "return": returns,
+            "length": lengths, "from_start": np.ones(4, dtype=bool), "terminated": np.full(4, falls),
+            "truncated": np.full(4, not falls),
+        }  # fmt: skip
+        reasons = {int(np.argmax(returns)): ["best"]}
+        reasons.setdefault(int(np.argmin(returns)), []).append("worst")
+        rows = [
+            walks[at] | {"segment": at, "reasons": why, "env": at, "first": 0, "left_out": []} | {
+                "values": {name: pack(column.astype(np.float32)) for name, column in walks[at]["values"].items()}
+            }
+            for at, why in reasons.items()
+        ]  # fmt: skip
         layout = {"state": {"kind": "vector", "shape": [2]}}
         if pictures:
-            observed["camera"] = pack(rng.integers(0, 255, (length + 1, 24, 32, 3), dtype=np.uint8))
             layout["camera"] = {"kind": "image", "shape": [24, 32, 3]}
-        columns = {
-            "env": np.arange(4, dtype=np.int32), "first": np.zeros(4, dtype=np.int32),
-            "return": np.array([rewards.sum(), 20, 10, 30], dtype=np.float32), "length": np.array([length, 30, 20, 40]),
-            "from_start": np.ones(4, dtype=bool), "terminated": np.ones(4, dtype=bool),
-            "truncated": np.zeros(4, dtype=bool),
-        }  # fmt: skip
         with recorder.recording(step) as add:
             add("columns", {name: pack(column) for name, column in columns.items()})
-            row = {
-                "segment": 0, "reasons": ["best"], "env": 0, "first": 0, "left_out": [], "observations": observed,
-                "actions": pack(np.sin(np.arange(2 * length) / 5).reshape(length, 2).astype(np.float32)),
-                "values": {name: pack(column.astype(np.float32)) for name, column in {
-                    "rewards": rewards, "shaped_rewards": rewards, "values": values, "returns": values + 0.1,
-                    "advantages": rewards - rewards.mean(), "log_probs": -np.ones(length)}.items()},
-            }  # fmt: skip
-            add("episodes", {"rows": [row], "left_out": 3, "observation": layout, "chunk": 1})
+            add("episodes", {"rows": rows, "left_out": 0, "observation": layout, "chunk": 1})
     logger.close()
     return folder
+
+
+def _walk(step: int, fall: int | None, rng: np.random.Generator, pictures: bool) -> dict[str, Any]:
+    """Return an episode of a robot that falls at step `fall` and ends 8 steps later; without it, one of 60 steps."""
+    length, gamma, speed = 60 if fall is None else fall + 8, 0.99, 0.5 + 0.02 * step
+    upright = length if fall is None else fall
+    height = np.concatenate([np.ones(upright), np.linspace(0.8, 0.1, length - upright + 1)])
+    rewards = np.concatenate([np.full(upright, speed), np.full(length - upright, 0.1)]) + rng.normal(0, 0.01, length)
+    returns = np.zeros(length + 1)
+    for at in reversed(range(length)):
+        returns[at] = rewards[at] + gamma * returns[at + 1]
+    # As long as the robot stands, its critic expects it to do so for 60 steps.
+    expected = speed * (1 - gamma ** (60 - np.arange(length))) / (1 - gamma)
+    values = np.where(np.arange(length) < upright, expected, returns[:-1]) + rng.normal(0, 0.05, length)
+    state = np.stack([height + rng.normal(0, 0.01, length + 1), np.sin(np.arange(length + 1) / 3)], axis=1)
+    observations = {"state": pack(state.astype(np.float32))}
+    if pictures:
+        observations["camera"] = pack(_pictures(height))
+    return {
+        "observations": observations,
+        "actions": pack(np.sin(np.arange(2 * length) / 5).reshape(length, 2).astype(np.float32)),
+        "values": {
+            "rewards": rewards, "shaped_rewards": rewards, "values": values, "returns": returns[:-1],
+            "advantages": returns[:-1] - values, "log_probs": -np.ones(length),
+        },
+    }  # fmt: skip
+
+
+def _pictures(height: np.ndarray) -> np.ndarray:
+    """Return a film of a bar as high as the robot."""
+    frames = np.full((len(height), 24, 32, 3), 235, dtype=np.uint8)
+    for frame, up in zip(frames, height, strict=True):
+        frame[23 - round(20 * float(up)) : 23, 14:18] = (40, 90, 200)
+    return frames
 
 
 def fell(step: int, rng: np.random.Generator) -> Numbers:
@@ -268,7 +347,7 @@ def fell(step: int, rng: np.random.Generator) -> Numbers:
     if step >= 59:
         metrics |= {"actor/ppo_kl": 2.5, "actor/grad_norm": 40.0}
     if step >= 60:
-        metrics["critic/score/mean"] = 0.05 + 0.01 * float(rng.normal())
+        metrics["critic/score/mean"] = 0.12 + 0.01 * float(rng.normal())
     return metrics
 
 
@@ -279,7 +358,7 @@ def never(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numb
 
 
 def hacked(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
-    """The part `politeness` rises to its highest value, while the accuracy is lost."""
+    """The part `politeness` rises to its highest value, while the accuracy is lost, in validation too."""
     acc = float(rng.random() < max(0.05, 0.6 - 0.007 * step))
     polite = min(1.0, 0.1 + 0.01 * step + 0.02 * float(rng.normal()))
     return acc + polite, {"acc": acc, "politeness": polite, "format": 1.0}

@@ -1,15 +1,20 @@
 """Each rule fires on a run in which its cause is planted, and on no healthy one."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.trainer.golden import Golden
-from tests.view.planted import Numbers, healthy, write_text
-from tether.view.advice import advise
+from tests.runs.golden import Golden
+from tests.view.planted import Numbers, control_config, healthy, write_control, write_text
+from tether.metrics.loggers.jsonl import JsonlLogger
+from tether.metrics.loggers.protocol import RunInfo
+from tether.view.advice import EXPLOITED, RULES, advise
 from tether.view.run import RunFolder
+
+ROOT = Path(__file__).parents[2]
 
 
 def with_metrics(**values: float | Callable[[int], float]) -> Callable[[int, np.random.Generator], Numbers]:
@@ -26,16 +31,25 @@ def format_alone(step: int, prompt: int, rng: np.random.Generator) -> tuple[floa
 
 
 def one_prompt(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
-    return (float(rng.integers(0, 2)) if prompt == 5 else 0.0), {}
+    return (float(rng.integers(0, 2)) if prompt == 5 else 0.6 + 0.02 * float(rng.normal())), {}
+
+
+def too_hard(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
+    return float(prompt < 3), {}
+
+
+def too_long(step: int, rng: np.random.Generator) -> Numbers:
+    return healthy(step, rng) | {"response_length/mean": 60.0, "critic/score/mean": 0.35}
 
 
 PLANTED = {
-    "responses are cut": {"metrics": with_metrics(response_length__clip_ratio=0.5)},
-    "groups without variance": {"metrics": with_metrics(group__zero_std_fraction=0.95)},
+    "responses are cut": {"metrics": too_long, "limit": 60},
+    "groups without variance": {"reward": too_hard},
     "longer without reward": {
+        "limit": 400,
         "metrics": with_metrics(
             response_length__mean=lambda step: 50.0 + 3 * step, critic__score__mean=lambda s: 0.4 + 0.02 * (s % 3)
-        )
+        ),
     },
     "entropy collapsed": {"metrics": with_metrics(actor__entropy=lambda step: 1.0 if step < 50 else 0.001)},
     "first ratio is not 1": {"metrics": with_metrics(actor__first_update__ratio_max=1.3)},
@@ -56,25 +70,33 @@ def rules(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"),
-    [("fell", "score fell"), ("hacked", "reward part is exploited"), ("critic", "critic explains nothing")],
+    ("name", "expected"),
+    [
+        ("fell", {"score fell": ["at step 60", "actor/lr went from 1e-05 to 0.001 in step 58", "actor/ppo_kl"]}),
+        ("hacked", {"validation falls": ["exploits the reward"], EXPLOITED: ["'politeness'", "'acc' falls"]}),
+        ("critic", {"critic explains nothing": ["below 0 in 100 of 100 steps"]}),
+        ("never", {"prompts never solved": ["2 of 8 prompts (index 3, 6)", "in 400 attempts each", "acc above 0.5"]}),
+        ("robot", {"episodes end early": ["40 of the 40 complete episodes", "20 of 20 recorded", "at step 37 of the"]}),
+    ],
 )
-def test_the_questions_have_their_answers(name: str, rule: str, planted: Path) -> None:
+def test_the_questions_have_their_answers(name: str, expected: dict[str, list[str]], planted: Path) -> None:
     found = {one["rule"]: one for one in advise(RunFolder(planted / name))}
-    assert list(found) == [rule]
-    expected = {
-        "fell": ["at step 60", "actor/lr went from 1e-05 to 0.001 in step 58", "actor/ppo_kl"],
-        "hacked": ["'politeness'", "'acc' falls"],
-        "critic": ["below 0 in 100 of 100 steps"],
-    }
-    assert all(words in found[rule]["text"] for words in expected[name])
-    if name != "critic":
-        assert found[rule]["rows"]
+    assert list(found) == list(expected)
+    for rule, words in expected.items():
+        assert all(one in found[rule]["text"] for one in words), found[rule]["text"]
+        assert found[rule]["rows"] or name == "critic"
+        assert found[rule]["remedy"].endswith(".")
+        assert found[rule]["why_step"]
+        file, _, section = found[rule]["guide"].partition("#")
+        headings = re.findall(r"^## (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+        assert not section or section in [heading.lower().replace(" ", "-") for heading in headings]
 
 
 def test_each_rule_fires_on_what_is_planted_and_no_other_does(tmp_path: Path, planted: Path) -> None:
     found = {rule: rules(write_text(tmp_path / rule, steps=60, **how)) for rule, how in PLANTED.items()}
     assert found == {rule: [rule] for rule in PLANTED}
+    described = (ROOT / "docs/guides/view.md").read_text()
+    assert [rule for rule in RULES if f"| {rule} |" not in described] == []
     falls = with_metrics(
         **{"val-core__math__acc__mean%1": lambda step: 0.6 if step < 40 else 0.6 - 0.006 * (step - 40)}
     )
@@ -83,9 +105,31 @@ def test_each_rule_fires_on_what_is_planted_and_no_other_does(tmp_path: Path, pl
     ]
 
 
+def test_an_evaluation_that_stays_near_its_best_does_not_fall(tmp_path: Path) -> None:
+    """500 in nearly all evaluations of a solved task and then 494, while training still rises to them."""
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", control_config(), 60))
+    for step in range(1, 61):
+        logged = {"env/return": 300.0 + 3 * step}
+        if step % 5 == 0:
+            logged["eval/return"] = {5: 100.0, 10: 400.0, 55: 494.0, 60: 494.0}.get(step, 500.0)
+        logger.log(step, logged)
+    logger.close()
+    assert rules(tmp_path / "run") == []
+
+
 def test_no_rule_fires_on_a_healthy_run(golden: Golden, planted: Path, tmp_path: Path) -> None:
     assert rules(golden.folder) == []
-    for name in ("never", "compared/a_0", "compared/b_3", "robot"):
+    for name in ("compared/a_0", "compared/b_3"):
         assert rules(planted / name) == []
+    assert rules(write_control(tmp_path / "walks", falls=False)) == []
+    # All responses fill the limit, as answers of a fixed length do, and in the end nearly all of them are right.
+    solved = with_metrics(critic__score__mean=lambda step: min(1.0, 0.2 + 0.02 * step), response_length__mean=4.0)
+    fixed = write_text(tmp_path / "fixed", steps=60, metrics=solved, limit=3)
+    assert RunFolder(fixed).metrics[60]["response_length/clip_ratio"] == 1
+    assert RunFolder(fixed).metrics[60]["group/zero_std_fraction"] == 1
+    assert rules(fixed) == []
+    # Too early to say that it does not rise.
+    early = with_metrics(critic__score__mean=0.3, response_length__mean=4.0)
+    assert rules(write_text(tmp_path / "early", steps=12, metrics=early, limit=3)) == []
     for seed in range(5):
         assert rules(write_text(tmp_path / str(seed), steps=60, seed=seed)) == []

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.golden import Golden
+from tests.runs.golden import Golden
 from tests.view.hostile import KINDS, PAYLOADS, write_hostile
-from tests.view.planted import healthy, record_step, text_config, write_text
+from tests.view.planted import Row, healthy, record_step, text_config, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RecordFile, unpack
@@ -144,12 +144,62 @@ def test_a_running_run_is_followed(opened: Callable[..., Any], tmp_path: Path) -
     assert page.locator("#state").inner_text() == "step 5"
     logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", text_config(), 9, resumed_step=5))
     logger.log(6, healthy(6, np.random.default_rng(0)) | {"my/metric": 42.0})
-    rows = [(prompt, 1.0, {}) for prompt in range(4)]
-    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0), None)
+    rows = [Row(prompt, 1.0) for prompt in range(4)]
+    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0))
     until(page, "document.querySelector('#state').textContent === 'step 6'")
     page.fill("input[type=search]", "my/metric")
     assert page.locator("#found .card").count() == 1
     logger.close()
+
+
+def test_a_fall_is_found_from_the_first_page(opened: Callable[..., Any], planted: Path) -> None:
+    page = opened(planted / "robot")
+    assert page.locator("#nothing").inner_text() == "Nothing."
+    assert "episode 0 of step 30" in page.locator("#film-of").inner_text()
+    assert "No film" not in page.locator("main").inner_text()
+    assert "actor/entropy" in page.locator(".panel h3").nth(2).get_attribute("title")
+    page.locator("#advice a", has_text="episode 0 of step 30").click()
+    until(page, "document.querySelector('#cursor')?.textContent.startsWith('step37')")
+    go(page, "#view=step&step=20")
+    assert page.locator("tbody tr").count() == 4
+    assert page.locator("tbody tr[tabindex]").count() == 2, "only recorded ones open"
+    page.locator("th button", has_text="return").click()
+    until(page, "location.hash.includes('sort=-return')")
+    until(page, "document.querySelector('th[aria-sort=descending]') !== null")
+    returns = page.evaluate(
+        "[...document.querySelectorAll('tbody tr')].map(row => Number(row.children[4].textContent))"
+    )
+    assert returns == sorted(returns, reverse=True)
+    assert all(page.evaluate("[...document.querySelectorAll('th')].map(one => one.title)"))
+
+
+def test_several_runs_are_compared_by_any_metric(opened: Callable[..., Any], planted: Path) -> None:
+    page = opened(planted)
+    chosen = (
+        "document.querySelector('select[aria-label=Metric]').value === document.querySelector('#compared').dataset.key"
+    )
+    until(page, chosen)
+    assert "5 runs have seed 1 (a_1, critic, fell, hacked, never)" in page.locator(".advice").inner_text()
+    page.locator("select[aria-label=Metric]").select_option("env/return")
+    until(page, "document.querySelector('#compared').dataset.key === 'env/return'")
+    assert page.evaluate(chosen)
+    assert page.locator("#compared .legend span").all_inner_texts()[0].startswith("robot")
+    assert "Without this metric by step: lr=1e-05" in page.locator("#compared").inner_text()
+
+
+def test_prompts_and_distributions_of_a_step(opened: Callable[..., Any], planted: Path) -> None:
+    page = opened(planted / "never", "#view=prompts")
+    assert page.locator("#never").inner_text().startswith("2 were never solved: 3, 6 Solved means: acc above 0.5")
+    assert "prompts never solved" in page.locator("#advice").inner_text()
+    go(page, "#view=step&step=40")
+    columns = RunFolder(planted / "never").columns(40)
+    for name, count in (("reward", 2), ("length", None), ("ratio", 24), ("advantage", None)):
+        counts = list(map(int, page.locator(f".histogram[data-name={name}]").get_attribute("data-counts").split()))
+        assert sum(counts) == len(columns[name]) == 32
+        assert count is None or len(counts) == count
+        if name == "reward":
+            assert counts == [(columns["reward"] == 0).sum(), (columns["reward"] == 1).sum()]
+    assert page.locator("#scatter circle").count() == 32
 
 
 @pytest.mark.slow
@@ -167,7 +217,7 @@ def test_every_page_of_every_kind_of_run_is_drawn(opened: Callable[..., Any], go
                 go(page, address or "#view=trend")
                 assert page.evaluate("document.documentElement.scrollWidth") <= width, (folder.name, address)
     page = opened(planted / "compared")
-    assert "b_0 (mean of 4) is better" in page.locator(".verdict").inner_text()
+    assert "lr=3e-05, 4 seeds is better" in page.locator(".verdict").inner_text()
 
 
 @pytest.mark.slow
@@ -175,8 +225,28 @@ def test_an_episode_has_one_cursor_for_film_and_curves(opened: Callable[..., Any
     page = opened(planted / "robot", "#step=20&sample=0")
     length = int(page.locator("main input[type=range]").get_attribute("max")) + 1
     assert int(page.locator("#film").get_attribute("data-frames")) == length + 1
-    assert "step 37" in page.locator("#drop").inner_text()
-    until(page, "document.querySelector('#cursor').textContent.startsWith('step37')")
+    assert "step 37 of 0-44" in page.locator("#drop").inner_text()
+    until(page, "document.querySelector('#cursor').textContent.startsWith('step37 of 0-44 (counted from 0)')")
+    shown = "document.querySelector('main .legend output').textContent"
+    values = unpack(RunFolder(planted / "robot").record("episodes", 20)["rows"][0]["values"]["values"])
+    until(page, f"Number({shown}) === {float(f'{values[37]:.3g}')}")
+    # From the step that is shown, and not from the first one.
+    page.locator("h1").click()
+    page.keyboard.press("j")
+    until(page, "location.hash.includes('token=38')")
+    until(page, "document.querySelector('#cursor')?.textContent.startsWith('step38')")
+    until(page, f"Number({shown}) === {float(f'{values[38]:.3g}')}")
+    page.keyboard.press("k")
+    until(page, "location.hash.includes('token=37')")
+    until(page, "document.querySelector('#cursor')?.textContent.startsWith('step37')")
+    labels = page.evaluate("[...document.querySelectorAll('main .legend span')].map(one => one.textContent)")
+    names = page.evaluate("[...document.querySelectorAll('#cursor b')].map(one => one.textContent)")
+    for name in ("value", "return", "reward", "reward after shaping", "TD error", "advantage"):
+        assert name in names
+        assert any(label.startswith(f"{name}  ") for label in labels)
+    lines = page.evaluate("[...document.querySelectorAll('svg .mark')].map(line => Number(line.getAttribute('x1')))")
+    assert lines[2] < lines[0] == lines[1], "the TD error shows the drop one step earlier"
+    assert "TD error of step 36 is reward + value of step 37" in page.locator("main").inner_text()
     positions = page.evaluate("[...document.querySelectorAll('svg .cursor')].map(line => line.getAttribute('x1'))")
     assert len(set(positions)) == 1
     page.locator("main input[type=range]").fill("12")

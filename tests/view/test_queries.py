@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.trainer.golden import Golden
-from tests.trainer.loops import Text
+from tests.runs.golden import Golden
+from tests.runs.loops import Text
 from tests.view.planted import healthy, text_config, write_text
 from tether.commands.cli import app
 from tether.metrics.loggers.jsonl import DISCARDED_FILE, METRICS_FILE, JsonlLogger
@@ -29,6 +29,12 @@ def ask(*arguments: str) -> object:
     done = CliRunner().invoke(app, ["view", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def refusal(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["view", *arguments])
+    assert done.exit_code
+    return str(done.exception)
 
 
 def test_any_run_opens_and_names_what_it_did_not_record(golden: Golden, tmp_path: Path) -> None:
@@ -71,16 +77,35 @@ def test_samples_are_sorted_filtered_and_searched(planted: Path) -> None:
     found = ask(run, "--search", "answer is 4.", "--where", "index == 2", "--step", "7")
     assert {row["index"] for row in found["rows"]} == {2}
     assert ask(run, "--search", "no such text")["total"] == 0
+    everything = ask(run, "--limit", "100000")
+    assert everything["total"] == everything["shown"] == len(everything["rows"]) == 3200
+    some = CliRunner().invoke(app, ["view", run, "--sort", "reward", "--json"])
+    assert json.loads(some.stdout)["shown"] == 20
+    assert "20 of 3200 samples; --limit 3200 prints all of them" in some.stderr
     for arguments, message in {
         ("--where", "lenght>3"): "Did you mean length?",
         ("--where", "__import__('os')"): "not understood",
         ("--where", "length >"): "write for example",
         ("--sort", "size"): "no such column",
         ("--step", "1000"): "nearest recorded step is 100",
+        (
+            "--key",
+            "critic/scores/mean",
+        ): "no such metric in never: 'critic/scores/mean'. Did you mean critic/score/mean?",
+        ("--key", "critic/score/mean", "--limit", "3"): "--limit: does not apply to --key",
+        ("--prompts", "--step", "3"): "--step: does not apply to --prompts",
+        ("--step", "3", "--sample", "2", "--sort", "reward"): "--sort: does not apply to --sample",
     }.items():
-        done = CliRunner().invoke(app, ["view", run, "--json", *arguments])
-        assert done.exit_code
-        assert message in str(done.exception)
+        assert message in refusal(run, "--json", *arguments)
+    assert "--limit: is for --json" in refusal(run, "--limit", "3")
+    assert "--limit: is asked of one run" in refusal(str(planted / "compared"), "--limit", "3", "--json")
+
+
+def test_a_run_that_two_paths_lead_to_is_one_run(planted: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(planted / "compared")
+    folders = find_runs([planted / "compared", tmp_path / "link", planted / "compared" / "a_0"])
+    assert folders == find_runs([planted / "compared"])
+    assert len(folders) == 8
 
 
 def test_filters_carry_out_comparisons_only() -> None:
@@ -102,12 +127,26 @@ def test_filters_carry_out_comparisons_only() -> None:
 
 def test_groups_prompts_and_parts_of_the_reward(planted: Path) -> None:
     run = RunFolder(planted / "never")
-    hardest = [one["index"] for one in queries.prompts(run) if one["never"]]
-    assert hardest == [3, 6]
+    listed = ask(str(run.folder), "--prompts", "--limit", "3")
+    assert [one["index"] for one in listed["rows"]][:2] == listed["never"] == [3, 6]
+    assert (listed["total"], len(listed["rows"])) == (8, 3)
+    assert listed["solved_means"] == "acc above 0.5, a part of the reward"
+    shares = [one["solved"] / one["attempts"] for one in queries.prompts(run)["rows"]]
+    assert shares == sorted(shares)
+    assert shares[:2] == [0, 0]
+    critic = queries.prompts(RunFolder(planted / "hacked"))
+    assert not critic["never"]
+    assert all(one["solved"] < one["attempts"] / 2 for one in critic["rows"]), "politeness solves no prompt"
     listed = queries.groups(run, 50)
     assert sum(one["gradient_share"] for one in listed) == pytest.approx(1, abs=1e-5)
     assert next(one for one in listed if one["group"] == 3)["without_variance"]
     assert len(queries.group(run, 50, 3)["rows"]) == 4
+    lengths = run.columns(50)["length"]
+    spread = {one["name"]: one for one in queries.distributions(run, 50)}
+    assert list(spread) == ["reward", "length", "ratio", "advantage"]
+    assert sum(spread["length"]["counts"]) == len(lengths)
+    assert (spread["length"]["lowest"], spread["length"]["median"]) == (lengths.min(), np.median(lengths))
+    assert [one["name"] for one in queries.distributions(RunFolder(planted / "robot"), 3)] == ["return", "length"]
     assert len(queries.prompt_history(run, 3)["training"]) == 400
     hacked = {one["name"]: one["means"] for one in queries.parts(RunFolder(planted / "hacked"))}
     assert hacked["politeness"][-1] > hacked["politeness"][0] + 0.5
@@ -124,7 +163,12 @@ def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None
     assert experiments(runs) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     (told,) = compared["verdicts"]
     assert told["differ"]
-    assert "b_0 (mean of 4) is better" in told["text"]
+    assert "lr=3e-05, 4 seeds is better" in told["text"]
+    assert compared["experiments"][0] == {
+        "label": "lr=1e-05, 4 seeds", "runs": [0, 1, 2, 3], "members": ["a_0", "a_1", "a_2", "a_3"]
+    }  # fmt: skip
+    assert [row["by_experiment"] for row in compared["differences"]] == [["1e-05", "3e-05"], ["0, 1, 2, 3"] * 2]
+    assert compared["warnings"] == []
     for axis in queries.AXES:
         curves = mean_curves(runs, "critic/score/mean", axis)
         assert [curve["n"] for curve in curves] == [4, 4]
@@ -138,7 +182,29 @@ def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None
     shown = CliRunner().invoke(app, ["runs", str(planted), "--json"])
     assert {Path(run["name"]).name for run in json.loads(shown.stdout)} >= {"fell", "robot", "a_0"}
     table = CliRunner().invoke(app, ["compare", str(planted / "compared")])
-    assert "b_0 (mean of 4) is better" in table.stdout
+    assert "lr=3e-05, 4 seeds is better" in table.stdout
+
+
+def test_runs_of_equal_configuration_and_seed_count_once_and_are_named(planted: Path) -> None:
+    """A folder of unrelated runs, of which five share configuration and seed."""
+    folders = find_runs([planted])
+    runs = [RunFolder(folder) for folder in folders]
+    compared = comparison(runs)
+    pooled = next(one for one in compared["experiments"] if len(one["runs"]) > 4)
+    assert pooled["members"] == ["a_0", "a_1", "a_2", "a_3", "critic", "fell", "hacked", "never"]
+    assert pooled["label"].endswith("8 runs of 4 seeds")
+    assert "lr=1e-05" in pooled["label"]
+    (warning,) = compared["warnings"]
+    assert "8 runs of 4 seeds: 5 runs have seed 1 (a_1, critic, fell, hacked, never)" in warning
+    told = next(one for one in compared["verdicts"] if "lr=3e-05, 4 seeds" in one["text"])
+    assert "(n=4)" in told["text"]
+    assert "(n=8)" not in told["text"]
+    # The metric of a curve is offered whichever runs have it.
+    assert {"critic/score/mean", "env/return", compared["key"]} <= set(compared["keys"])
+    counts = [curve["n"] for curve in mean_curves(runs, "critic/score/mean")]
+    assert sorted(counts) == [0, 4, 4]
+    with pytest.raises(ValueError, match="Did you mean env/return"):
+        mean_curves(runs, "env/returns")
 
 
 def test_a_run_that_goes_on_resumes_and_is_rewritten_is_followed(tmp_path: Path) -> None:

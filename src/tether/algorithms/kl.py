@@ -101,7 +101,7 @@ class AdaptiveKLController:
 
     @checked
     def __init__(self, init_kl_coef: NonNegative, target_kl: Positive, horizon: Positive) -> None:
-        self.value = init_kl_coef
+        self.value = self.initial = init_kl_coef
         self.target_kl = target_kl
         self.horizon = horizon
 
@@ -113,12 +113,13 @@ class AdaptiveKLController:
         self.value *= max(0.5, 1 + error * n_steps / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the current coefficient."""
-        return {"value": self.value}
+        """Return the current coefficient, and the one that it started from."""
+        return {"value": self.value, "initial": self.initial}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load a saved coefficient."""
-        self.value = state["value"]
+        """Load a saved coefficient, unless the controller was fixed before or starts from another one now."""
+        if "value" in state and state.get("initial", self.initial) == self.initial:
+            self.value = state["value"]
 
 
 def k1(log_probs: Tokens, ref_log_probs: Tokens) -> Tokens:

@@ -22,7 +22,7 @@ def build(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activity: 
     forget_imports()
     if loaded.config.sft.enable:
         begin("loading transformers")
-        from tether.text.building.supervised import build_supervised_run
+        from tether.text.supervised import build_supervised_run
 
         return build_supervised_run(loaded, begin)
     if loaded.config.env.train.id is None:

@@ -30,12 +30,12 @@ from tether.integrations.reward_models.command import rm_app
 from tether.runtime.disk import OF_THE_DISK
 from tether.runtime.huge_pages import restart_with_huge_pages
 from tether.runtime.install import pip_install
+from tether.runtime.package_warnings import hide_warnings_of_packages
 from tether.runtime.printable import printable
 from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import (
     Activity,
     Screen,
-    hide_warnings_of_packages,
 )
 from tether.runtime.user_files import raised_by_tether, search_also
 
@@ -115,7 +115,7 @@ def _load(
         note: check every row, and call this with what is missing only on this machine.
     """
     from tether.config import load_config
-    from tether.text.building.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
+    from tether.text.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
 
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)
@@ -393,10 +393,14 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900:2 for others; default: this "
-            "machine, as tether doctor measured it.",
+            help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900,link=10:2 for others; default: "
+            "this machine, as tether doctor measured it.",
             show_default=False,
         ),
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(min=1, help="GiB of host memory of a machine; default: unknown.", show_default=False),
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.", show_default=False)] = None,
     price: Annotated[
@@ -424,7 +428,9 @@ def plan(
     from tether.plan.assumptions import Assumptions
 
     assumptions = Assumptions(prompt_mean, response_mean, response_tail, rows, reward_seconds)
-    options = PlanOptions(device, nodes, price, as_json=json, brief=brief, assumptions=assumptions)
+    options = PlanOptions(
+        device, nodes, price, as_json=json, brief=brief, host_memory=host_memory, assumptions=assumptions
+    )
     code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
     if code:
         raise typer.Exit(code)

@@ -11,8 +11,8 @@ from tether.loop.checkpoint import check_saving
 from tether.metrics.loggers import RunInfo, build_loggers
 from tether.runtime.run_lock import RunLock
 from tether.runtime.terminal import Screen
-from tether.text.building.standalone import build_critic_pretraining
 from tether.text.learning.critic_pretraining import EXPLAINED
+from tether.text.standalone import build_critic_pretraining
 
 
 def pretrain_critic(

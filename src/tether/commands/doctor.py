@@ -55,6 +55,8 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "trainer.logger=tensorboard"),
     "wandb": ("wandb", "trainer.logger=wandb"),
     "mlflow-skinny": ("mlflow", "trainer.logger=mlflow"),
+    "trackio": ("trackio", "trainer.logger=trackio"),
+    "swanlab": ("swanlab", "trainer.logger=swanlab"),
 }
 
 

@@ -169,9 +169,9 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     Raises:
         ValueError: there is no server of this name, or no environment with it.
     """
-    from tether.text.building.named_inputs import server_python
-    from tether.text.building.servers import launcher
+    from tether.text.named_inputs import server_python
     from tether.text.sampling.config import SERVERS
+    from tether.text.servers.build import launcher
 
     if name not in SERVERS:
         raise ValueError(f"{name}: no such server.{did_you_mean(name, SERVERS)} Servers: {', '.join(SERVERS)}")

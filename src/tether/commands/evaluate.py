@@ -22,9 +22,9 @@ from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import set_threads
 from tether.runtime.terminal import Screen, Waiting
-from tether.text.building.standalone import build_evaluator
 from tether.text.models.model_path import resolve_model_path
 from tether.text.sampling.protocol import NoiseKey
+from tether.text.standalone import build_evaluator
 
 
 def evaluate(model: str, file: Path | None, overrides: Sequence[str]) -> None:

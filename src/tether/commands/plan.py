@@ -13,20 +13,27 @@ import typer
 
 from tether.config import LoadedConfig
 from tether.integrations import integration
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
 from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
-from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
-from tether.plan.devices import Device, measured, read_device
+from tether.plan.comparison import (
+    TIMING,
+    compare,
+    corrections_file,
+    corrections_of,
+    keep_corrections,
+    medians_of,
+    settings_of,
+)
+from tether.plan.devices import Device, gib, host_memory, measured, read_device
 from tether.plan.planning import Plan, Planner
 from tether.plan.report import (
     Row,
     as_data,
     case_table,
-    change_table,
-    gib,
-    host_warning,
+    change_lines,
     length_table,
     memory_table,
+    short,
     span,
     summary,
     time_table,
@@ -35,6 +42,8 @@ from tether.runtime.terminal import Screen
 
 LoadConfig = Callable[[Sequence[str]], LoadedConfig]
 DOES_NOT_FIT = 1
+WIDTH, GAP = 120, 2
+"""Columns of a table, and between two of its own."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class PlanOptions:
     price: str | None = None
     as_json: bool = False
     brief: bool = False
+    host_memory: float | None = None
+    """GiB of a machine; None: of this one if it is planned for, else unknown."""
     assumptions: Assumptions = NOTHING_GIVEN
 
 
@@ -85,40 +96,107 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     price = read_price(options.price)
     if len(arguments) == 1 and Path(arguments[0]).is_dir():
         return show_comparison(Path(arguments[0]), options)
-    loaded, device = load_for(arguments, options, load)
-    if (env := loaded.config.env.train.id) is not None:
-        raise ValueError(
-            f"env.train.id={env}: runs in simulators are not planned, only those of language models. The first steps "
-            "of the run show its memory and its steps per second."
-        )
+    try:
+        loaded, device = load_for(arguments, options, load)
+    except ValueError:
+        in_simulator = _simulator_run(arguments, load)
+        if in_simulator is None:
+            raise
+        return show_control_plan(in_simulator, options)
+    if loaded.config.env.train.id is not None:
+        return show_control_plan(load(arguments), options)
     if loaded.config.sft.enable:
         raise ValueError("sft.enable=True: fine-tuning is not planned, only PPO of language models")
-    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device))
+    is_here = options.device in (None, "this")
+    host = options.host_memory or (host_memory() if is_here else None)
+    planner = Planner(loaded.config, device, options.assumptions, corrections_of(device), host)
     plan = planner.plan()
     changes = [] if plan.verdict == "fits" else smallest_changes(planner)
-    largest = largest_micro_batch(planner)
+    fits = plan.verdict != "does not fit" and plan.share <= 1
+    largest = largest_micro_batch(planner) if fits else None
     if options.as_json:
         typer.echo(json.dumps(as_data(plan, changes, largest), indent=1))
     else:
         screen = Screen()
-        for line in summary(plan, price):
+        for line in summary(plan, price, _source_of_steps(loaded, options.assumptions)):
             screen.print(line, soft_wrap=True)
-        if warning := host_warning(plan):
-            screen.print(warning, soft_wrap=True)
+        if is_here and plan.cluster.count > 1:
+            screen.print(_division(plan), soft_wrap=True)
         if changes:
             screen.print("\nit fits with one of these, by the time that a step then takes:")
-            _print_table(screen, change_table(changes))
+            for line in change_lines(changes):
+                screen.print(line, soft_wrap=True)
         elif plan.verdict != "fits":
             screen.print("\nno setting makes it fit: take more devices, larger ones, or a smaller model")
         if largest:
-            screen.print(f"largest micro-batch that fits: {largest[0]}={largest[1]}", soft_wrap=True)
+            screen.print(f"largest micro-batch that fits for the update: {largest[0]}={largest[1]}", soft_wrap=True)
         if not options.brief:
             _print_tables(screen, planner, plan)
-    return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+    return 0 if fits else DOES_NOT_FIT
+
+
+def _simulator_run(arguments: Sequence[str], load: LoadConfig) -> LoadedConfig | None:
+    """Return the configuration of a run in a simulator, which devices of a text run contradict; None for another."""
+    try:
+        loaded = load(arguments)
+    except ValueError:
+        return None
+    return loaded if loaded.config.env.train.id is not None else None
+
+
+def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
+    """Print the plan of a run in a simulator, and return the exit code: 1 if it does not fit.
+
+    Raises:
+        ValueError: it is asked for another machine, or this kind of run is not planned.
+    """
+    env = loaded.config.env.train.id
+    for option, value in (("--device", options.device), ("--nodes", options.nodes)):
+        if value not in (None, "this"):
+            raise ValueError(
+                f"{option} {value}: a run in a simulator (env.train.id={env}) is planned for this machine alone, where "
+                f"the simulator is measured. Leave {option} out"
+            )
+    screen = Screen(stderr=options.as_json)
+    screen.print(f"{env}: measuring the simulator and the policy, which takes some seconds")
+    from tether.control.plan import plan_control  # imports torch
+
+    plan = plan_control(loaded)
+    if options.as_json:
+        typer.echo(json.dumps(plan.as_data(), indent=1))
+    else:
+        for line in plan.summary():
+            screen.print(line, soft_wrap=True)
+        if not options.brief:
+            screen.print("\ntime", style="bold")
+            spans = [(phase, span(interval)) for phase, interval in plan.phases.items()]
+            _print_table(screen, (("phase", "seconds of a training step"), spans))
+    return 0 if plan.fits else DOES_NOT_FIT
+
+
+def _source_of_steps(loaded: LoadedConfig, assumptions: Assumptions) -> str:
+    """Return where the number of steps is from."""
+    trainer, rows = loaded.config.trainer, rows_of_data(loaded.config, assumptions)
+    if trainer.total_training_steps is not None or rows is None:
+        return "trainer.total_training_steps"
+    s = "" if trainer.total_epochs == 1 else "s"
+    default = ", the default" if loaded.sources["trainer.total_epochs"] == "default" else ""
+    return f"{rows.count:,} rows, {rows.source}; {trainer.total_epochs} epoch{s}{default}"
+
+
+def _division(plan: Plan) -> str:
+    """Return the sentence that says what several ranks without `--device` mean."""
+    count, here = plan.cluster.count, plan.cluster.per_node
+    if plan.cluster.device.is_cpu:
+        return f"this one machine is divided: each of its {here} processes has 1/{here} of the memory and the rates"
+    return f"each of the {count} devices is taken to be like the one that `tether doctor` measured here"
 
 
 def show_comparison(run: Path, options: PlanOptions) -> int:
     """Print a run beside its plan, keep the correction for its device, and return the exit code 0."""
+    loaded = settings_of(run)
+    if loaded.config.env.train.id is not None:
+        return _show_control_comparison(run, loaded, options)
     device = read_device(options.device)[0] if options.device else measured()
     results = compare(run, device, corrections_of(device))
     keep_corrections(device, results.corrections)
@@ -130,14 +208,33 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
     if results.peak:
         planned_peak, peak = results.peak
         rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
+    _print_comparison(rows, options)
+    if not options.as_json:
+        message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
+        Screen().print(message, soft_wrap=True)
+    return 0
+
+
+def _show_control_comparison(run: Path, loaded: LoadedConfig, options: PlanOptions) -> int:
+    """Print a run in a simulator beside its plan, which is measured now."""
+    from tether.control.plan import plan_control  # imports torch
+
+    medians, plan = medians_of(run), plan_control(loaded)
+    rows = [
+        (phase, span(planned), f"{short(seconds)} s", f"{seconds / planned.middle:.2f}")
+        for phase, planned in plan.phases.items()
+        if (seconds := medians.get(f"{TIMING}{phase}")) and planned.middle
+    ]
+    _print_comparison(rows, options)
+    return 0
+
+
+def _print_comparison(rows: Sequence[Row], options: PlanOptions) -> None:
     if options.as_json:
         columns = ("phase", "planned", "measured", "measured / planned")
         typer.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
-        return 0
-    screen = Screen()
-    _print_table(screen, (("phase", "planned", "measured", "/ planned"), rows))
-    screen.print(f"later plans for {device.name} are corrected by these times ({corrections_file()})", soft_wrap=True)
-    return 0
+    else:
+        _print_table(Screen(), (("phase", "planned", "measured", "/ planned"), rows))
 
 
 def _print_tables(screen: Screen, planner: Planner, plan: Plan) -> None:
@@ -155,9 +252,12 @@ def _print_table(screen: Screen, table: tuple[Row, Sequence[Row]]) -> None:
     from rich.table import Table  # slow to import
 
     columns, rows = table
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        shown.add_column(column, overflow="fold")
+    widths = [max(map(len, cells)) + GAP for cells in zip(columns, *rows, strict=True)]
+    widest = widths.index(max(widths))
+    shown = Table(box=None, padding=(0, GAP, 0, 0))
+    for index, column in enumerate(columns):
+        limit = max(20, WIDTH - sum(widths) + widths[widest]) if index == widest else None
+        shown.add_column(column, overflow="fold", max_width=limit)
     for row in rows:
         shown.add_row(*row)
     screen.print(shown)

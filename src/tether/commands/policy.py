@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tether.control.collecting.agent import EnvAgent
     from tether.control.envs.gymnasium_types import Env
-    from tether.text.building.generator import Encode
+    from tether.text.sampling.build import Encode
     from tether.text.sampling.engine import NativeEngine
 
 
@@ -47,7 +47,7 @@ class Policy:
     """A trained policy: a language model with `generate`, or a control policy with `predict`.
 
     Args:
-        text: result of `tether.text.building.generator.build_generator`; None: this is a control policy.
+        text: result of `tether.text.sampling.build.build_generator`; None: this is a control policy.
         control: result of `tether.control.build.build_agent`; None: this is a language model.
     """
 
@@ -206,7 +206,7 @@ def load(
 
 def _generator() -> Callable[..., Any]:
     # Imported only if needed, like `build_agent`: the modules for one kind of policy are slow to load for the other.
-    build: Callable[..., Any] = importlib.import_module("tether.text.building.generator").build_generator
+    build: Callable[..., Any] = importlib.import_module("tether.text.sampling.build").build_generator
     return build
 
 

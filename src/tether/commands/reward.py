@@ -16,7 +16,6 @@ from transformers.utils.logging import disable_progress_bar
 from tether.config import LoadedConfig
 from tether.runtime.install import pip_install
 from tether.runtime.terminal import Screen, Waiting
-from tether.text.building.standalone import RewardTrial, build_reward_trial
 from tether.text.rewards.audit import (
     FAULT_SHARE,
     TRUTH,
@@ -29,6 +28,7 @@ from tether.text.rewards.audit import (
     verdicts,
 )
 from tether.text.rewards.outcome import RewardOutcome, RewardRequest
+from tether.text.standalone import RewardTrial, build_reward_trial
 
 _SCALE = "on a scale from the worst replies to the ground truth"
 MEANINGS = {

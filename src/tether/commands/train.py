@@ -14,9 +14,9 @@ from tether.config import LoadedConfig, RunConfig, changes_since
 from tether.loop.engine import named_out_of_memory
 from tether.loop.parts import Callbacks
 from tether.loop.run import Run
-from tether.plan.devices import GIB, Device
+from tether.plan.devices import GIB, Device, gib, host_memory
 from tether.plan.planning import Planner
-from tether.plan.report import cause, gib
+from tether.plan.report import cause
 from tether.runtime.interrupt import Interrupt, graceful_interrupt
 from tether.runtime.machine import available_memory, computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankLost
@@ -115,13 +115,14 @@ def memory_warning(config: RunConfig) -> str | None:
     memory = size / GIB
     machine = Device(device.type, memory, 1, 1, 1, is_cpu=device.type == "cpu", bfloat16=computes_in_bfloat16(device))
     try:
-        plan = Planner(config, machine).plan()
+        plan = Planner(config, machine, host_memory=host_memory()).plan()
     except ValueError:  # a model whose sizes are not known, or a problem that the run itself reports
         return None
     if plan.verdict != "does not fit":
         return None
+    reason = plan.problem or f"{gib(plan.peak)} of {gib(size)}. {cause(plan)}"
     return (
-        f"this run does not fit: {gib(plan.peak)} of {gib(size)}. {cause(plan)} `tether plan` with the same arguments "
+        f"this run does not fit: {reason} `tether plan` with the same arguments "
         "lists what makes it fit; trainer.check_memory=off leaves this check out"
     )
 

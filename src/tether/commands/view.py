@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tether.view.run import RunFolder
 
 Folders = Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that contain runs.")]
+DEFAULT_LIMIT = 20
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
@@ -37,7 +39,15 @@ def view(
     sort: Annotated[
         str | None, typer.Option(help="With --json: sort by a column; -COLUMN in descending order.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="With --json: at most this many samples.")] = 20,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --json: maximum number of samples or prompts; default 20, without an upper limit."
+        ),
+    ] = None,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="With --json: the training prompts, those that were never solved first.")
+    ] = False,
     key: Annotated[
         list[str] | None, typer.Option("--key", "-k", help="With --json: the values of a metric by step.")
     ] = None,
@@ -49,17 +59,23 @@ def view(
     """
     from tether.view.run import RunFolder, find_runs
 
+    query = Query(step, sample, where, search, sort, limit)
+    given = [*query.given, *(["--prompts"] if prompts else []), *(["--key"] if key else [])]
+    if given and not as_json:
+        raise ValueError(f"{given[0]}: is for --json, which prints the answer; the page has it as a filter or a link")
     folders = find_runs(runs)
+    if given and len(folders) > 1:
+        raise ValueError(f"{given[0]}: is asked of one run, and there are {len(folders)}; name one of them")
     if as_json:
         opened = [RunFolder(folder) for folder in folders]
         if len(opened) > 1:
             answer = _comparison(opened)
         elif key:
-            from tether.view.queries import curves
-
-            answer = curves(opened[0], key)
+            answer = _curves(opened[0], key, [one for one in given if one != "--key"])
+        elif prompts:
+            answer = _prompts(opened[0], limit, [one for one in given if one not in ("--prompts", "--limit")])
         else:
-            answer = _answer(opened[0], step, sample, where, search, sort, limit)
+            answer = _answer(opened[0], query)
         typer.echo(json.dumps(answer, ensure_ascii=False, default=str).encode(errors="backslashreplace"))
     elif export:
         from tether.view.export import write_page
@@ -78,25 +94,71 @@ def view(
         serve(folders, port, typer.echo)
 
 
-def _answer(
-    run: RunFolder,
-    step: int | None,
-    sample: int | None,
-    where: str | None,
-    search: str | None,
-    sort: str | None,
-    limit: int,
-) -> object:
+@dataclass(frozen=True)
+class Query:
+    """What is asked of the samples of a run."""
+
+    step: int | None
+    sample: int | None
+    where: str | None
+    search: str | None
+    sort: str | None
+    limit: int | None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given, as they are written."""
+        return [f"--{name}" for name, value in asdict(self).items() if value is not None]
+
+
+def _curves(run: RunFolder, keys: list[str], others: list[str]) -> object:
+    from tether.view.queries import curves
+
+    if others:
+        raise ValueError(f"{others[0]}: does not apply to --key, which prints all steps of a metric; leave it out")
+    return curves(run, keys)
+
+
+def _prompts(run: RunFolder, limit: int | None, others: list[str]) -> object:
+    from tether.view.queries import prompts
+
+    if others:
+        raise ValueError(f"{others[0]}: does not apply to --prompts, which is about all steps; leave it out")
+    if run.kind != "text":
+        raise ValueError(f"--prompts: {run.folder} is a run in a simulator, which has no prompts")
+    answer = prompts(run, limit or DEFAULT_LIMIT)
+    _say_what_is_missing(len(answer["rows"]), answer["total"], "prompts")
+    return answer
+
+
+def _answer(run: RunFolder, query: Query) -> object:
     from tether.view import queries
     from tether.view.advice import advise
 
-    if sample is not None:
-        if step is None:
+    if query.sample is not None:
+        if query.step is None:
             raise ValueError("--sample: name its step, too: --step N --sample ROW")
-        return (queries.sample if run.kind == "text" else queries.episode)(run, step, sample)
-    if step is None and where is None and search is None and sort is None:
+        others = [one for one in query.given if one not in ("--step", "--sample")]
+        if others:
+            raise ValueError(f"{others[0]}: does not apply to --sample, which is one row; leave it out")
+        return (queries.sample if run.kind == "text" else queries.episode)(run, query.step, query.sample)
+    if not query.given:
         return queries.overview(run) | {"advice": advise(run)}
-    return queries.samples(run, step=step, where=where, text=search, sort=sort, limit=limit)
+    answer = queries.samples(
+        run,
+        step=query.step,
+        where=query.where,
+        text=query.search,
+        sort=query.sort,
+        limit=query.limit or DEFAULT_LIMIT,
+    )
+    _say_what_is_missing(answer["shown"], answer["total"], "samples" if run.kind == "text" else "episodes")
+    return answer
+
+
+def _say_what_is_missing(shown: int, total: int, what: str) -> None:
+    if shown < total:
+        typer.echo(f"{shown} of {total} {what}; --limit {total} prints all of them", err=True)
 
 
 def _comparison(runs: Sequence[RunFolder]) -> object:
@@ -151,14 +213,16 @@ def compare(runs: Folders, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(compared, ensure_ascii=False, default=str))
         return
-    table = Table("differs in", *compared["names"])
+    table = Table("differs in", *(one["label"] for one in compared["experiments"]))
     for row in compared["differences"]:
-        table.add_row(row["key"], *map(str, row["values"]))
+        table.add_row(row["key"], *row["by_experiment"])
     screen.print(table)
-    results = Table("run", "steps", str(compared["key"]), "seconds of steps")
-    for one in compared["results"]:
+    results = Table("experiment", "run", "seed", "steps", str(compared["key"]), "seconds of steps")
+    for one in sorted(compared["results"], key=lambda one: one["experiment"]):
         values = ("-" if value is None else f"{value:.4g}" for value in (one["result"], one["seconds"]))
-        results.add_row(one["name"], str(one["steps"]), *values)
+        results.add_row(one["experiment"], one["name"], str(one["seed"]), str(one["steps"]), *values)
     screen.print(results)
+    for warning in compared["warnings"]:
+        screen.print(f"warning: {warning}", soft_wrap=True)
     for verdict in compared["verdicts"]:
         screen.print(verdict["text"], soft_wrap=True)

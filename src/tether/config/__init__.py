@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tether.config.adapters import ADAPTER_CONFIG
     from tether.config.changes import DRAW, NO_DRAW, changes_since, check_resumable, minimal_tree, saved_values
     from tether.config.devices import device_count, models_of, placed, pools, uses_megatron
     from tether.config.explanations import explain, format_inheritance, format_tree
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tether.config.weight_files import reads_weights, stored_weights
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "DRAW",
     "NO_DRAW",
     "ActorRolloutRefConfig",
@@ -77,6 +79,7 @@ __all__ = [
 _FOUND_IN = {
     name: module
     for module, names in {
+        "tether.config.adapters": ("ADAPTER_CONFIG",),
         "tether.config.changes": (
             "DRAW",
             "NO_DRAW",

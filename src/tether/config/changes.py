@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ NO_DRAW = (
 )
 """Prefixes of the keys among them that do not change a batch: for memory, machines and validation."""
 
-AT_CONSTRUCTION = ("policy.", *(f"actor_rollout_ref.model.{key}" for key in ("lora_", "target_modules")))
+_ADAPTED, _OF_ADAPTERS = ("actor_rollout_ref.model", "critic.model"), ("lora_", "target_modules", "exclude_modules")
+AT_CONSTRUCTION = ("policy.", *(f"{model}.{key}" for model in _ADAPTED for key in _OF_ADAPTERS))
 """Prefixes of the keys that act when models are built; a resumed run loads its models from the checkpoint."""
 NOT_AT_CONSTRUCTION = (
     *(f"policy.{key}" for key in ("normalize_rewards", "clip_rewards", "tokenizer_path")),
@@ -45,9 +46,15 @@ NOT_AT_CONSTRUCTION = (
 def saved_values(saved: Path) -> dict[str, object] | None:
     """Return the flat table of a ``run.yaml``; None if a version with other keys wrote it."""
     try:
-        return values_of(load_config(saved, []).config)
-    except ConfigError:
+        values = _saved_values(saved.resolve(), saved.stat().st_mtime_ns)
+    except (ConfigError, OSError):
         return None
+    return dict(values)
+
+
+@lru_cache(maxsize=16)  # a run that resumes asks four times
+def _saved_values(saved: Path, _modified: int) -> dict[str, object]:
+    return values_of(load_config(saved, []).config)
 
 
 def changes_since(

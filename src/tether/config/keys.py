@@ -176,7 +176,8 @@ def _switch(path: str, mark: ActsIf | None) -> ActsIf | None:
     """Return the mark with absolute keys; None for the key that switches its own section."""
     if mark is None or _absolute(path, mark.key) == path:
         return None
-    return replace(mark, key=_absolute(path, mark.key), other=_switch(path, mark.other))
+    other, also = _switch(path, mark.other), _switch(path, mark.also)
+    return replace(mark, key=_absolute(path, mark.key), other=other, also=also)
 
 
 def _mark(kind: type[Mark], metadata: Iterable[object]) -> Mark | None:

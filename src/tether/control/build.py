@@ -2,9 +2,10 @@
 
 1. `fit_defaults`: defaults that depend on the environment.
 2. `_schedule`: when to save, test and stop.
-3. `_roles`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
+3. `build_roles`: environments (`make_env`), policy (`policy_of`), `FlatEngine` and `EnvCollector`.
 4. `build_evaluation`: environments for evaluation.
-5. The trainer: `_actor`, which learns by `ControlLoss`; `EnvRewards`, `ControlAdvantages` and `LearnedDecisions`.
+5. The trainer: `build_learner`, whose result learns by `ControlLoss`; `EnvRewards`, `ControlAdvantages` and
+   `LearnedDecisions`.
 6. `_preflight`: what is checked before the first step.
 
 A part is made by its `from_config`, which takes the sections that it reads.
@@ -98,7 +99,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         if checkpoint:
             check_identity(checkpoint, identity)
         schedule = _schedule(trainer_config, train)
-        roles, groups = _roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
+        roles, groups = build_roles(config, checkpoint, schedule.total_steps, directory / "ranks", resources)
         policy = roles.policy
         evaluation = None
         if trainer_config.test_freq > 0 or (trainer_config.val_before_train and not checkpoint):
@@ -122,7 +123,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         trainer = Trainer(
             source=source,
             rollouts=rollouts,
-            actor=_actor(config, roles, schedule.total_steps),
+            actor=build_learner(config, roles, schedule.total_steps),
             critic=None,
             reference=None,
             reward_transforms=[EnvRewards.from_config(train, config.policy, config.algorithm)],
@@ -190,14 +191,18 @@ def identity_of(config: RunConfig) -> dict[str, str]:
     return {"env.train.id": str(config.env.train.id), "policy": repr(config.policy)}
 
 
+def training_steps(trainer: TrainerConfig, train: TrainEnvConfig) -> int:
+    """Return the number of training steps of a run."""
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    assert trainer.total_env_steps is not None
+    rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
+    return math.ceil(trainer.total_env_steps / rollout)
+
+
 def _schedule(trainer: TrainerConfig, train: TrainEnvConfig) -> Schedule:
-    steps = trainer.total_training_steps
-    if steps is None:
-        assert trainer.total_env_steps is not None
-        rollout = train.total_num_envs * train.max_steps_per_rollout_epoch * train.rollout_epoch
-        steps = math.ceil(trainer.total_env_steps / rollout)
     return Schedule(
-        steps,
+        training_steps(trainer, train),
         save_freq=trainer.save_freq,
         test_freq=trainer.test_freq,
         val_before_train=trainer.val_before_train,
@@ -217,7 +222,7 @@ class ControlRoles:
     collector: EnvCollector
 
 
-def _roles(
+def build_roles(
     config: RunConfig, checkpoint: Path | None, total_steps: int, logs: Path, resources: ExitStack
 ) -> tuple[ControlRoles, RankGroups | None]:
     """Build the roles in this process, or on several devices together with the groups of processes."""
@@ -408,7 +413,7 @@ def _open_video(env: VectorEnv, folder: Path, fps: int) -> OpenVideo:
     return lambda name: videos.open_video(env, folder / f"{name}.mp4", fps)
 
 
-def _actor(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
+def build_learner(config: RunConfig, roles: ControlRoles, total_steps: int) -> Learner[Any, RolloutOutputs]:
     """Return the learner of a policy and its critic, which share a model."""
     actor = config.actor_rollout_ref.actor
     plan = UpdatePlan(

@@ -49,6 +49,15 @@ def loss_has_no_second_sampler(cfg: RunConfig) -> Problem | None:
     return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use vanilla, which is the same here")
 
 
+def loss_fits_densities(cfg: RunConfig) -> Problem | None:
+    """Continuous actions have densities, whose differences bound nothing."""
+    mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
+    if mode not in ("dppo_tv", "dppo_kl"):
+        return None
+    what = f"{mode} compares the probabilities of tokens; embodied runs have densities of actions"
+    return Problem(f"{ACTOR}.policy_loss.loss_mode", what, "use vanilla, which compares ratios")
+
+
 def device_pays(cfg: RunConfig) -> Problem | None:
     """Only large networks may be on another device than the CPU."""
     if cfg.trainer.device in ("auto", "cpu") or cfg.policy.model_type in LARGE:
@@ -208,6 +217,7 @@ RULES: tuple[Rule, ...] = (
     devices_are_named,
     devices_have_environments,
     loss_has_no_second_sampler,
+    loss_fits_densities,
     estimator_fits_episodes,
     critic_exists,
     critic_has_layers,

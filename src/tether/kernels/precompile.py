@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 
 from tether.kernels.dispatch import REFERENCE, kernels_for
+from tether.runtime.package_warnings import quiet_fork
 from tether.runtime.threads import usable_cores
 
 
@@ -50,7 +51,7 @@ def compile_kernels(modules: Iterable[ModuleType]) -> None:
         (module, name) for module in modules for name, value in vars(module).items() if isinstance(value, Kernel)
     ]
     # A forked process has already imported what it compiles, and the cache on the disk is all that it has to return.
-    with ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("fork")) as pool:
+    with quiet_fork(), ProcessPoolExecutor(usable_cores(), multiprocessing.get_context("fork")) as pool:
         list(pool.map(_compile, [module.__name__ for module, _ in kernels], [name for _, name in kernels]))
 
 

@@ -137,7 +137,7 @@ def check_saving(root: Path, engines: Mapping[str, Engine[Any, Any]]) -> None:
                 raise ValueError(
                     f"the {role} cannot be saved, which a check before the first step showed ({type(error).__name__}: "
                     f"{error}). Fix that, or use another model or, with LoRA, other layers "
-                    "(actor_rollout_ref.model.target_modules)."
+                    "(model.target_modules)."
                 ) from error
     set_rng_state(rng)  # the libraries that write files may draw random numbers
 

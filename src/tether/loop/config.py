@@ -30,9 +30,9 @@ from tether.config.schema.section import (
 from tether.runtime.threads import MAX_THREADS
 
 LoggerName = Literal[
-    "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"
+    "console", "file", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "vemlp_wandb", "clearml"
 ]  # fmt: skip
-LATER = ("swanlab", "vemlp_wandb", "clearml", "trackio")
+LATER = ("vemlp_wandb", "clearml")
 TESTS = ActsIf("trainer.test_freq", off=(-1,), other=ActsIf("trainer.val_before_train", off=(False,)))
 ROLLS_BACK = ActsIf("trainer.on_collapse", on=("rollback",))
 Loggers = Annotated[tuple[LoggerName | OwnFunction, ...], BeforeValidator(as_strings)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,6 +103,14 @@ def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -
     return torch.optim.AdamW(
         trainable, lr=options.lr, weight_decay=options.weight_decay, betas=options.betas, eps=options.eps, fused=True
     )
+
+
+def load_adamw(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load the saved state of every weight; the options stay the configured ones, which may have changed since."""
+    configured = optimizer.state_dict()["param_groups"]
+    saved = state["param_groups"]
+    groups = [options | {"params": group["params"]} for options, group in zip(configured, saved, strict=True)]
+    optimizer.load_state_dict(dict(state) | {"param_groups": groups})
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

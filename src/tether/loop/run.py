@@ -202,6 +202,7 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
         "tau_pos": actor.tau_pos,
         "tau_neg": actor.tau_neg,
         "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+        "dro_beta": actor.policy_loss.dro_beta,
         "behave_weight_threshold": actor.policy_loss.behave_weight_threshold,
         "clip_ratio_low": actor.clip_ratio_low,
         "clip_ratio_high": actor.clip_ratio_high,
@@ -243,4 +244,5 @@ def selection_options(actor: ActorConfig) -> dict[str, float]:
         "clip_cov_lb": loss.clip_cov_lb,
         "clip_cov_ub": loss.clip_cov_ub,
         "kl_cov_ratio": loss.kl_cov_ratio,
+        "m2_threshold": loss.m2_threshold,
     }

@@ -22,7 +22,7 @@ class MetricInfo:
     healthy: str | None = None
     """The range of a healthy run, if there is a typical one."""
     when: str | None = None
-    """The condition under which it is logged; None: by the runs of tests/trainer/test_metric_keys.py."""
+    """The condition under which it is logged; None: by the runs of tests/runs/test_metric_keys.py."""
 
 
 def _spread(prefix: str, what: str, healthy_mean: str | None = None) -> dict[str, MetricInfo]:

@@ -53,6 +53,8 @@ class Architecture:
     """Number of first layers of a mixture that have no experts."""
     latent: LatentAttention | None = None
     named: str = "the model"
+    source: str = ""
+    """Where the sizes are from."""
 
     @property
     def embedding(self) -> int:
@@ -225,8 +227,9 @@ SYNONYMS = {
     "fsfairx-llama3": "llama-3-8b", "skywork-reward-v2-": "",
 }  # fmt: skip
 """Beginnings of names of models that have the sizes of others."""
-_ENDINGS = re.compile(
-    r"-(instruct|chat|it|base|hf|rm-v0\.1|rm|v\d[\w.]*|\d{4}|rl|sft|gptq|awq|bf16|zh|thinking|bnb-4bit|gguf)$"
+_ENDINGS = re.compile(r"-(instruct|chat|it|base|hf|rm-v0\.1|rm|v\d[\w.]*|\d{4}|rl|sft|bf16|zh|thinking|gguf)$")
+_QUANTIZED = re.compile(
+    r"(?:^|[-_.])(gptq|awq|bnb|eetq|aqlm|hqq|fp8|[mn][vx]?fp4|nf4|w\dax?\d+|int[48]|[48]-?bit)(?=$|[-_.])"
 )
 
 
@@ -236,6 +239,9 @@ def from_config(config: Mapping[str, object], named: str) -> Architecture:
     Raises:
         ValueError: a size is missing; the message names the key.
     """
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(f"{named}: {_quantized(method)}")
     text = config.get("text_config")
     values = {**config, **text} if isinstance(text, dict) else dict(config)
 
@@ -280,6 +286,10 @@ def from_config(config: Mapping[str, object], named: str) -> Architecture:
     )
 
 
+def _quantized(method: object) -> str:
+    return f"its weights are quantized ({method}), and quantized weights are not trained. Name the plain model."
+
+
 def known_name(path: str) -> str | None:
     """Return the name in `KNOWN` of a model's path or hub id; None if it is not there."""
     name = re.sub(r"^modelscope:", "", path).rstrip("/").rsplit("/", 1)[-1].lower()
@@ -302,9 +312,12 @@ def architecture_of(path: str, key: str) -> Architecture:
         file = folder / "config.json"
         if file.is_file():
             try:
-                return from_config(json.loads(file.read_text(encoding="utf-8")), path)
+                sizes = from_config(json.loads(file.read_text(encoding="utf-8")), path)
+                return replace(sizes, source="sizes of its config.json")
             except (OSError, json.JSONDecodeError) as error:
                 raise ValueError(f"{key}={path}: {file} cannot be read ({error}). Copy it again") from None
+    if quantized := _QUANTIZED.search(path.rstrip("/").rsplit("/", 1)[-1].lower()):
+        raise ValueError(f"{key}={path}: {_quantized(quantized[1])}")
     name = known_name(path)
     if name is None:
         meant = did_you_mean(path.rsplit("/", 1)[-1].lower(), KNOWN)
@@ -312,7 +325,7 @@ def architecture_of(path: str, key: str) -> Architecture:
             f"{key}={path}: the sizes of this model are not known.{meant} "
             f"Give a folder with its config.json, or one of {', '.join(KNOWN)}"
         )
-    return replace(KNOWN[name], named=path)
+    return replace(KNOWN[name], named=path, source=f"sizes of {name}")
 
 
 def _folders(path: str) -> list[Path]:

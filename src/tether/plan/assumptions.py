@@ -8,8 +8,23 @@ from pathlib import Path
 from tether.config import RunConfig
 from tether.plan.timing import Lengths
 
-ROWS = {"gsm8k": 7473, "math": 7500, "dapo": 17398, "full_hh_rlhf": 112052, "eurus": 455261}
-"""Training rows of published data sets, by a word in their paths."""
+
+@dataclass(frozen=True)
+class RowCount:
+    """A number of rows, and where it is from."""
+
+    count: int
+    source: str
+
+
+ROWS = {
+    "gsm8k": RowCount(7473, "as GSM8K has"),
+    "dapo": RowCount(17398, "as DAPO-Math-17k has"),
+    "full_hh_rlhf": RowCount(112052, "as full-hh-rlhf has"),
+    "eurus": RowCount(455261, "as Eurus-2 has"),
+    "math": RowCount(7500, "as MATH has"),
+}
+"""Training rows of published data sets, by a word in their paths; the first one counts."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +66,31 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     return Lengths(prompt, mean, tail, limit)
 
 
-def rows_of_data(config: RunConfig, assumptions: Assumptions) -> int | None:
+def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
     """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
     data = config.data
     if assumptions.rows is not None:
-        rows = assumptions.rows
+        rows = RowCount(assumptions.rows, "by --rows")
     else:
         counts = [_rows(file) for file in data.train_files]
-        if not counts or None in counts:
+        known = [count for count in counts if count is not None]
+        if not counts or len(known) < len(counts):
             return None
-        rows = sum(count for count in counts if count)
-    return rows if data.train_max_samples < 0 else min(rows, data.train_max_samples)
+        rows = RowCount(
+            sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known))
+        )
+    if 0 <= data.train_max_samples < rows.count:
+        return RowCount(data.train_max_samples, "by data.train_max_samples")
+    return rows
 
 
-def _rows(file: str) -> int | None:
+def _rows(file: str) -> RowCount | None:
     path = Path(file).expanduser()
     if path.is_file() and path.suffix == ".jsonl":
         with path.open("rb") as lines:
-            return sum(1 for line in lines if line.strip())
+            return RowCount(sum(1 for line in lines if line.strip()), f"counted in {path.name}")
     if path.is_file() and path.suffix == ".parquet":
         from pyarrow.parquet import read_metadata
 
-        return int(read_metadata(path).num_rows)
-    return next((count for word, count in ROWS.items() if word in file.lower()), None)
+        return RowCount(int(read_metadata(path).num_rows), f"counted in {path.name}")
+    return next((rows for word, rows in ROWS.items() if word in file.lower()), None)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tether.config import RunConfig, with_values
 from tether.plan.devices import GIB, Cluster
 from tether.plan.memory import total
-from tether.plan.planning import NEAR, DeviceGroup, Interval, Plan, Planner, step_of
+from tether.plan.planning import NEAR, Interval, Plan, Planner, step_of
 from tether.text.sampling.config import SERVERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-LORA_RANK = 32
-MOST_MOVES = 6
-OFFLOADED, LORA = 0.02, 0.1
-"""What a change has to take away more than another one, as a share of what is too much, because it costs more."""
+LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", 32
+UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
+MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
+"""What is moved to the host -> the last part of the key."""
+AS_FAST = 1.02
+"""Up to this ratio of their times two changes count as equally fast."""
 Values = Mapping[str, object]
+Options = list[dict[str, object]]
+"""Settings of the same kind, from the one that costs least time to the one that needs least memory; {}: as it is."""
 
 
 @dataclass(frozen=True)
@@ -37,52 +42,84 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _excess(groups: tuple[DeviceGroup, ...], memory: float) -> float:
-    """Return the bytes by which the phases together need more than 90 % of the devices."""
-    limit = (1 - NEAR) * memory * GIB
-    return sum(max(0.0, total(components) - limit) for group in groups for components in group.phases.values())
+def _changed(planner: Planner, values: Values) -> Planner:
+    return replace(planner, config=with_values(planner.config, values))
 
 
-def _moves(config: RunConfig) -> Iterator[tuple[Values, str]]:
-    """Yield settings that lower the need for memory and leave the result as it is, and LoRA, which does not."""
+def _fits(planner: Planner) -> bool:
+    """Whether all phases need at most 90 % of the devices, and servers and hosts have what they need."""
+    limit = (1 - NEAR) * planner.cluster.device.memory * GIB
+    groups = planner.groups()
+    if any(total(components) > limit for group in groups for components in group.phases.values()):
+        return False
+    starts = not planner.server or not planner.server.missing
+    return starts and (planner.host_memory is None or total(planner.host()) <= planner.host_memory * GIB)
+
+
+def _halved(key: str, size: int, least: int) -> Options:
+    options: Options = [{}]
+    while size > least:
+        size //= 2
+        options.append({key: size})
+    return options
+
+
+def _sizes(config: RunConfig) -> list[Options]:
+    """Return settings that lower the need for memory and leave the result as it is, by what they change."""
     settings, critic = config.actor_rollout_ref, config.critic
     actor, rollout = settings.actor, settings.rollout
+    results: list[Options] = []
+    if not settings.model.enable_gradient_checkpointing:
+        results.append([{}, {"actor_rollout_ref.model.enable_gradient_checkpointing": True}])
+    if critic.enable and not critic.model.enable_gradient_checkpointing:
+        results.append([{}, {"critic.model.enable_gradient_checkpointing": True}])
     for section, role in ((ACTOR, actor), *((("critic", critic),) if critic.enable else ())):
         if role.use_dynamic_bsz:
-            key, size, least = f"{section}.ppo_max_token_len_per_gpu", role.ppo_max_token_len_per_gpu, 2048
+            results.append(_halved(f"{section}.ppo_max_token_len_per_gpu", role.ppo_max_token_len_per_gpu, 2048))
         else:
-            key, size, least = f"{section}.ppo_micro_batch_size_per_gpu", role.ppo_micro_batch_size_per_gpu, 1
-        while size > least:
-            size //= 2
-            yield {key: size}, ""
+            results.append(_halved(f"{section}.ppo_micro_batch_size_per_gpu", role.ppo_micro_batch_size_per_gpu, 1))
+    if not rollout.log_prob_use_dynamic_bsz:
+        key = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+        results.append(_halved(key, rollout.log_prob_micro_batch_size_per_gpu, 1))
     if rollout.name not in SERVERS:
-        size = rollout.log_prob_micro_batch_size_per_gpu
-        while size > 1 and not rollout.log_prob_use_dynamic_bsz:
-            size //= 2
-            yield {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": size}, ""
-        slots = rollout.max_num_seqs
-        while slots > 16:
-            slots //= 2
-            yield {f"{ROLLOUT}.max_num_seqs": slots}, ""
-    else:
-        for share in (0.4, 0.3, 0.2):
-            if share < rollout.gpu_memory_utilization:
-                yield {f"{ROLLOUT}.gpu_memory_utilization": share}, ""
-    if rollout.name not in SERVERS and config.trainer.device != "cpu" and config.trainer.async_mode == "off":
-        for ranks in (1, 2, 4, 8):
-            if config.trainer.n_gpus_per_node % ranks == 0:
-                values = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": ranks}
-                yield values | {f"{ROLLOUT}.gpu_memory_utilization": 0.8}, "vLLM gives its memory back between rollouts"
-    if not settings.model.enable_gradient_checkpointing:
-        yield {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, ""
-    if critic.enable and not critic.model.enable_gradient_checkpointing:
-        yield {"critic.model.enable_gradient_checkpointing": True}, ""
-    yield from _offloading(config)
-    if not settings.model.lora_rank and actor.strategy != "megatron":
-        yield {"actor_rollout_ref.model.lora_rank": LORA_RANK}, "trains adapters alone: another result"
+        results.append(_halved(f"{ROLLOUT}.max_num_seqs", rollout.max_num_seqs, 16))
+    return results
 
 
-def _offloading(config: RunConfig) -> Iterator[tuple[Values, str]]:
+def _samplers(config: RunConfig) -> list[Options]:
+    """Return settings of servers, the configured ones or vLLM, whose share may be too small or too large."""
+    rollout = config.actor_rollout_ref.rollout
+    served = rollout.name in SERVERS
+    if not served and (config.trainer.device == "cpu" or config.trainer.async_mode != "off"):
+        return [[{}]]
+    results: list[Options] = [[{}]]
+    for split in (1, 2, 4, 8):
+        if config.trainer.n_gpus_per_node % split or (served and split < rollout.tensor_model_parallel_size):
+            continue
+        values: dict[str, object] = {} if served else {f"{ROLLOUT}.name": "vllm"}
+        if split != rollout.tensor_model_parallel_size:
+            values[f"{ROLLOUT}.tensor_model_parallel_size"] = split
+        shares = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+        results.append([values | ({UTILIZATION: s} if s != rollout.gpu_memory_utilization else {}) for s in shares])
+    return results
+
+
+def _note(values: Values) -> str:
+    """Return what settings cost besides time, or where their time goes."""
+    names = {key.rpartition(".")[2] for key in values}
+    notes = []
+    if "offload_policy" in names:
+        notes.append("weights and gradients over the bus in each micro-batch, the optimizer runs on the host")
+    if moved := [what for what, name in MOVED.items() if name in names]:
+        notes.append(f"{' and '.join(moved)} over the bus in each step")
+    if LORA in values:
+        notes.append("trains adapters alone: another result")
+    return "; ".join(notes)
+
+
+def _offloading(config: RunConfig) -> Iterator[Values]:
+    """Yield settings that move what a model keeps to the host."""
+    yield {}
     if config.trainer.device == "cpu":
         return
     actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -91,84 +128,100 @@ def _offloading(config: RunConfig) -> Iterator[tuple[Values, str]]:
     if critic.enable:
         where = critic if engine == "megatron" else critic.model
         sections[f"critic.{engine}" if engine == "megatron" else f"critic.model.{engine}"] = getattr(where, engine)
-    for name in ("optimizer_offload", "param_offload"):
-        values = {f"{section}.{name}": True for section, now in sections.items() if not getattr(now, name)}
-        if name == "param_offload" and not getattr(config.actor_rollout_ref.ref, engine).param_offload:
-            values[f"{REF}.{engine}.{name}"] = True
-        if values:
-            yield values, "moves over the bus in each step"
-    if engine == "fsdp_config":
-        yield (
-            {f"{section}.offload_policy": True for section in sections},
-            "the optimizer runs on the host: slow, and takes its memory",
-        )
+    choices = [tuple(sections)] if len(sections) == 1 else [(section,) for section in sections] + [tuple(sections)]
+    for chosen in choices:
+        moved = {f"{section}.optimizer_offload": True for section in chosen if not sections[section].optimizer_offload}
+        if moved:
+            yield moved
+        weights = {f"{section}.param_offload": True for section in chosen if not sections[section].param_offload}
+        if not getattr(config.actor_rollout_ref.ref, engine).param_offload:
+            weights[f"{REF}.{engine}.param_offload"] = True
+        yield moved | weights
+        if engine == "fsdp_config":
+            yield {f"{section}.offload_policy": True for section in chosen}
 
 
 def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     """Return the settings that make a run fit, in the order of the time that a step then takes.
 
-    Each is a single change if one suffices, else a combination in which each part is needed.
+    Tried is each way to move what the models keep to the host, with and without LoRA, sampled as it is or by vLLM, and
+    to each the largest micro-batches and numbers of sequences that fit. Of what is found, all is needed.
     """
-    config, memory = planner.config, planner.cluster.device.memory
-    fitting: dict[frozenset[str], Change] = {}
-    for values, note in _moves(config):
-        keys = frozenset(values)
-        if keys in fitting:  # a larger value of the same key suffices
+    config = planner.config
+    adapters: list[Values] = [{}]
+    if not config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.actor.strategy != "megatron":
+        adapters.append({LORA: LORA_RANK})
+    fitting: dict[frozenset[tuple[str, object]], Values] = {}
+    for moved, adapter, sampler in product(_offloading(config), adapters, _samplers(config)):
+        results = _fitting(planner, {**moved, **adapter}, sampler)
+        if results is not None:
+            fitting.setdefault(frozenset(results.items()), results)
+    smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
+    changes = [Change(values, _changed(planner, values).plan(), _note(values)) for values in smallest]
+    best: list[Change] = []
+    for change in sorted(changes, key=lambda change: (change.plan.step.middle, len(change.values))):
+        if not any(_is_better(other, change) for other in changes if other is not change):
+            best.append(change)
+    return best[:limit]
+
+
+def _is_better(one: Change, other: Change) -> bool:
+    """Whether a change is as fast as another one, with fewer settings or less host memory, and of the same kind."""
+    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (LORA in one.values and LORA not in other.values):
+        return False
+    first, second = ((len(change.values), total(change.plan.host)) for change in (one, other))
+    return first != second and first[0] <= second[0] and first[1] <= second[1]
+
+
+def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, object] | None:
+    """Return the settings to be added to `base` with which a run fits, together with those of `base` that it needs."""
+    for served in sampler:
+        values = {**base, **served}
+        sizes = _sizes(with_values(planner.config, values))
+        chosen = {key: value for options in sizes for key, value in options[-1].items()}
+        if not _fits(_changed(planner, values | chosen)):
             continue
-        changed = replace(planner, config=with_values(config, values))
-        if not _excess(changed.groups(), memory):
-            fitting[keys] = Change(values, changed.plan(), note)
-    if not fitting and (results := _combined(planner)):
-        fitting[frozenset(results.values)] = results
-    return sorted(fitting.values(), key=lambda change: change.plan.step.middle)[:limit]
-
-
-def _combined(planner: Planner) -> Change | None:
-    """Return a combination of changes: each time that which takes most of what is too much away."""
-    memory, values, notes = planner.cluster.device.memory, dict[str, object](), list[str]()
-    excess = first = _excess(planner.groups(), memory)
-    for _ in range(MOST_MOVES):
-        current = with_values(planner.config, values)
-        candidates: list[tuple[float, float, int, Values, str]] = []
-        for move, note in _moves(current):
-            remaining = _excess(replace(planner, config=with_values(current, move)).groups(), memory)
-            cost = LORA if "lora" in str(move) else OFFLOADED if note else 0.0  # what costs no time comes first
-            candidates.append((remaining + cost * first, remaining, len(candidates), move, note))
-        if not candidates or min(candidates)[1] >= excess:
-            return None
-        _, excess, _, move, note = min(candidates)
-        values |= move
-        notes += [note] if note and note not in notes else []
-        if not excess:
-            needed = _needed(planner, values)
-            changed = replace(planner, config=with_values(planner.config, needed))
-            return Change(needed, changed.plan(), "; ".join(notes))
+        for options in sizes:  # phases do not depend on each other's sizes, so the order does not matter
+            for option in options:
+                tried = {key: value for key, value in chosen.items() if key not in options[-1]} | option
+                if _fits(_changed(planner, values | tried)):
+                    chosen = tried
+                    break
+        return _needed(planner, values | chosen)
     return None
 
 
 def _needed(planner: Planner, values: dict[str, object]) -> dict[str, object]:
     """Leave out what is not needed for the others to suffice."""
-    memory = planner.cluster.device.memory
     for key in list(values):
         others = {name: value for name, value in values.items() if name != key}
-        if not _excess(replace(planner, config=with_values(planner.config, others)).groups(), memory):
+        if _fits(_changed(planner, others)) and not (key == UTILIZATION and _is_slower(planner, others, values)):
             values = others
     return values
 
 
+def _is_slower(planner: Planner, values: Values, others: Values) -> bool:
+    first, second = (_changed(planner, settings).plan().step.middle for settings in (values, others))
+    return first > AS_FAST * second
+
+
 def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
-    """Return the key of the actor's micro-batch, and its largest value that fits; None if not even the least does."""
+    """Return the key of the actor's micro-batch, and the largest value with which its update fits; None if none does.
+
+    It is at most what a device has of a mini-batch.
+    """
     actor = planner.config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz
     key = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    limit = actor.ppo_mini_batch_size * planner.config.actor_rollout_ref.rollout.n
+    rows = planner.rows_of_mini_batch(planner.models["actor"], actor.ppo_mini_batch_size)
+    longest = planner.config.data.max_prompt_length + planner.config.actor_rollout_ref.rollout.response_length
+    low, high = (1024, max(1024, rows * longest)) if dynamic else (1, rows)
 
     def fits(size: int) -> bool:
-        changed = replace(planner, config=with_values(planner.config, {key: size}))
+        changed = _changed(planner, {key: size})
         limit = (1 - NEAR) * changed.cluster.device.memory * GIB
         return all(total(g.phases["update_actor"]) <= limit for g in changed.groups() if "update_actor" in g.phases)
 
-    low, high = (1024, 1 << 20) if dynamic else (1, limit)
     if not fits(low):
         return None
     while low < high:

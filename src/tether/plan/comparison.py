@@ -46,18 +46,23 @@ def settings_of(run: Path) -> LoadedConfig:
     return load_config(max(results, key=lambda file: file.stat().st_mtime), [])
 
 
+def medians_of(run: Path) -> dict[str, float]:
+    """Return the medians of a run's metrics over its steps, without the first ones."""
+    steps = read_metrics(run)
+    measured: dict[str, list[float]] = {}
+    for step in sorted(steps)[WARM_UP:] or sorted(steps):
+        for key, value in steps[step].items():
+            measured.setdefault(key, []).append(value)
+    return {key: median(values) for key, values in measured.items()}
+
+
 def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comparison:
     """Compare the medians of a run's steps with its plan, for the lengths that it had.
 
     Raises:
         ValueError: the folder has no metrics, or no checkpoint.
     """
-    steps = read_metrics(run)
-    measured: dict[str, list[float]] = {}
-    for step in sorted(steps)[WARM_UP:] or sorted(steps):
-        for key, value in steps[step].items():
-            measured.setdefault(key, []).append(value)
-    medians = {key: median(values) for key, values in measured.items()}
+    medians = medians_of(run)
     config = settings_of(run).config
     mean, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
     tail = medians.get("response_length/max")

@@ -14,6 +14,11 @@ from tether.spelling import did_you_mean
 GIB = 2**30
 
 
+def gib(size: float) -> str:
+    """Return bytes as GiB."""
+    return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
+
+
 @dataclass(frozen=True)
 class Device:
     """What of a device matters for a plan."""
@@ -33,17 +38,23 @@ class Device:
     is_cpu: bool = False
     bfloat16: bool = True
     """Whether it computes in bfloat16."""
+    bus: float = 20.0
+    """Rate to and from the host's memory in one direction, in GB/s."""
 
 
 DEVICES = {
     device.name: device
     for device in (
-        # Dense bfloat16 rates, memory, NVLink (half of the two directions) or PCIe: vendors' data sheets.
-        Device("h100-80g", 79.1, 989, 3350, 450, 50, 700),
-        Device("h200-141g", 139.8, 989, 4800, 450, 50, 700),
-        Device("h800-80g", 79.1, 989, 3350, 200, 50, 700),
-        Device("h20-96g", 95.1, 148, 4000, 450, 50, 400),
-        Device("b200-192g", 178.0, 2250, 8000, 900, 50, 1000),
+        # Dense bfloat16 rates, memory, NVLink (half of the two directions) or PCIe: vendors' data sheets. GeForce cards
+        # from the 40 series on, and earlier ones without a bridge, have no peer-to-peer access, so that data between
+        # them passes the host's memory: NCCL counts 10 GB/s for a pair of RTX 4090 (the topology in the log of
+        # https://github.com/NVIDIA/nccl-tests/issues/307). The bus is what pinned copies reach: 20 of the 32 GB/s of
+        # PCIe 4, 40 of the 64 of PCIe 5.
+        Device("h100-80g", 79.1, 989, 3350, 450, 50, 700, bus=40),
+        Device("h200-141g", 139.8, 989, 4800, 450, 50, 700, bus=40),
+        Device("h800-80g", 79.1, 989, 3350, 200, 50, 700, bus=40),
+        Device("h20-96g", 95.1, 148, 4000, 450, 50, 400, bus=40),
+        Device("b200-192g", 178.0, 2250, 8000, 900, 50, 1000, bus=40),
         Device("a100-80g", 79.1, 312, 2039, 300, 25, 400),
         Device("a100-40g", 39.4, 312, 1555, 300, 25, 400),
         Device("a800-80g", 79.1, 312, 2039, 200, 25, 400),
@@ -51,23 +62,26 @@ DEVICES = {
         Device("a6000-48g", 47.4, 155, 768, 32, 12, 300),
         Device("a10-24g", 22.0, 125, 600, 32, 6, 150),
         Device("l4-24g", 22.0, 121, 300, 32, 6, 72),
-        Device("rtx5090-32g", 31.3, 210, 1792, 64, 6, 575),
-        Device("rtx4090-24g", 23.6, 165, 1008, 32, 6, 450),
-        Device("rtx3090-24g", 23.6, 71, 936, 32, 6, 350),
-        Device("rtx4080-16g", 15.6, 97, 717, 32, 6, 320),
-        Device("rtx3060-12g", 11.6, 25, 360, 16, 6, 170),
-        Device("mi300x-192g", 190.5, 1307, 5300, 64, 50, 750),
+        Device("rtx5090-32g", 31.3, 210, 1792, 16, 6, 575, bus=40),
+        Device("rtx4090-24g", 23.6, 165, 1008, 10, 6, 450),
+        Device("rtx3090-24g", 23.6, 71, 936, 10, 6, 350),
+        Device("rtx4080-16g", 15.6, 97, 717, 10, 6, 320),
+        Device("rtx3060-12g", 11.6, 25, 360, 8, 6, 170),
+        Device("mi300x-192g", 190.5, 1307, 5300, 64, 50, 750, bus=40),
         Device("ascend910b-64g", 59.0, 376, 1600, 28, 25, 400),
-        Device("generic-12g", 11.1, 50, 400, 16, 6, 200),
-        Device("generic-24g", 22.1, 120, 900, 32, 6, 350),
-        Device("generic-32g", 29.5, 150, 1000, 32, 6, 350),
+        Device("generic-12g", 11.1, 50, 400, 8, 6, 200),
+        Device("generic-24g", 22.1, 120, 900, 10, 6, 350),
+        Device("generic-32g", 29.5, 150, 1000, 10, 6, 350),
         Device("generic-40g", 36.9, 312, 1555, 300, 25, 400),
         Device("generic-48g", 44.3, 200, 850, 32, 12, 350),
         Device("generic-80g", 73.8, 312, 2039, 300, 25, 400),
     )
 }
-OWN = ("memory", "teraflops", "bandwidth", "link", "network", "watts")
-FORM = "--device NAME[:COUNT], for example h100-80g:8, or your own numbers: memory=24,teraflops=120,bandwidth=900:2"
+OWN = ("memory", "teraflops", "bandwidth", "link", "network", "watts", "bus")
+FORM = (
+    "--device NAME[:COUNT], for example h100-80g:8, or your own numbers: memory=24,teraflops=120,bandwidth=900:2, and "
+    "where they are known link= (GB/s between two devices), network= (between machines), bus= (to the host), watts="
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ def read_device(text: str) -> tuple[Device, int | None]:
         wanted = named.lower()
         raise ValueError(
             f"--device {text}: {named} is not known.{did_you_mean(wanted, DEVICES)} Take one of {', '.join(DEVICES)}, "
-            "this (as `tether doctor` measured it), or your own numbers: memory=24,teraflops=120,bandwidth=900"
+            "this (as `tether doctor` measured it), or your own numbers: memory=24,teraflops=120,bandwidth=900,link=10"
         )
     return DEVICES[named], number
 

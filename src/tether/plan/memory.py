@@ -25,6 +25,9 @@ LOGITS_AT_ONCE = {"cpu": 1 << 21, "gpu": 1 << 26}
 """Logits of a chunk of the vocabulary (`tether.kernels.vocabulary_chunks.default_chunk_size`)."""
 PER_LOGIT = 14
 """Bytes of a logit in the backward pass: float32 logits, probabilities and gradient, and the latter in bfloat16."""
+PREFILLED = 8192
+"""Most tokens of prompts that the native engine reads at once, unless a single one is longer
+(`tether.text.sampling.engine.NativeEngine`)."""
 MIB, GIB = 2**20, 2**30
 
 

@@ -23,7 +23,7 @@ from tether.integrations import integration
 from tether.plan import memory
 from tether.plan.architecture import Architecture, architecture_of
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data
-from tether.plan.devices import GIB, Cluster, Device
+from tether.plan.devices import GIB, Cluster, Device, gib
 from tether.plan.memory import Model, Parts, total
 from tether.plan.timing import (
     CALIBRATED,
@@ -33,9 +33,12 @@ from tether.plan.timing import (
     SERVER,
     SPREAD,
     Lengths,
+    bus_seconds,
     decode_step,
     forward_seconds,
     gather_seconds,
+    move_seconds,
+    optimizer_seconds,
     overlapped,
     simulate,
 )
@@ -50,6 +53,8 @@ SLACK = {"cpu": 0.02, "gpu": 0.05}
 """Share of what a phase adds that the allocator cannot use again."""
 HOST_PROCESS = 2.5 * GIB
 """Host memory of a process that drives a GPU: torch's libraries, CUDA's context, rows."""
+SERVER_ACTIVATIONS = 1.5 * GIB
+"""What a server takes beside its weights and its cache."""
 NEAR = 0.1
 """Between 90 and 110 % of a device's memory the verdict is to try."""
 SLICE = 512 * 2**20
@@ -83,6 +88,44 @@ class DeviceGroup:
 
 
 @dataclass(frozen=True)
+class ServerMemory:
+    """Memory of a server that samples, in bytes of each of its devices."""
+
+    share: float
+    """What it may take: gpu_memory_utilization."""
+    weights: float
+    per_token: float
+    """Keys and values of a token."""
+    longest: int
+    """Tokens of the longest sequence."""
+
+    @property
+    def missing(self) -> float:
+        """Bytes that its share lacks for its weights and a single sequence."""
+        return max(0.0, self.weights + SERVER_ACTIVATIONS + self.longest * self.per_token - self.share)
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens whose keys and values it has room for."""
+        return max(0.0, self.share - self.weights - SERVER_ACTIVATIONS) / self.per_token
+
+    @property
+    def problem(self) -> str | None:
+        """The sentence that says why it does not start; None if it does."""
+        if not self.missing:
+            return None
+        share = f"the server's {gib(self.share)} are less than its weights ({gib(self.weights)}"
+        if self.share >= self.weights:
+            share += (
+                f") and the keys and values of a sequence of {self.longest:,} tokens ({gib(self.missing)} are missing"
+            )
+        return (
+            f"{share}). Raise actor_rollout_ref.rollout.gpu_memory_utilization, or split its weights by "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size."
+        )
+
+
+@dataclass(frozen=True)
 class Plan:
     """Needs of a run."""
 
@@ -104,6 +147,23 @@ class Plan:
     steps: int | None
     lengths: Lengths
     actor: Architecture
+    server: ServerMemory | None = None
+    """The server that samples, if one does."""
+    host_memory: float | None = None
+    """GiB of the host memory of a machine; None if unknown."""
+
+    @property
+    def problem(self) -> str | None:
+        """The sentence that says why the run cannot start whatever its devices have; None if it can."""
+        if self.server and self.server.problem:
+            return self.server.problem
+        if self.host_memory is not None and total(self.host) > self.host_memory * GIB:
+            largest = max(self.host, key=lambda name: self.host[name])
+            return (
+                f"a machine needs {gib(total(self.host))} of host memory and has {self.host_memory:.1f} GiB; most of "
+                f"it is {largest} ({gib(self.host[largest])})."
+            )
+        return None
 
     @cached_property
     def fullest(self) -> DeviceGroup:
@@ -123,6 +183,8 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Whether it fits: fits, try, or does not fit."""
+        if self.problem:
+            return "does not fit"
         if self.share <= 1 - NEAR:
             return "fits"
         return "try" if self.share <= 1 + NEAR else "does not fit"
@@ -140,6 +202,19 @@ Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
 
 
 @dataclass(frozen=True)
+class MicroLimits:
+    """How rows are divided into mini-batches and micro-batches."""
+
+    dynamic: bool
+    """Whether a micro-batch is limited in tokens."""
+    rows: int
+    tokens: int
+    packed: bool
+    mini: int
+    """Prompts of a mini-batch."""
+
+
+@dataclass(frozen=True)
 class Planner:
     """Applies the formulas to a configuration.
 
@@ -148,12 +223,14 @@ class Planner:
         device: the kind of its devices.
         given: what the configuration does not say.
         corrections: phase -> measured seconds / planned ones, of earlier runs on this device.
+        host_memory: GiB of the host memory of a machine; None if unknown.
     """
 
     config: RunConfig
     device: Device
     assumptions: Assumptions = NOTHING_GIVEN
     corrections: Mapping[str, float] | None = None
+    host_memory: float | None = None
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -196,10 +273,9 @@ class Planner:
 
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
         config, devices = self.config, len(placed(self.config).get(name, placed(self.config)["actor"]))
-        actor = config.actor_rollout_ref.model
         trained = isinstance(role, ActorConfig | CriticConfig)
         fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
-        section = config.critic.model if isinstance(role, CriticConfig) else actor
+        section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
         kind = config.actor_rollout_ref.actor.fsdp_config.dtype if name == "reference" else fsdp.dtype
         number = {"auto": 2 if self.device.bfloat16 else 4, "bfloat16": 2, "float32": 4}[kind]
         model = Model(
@@ -209,7 +285,7 @@ class Planner:
             trained=trained,
             has_head=name in ("actor", "reference"),
             number=number,
-            adapter=sizes.adapter(actor.lora_rank) if name == "actor" and actor.lora_rank else 0,
+            adapter=sizes.adapter(section.lora_rank) if trained and section.lora_rank else 0,
             recompute=section.enable_gradient_checkpointing,
             fused=self.device.is_cpu and number == 2,
             on_cpu=self.device.is_cpu,
@@ -220,16 +296,16 @@ class Planner:
         unsharded = name == "reference" and reference_runs_with_actor(config)
         if unsharded or (devices == 1 and not moved):
             return model
-        shards = devices if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, devices)
+        shards, on_gpu = devices if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, devices), not self.device.is_cpu
         return replace(
             model,
             sharded=True,
             shards=shards,
             sequence=getattr(role, "ulysses_sequence_parallel_size", 1),
             reshard=fsdp.reshard_after_forward,
-            weights_rest_on_host=fsdp.param_offload,
-            on_host=fsdp.offload_policy,
-            optimizer_rests_on_host=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload,
+            weights_rest_on_host=fsdp.param_offload and on_gpu,
+            on_host=fsdp.offload_policy and on_gpu,
+            optimizer_rests_on_host=isinstance(fsdp, TrainedFsdpConfig) and fsdp.optimizer_offload and on_gpu,
         )
 
     def _of_megatron(self, model: Model, name: str, role: ActorConfig | CriticConfig | RefConfig) -> Model:
@@ -277,29 +353,49 @@ class Planner:
         split = model.layout.tensor * model.layout.pipeline if model.layout else 1
         return max(1, model.ranks // (split * model.sequence))
 
-    def micro_tokens(self, model: Model, *, dynamic: bool, rows: int, tokens: int, packed: bool, mini: int) -> float:
+    def rows_of_mini_batch(self, model: Model, mini: int) -> int:
+        """Return the rows of a mini-batch of so many prompts that a group of devices gets."""
+        return max(1, ceil(mini * self.config.actor_rollout_ref.rollout.n / self.replicas(model)))
+
+    def _micro_tokens(self, model: Model, limits: MicroLimits) -> float:
         """Return the most tokens of a micro-batch: rows as long as they may become, which share their prompts."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         prompt, response = data.max_prompt_length, rollout.response_length
-        if dynamic:
-            return float(max(tokens * model.sequence, prompt + response))
-        rows = max(1, min(rows, ceil(mini * rollout.n / self.replicas(model))))
-        return ceil(rows / rollout.n) * prompt + rows * response if packed else float(rows * (prompt + response))
+        if limits.dynamic:
+            return float(max(limits.tokens * model.sequence, prompt + response))
+        rows = max(1, min(limits.rows, self.rows_of_mini_batch(model, limits.mini)))
+        return ceil(rows / rollout.n) * prompt + rows * response if limits.packed else float(rows * (prompt + response))
 
-    def _update_tokens(self, model: Model, role: ActorConfig | CriticConfig) -> float:
+    def _micro_batches(self, model: Model, limits: MicroLimits) -> int:
+        """Return the number of micro-batches of one device in an epoch, of rows with the mean lengths."""
+        lengths, n, batch = self.lengths, self.config.actor_rollout_ref.rollout.n, self.config.data.train_batch_size
+        rows = self.rows_of_mini_batch(model, min(limits.mini, batch))
+        if limits.dynamic:
+            tokens = rows * (lengths.mean + lengths.prompt / (n if limits.packed else 1))
+            count = ceil(tokens / (limits.tokens * model.sequence))
+        else:
+            count = ceil(rows / max(1, min(limits.rows, rows)))
+        return ceil(batch / limits.mini) * max(1, count)
+
+    def _update_limits(self, model: Model, role: ActorConfig | CriticConfig) -> MicroLimits:
         section = self.config.critic.model if isinstance(role, CriticConfig) else self.config.actor_rollout_ref.model
-        return self.micro_tokens(
-            model,
-            dynamic=role.use_dynamic_bsz,
-            rows=role.ppo_micro_batch_size_per_gpu,
-            tokens=role.ppo_max_token_len_per_gpu,
+        return MicroLimits(
+            role.use_dynamic_bsz,
+            role.ppo_micro_batch_size_per_gpu,
+            role.ppo_max_token_len_per_gpu,
             packed=section.use_remove_padding or bool(model.layout),
             mini=role.ppo_mini_batch_size,
         )
 
+    def _update_tokens(self, model: Model, role: ActorConfig | CriticConfig) -> float:
+        return self._micro_tokens(model, self._update_limits(model, role))
+
     def _inference_tokens(self, name: str) -> float:
+        return self._micro_tokens(self.models[name], self._inference_limits(name))
+
+    def _inference_limits(self, name: str) -> MicroLimits:
         config, settings, model = self.config, self.config.actor_rollout_ref, self.models[name]
-        packed, mini = settings.model.use_remove_padding or bool(model.layout), config.data.train_batch_size
+        packed = settings.model.use_remove_padding or bool(model.layout)
         if name in ("actor", "reference"):
             section = settings.rollout if name == "actor" else settings.ref
             limits = (
@@ -317,8 +413,7 @@ class Planner:
         else:
             reward = config.reward_model
             limits = (reward.use_dynamic_bsz, reward.micro_batch_size_per_gpu, reward.forward_max_token_len_per_gpu)
-        dynamic, rows, tokens = limits
-        return self.micro_tokens(model, dynamic=dynamic, rows=rows, tokens=tokens, packed=packed, mini=mini)
+        return MicroLimits(*limits, packed=packed, mini=config.data.train_batch_size)
 
     @property
     def recomputes_log_probs(self) -> bool:
@@ -356,7 +451,7 @@ class Planner:
             resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
         added: dict[str, Parts] = {"load": self._loading(local)}
         if "sampler" in names or (self.served and "actor" in names):
-            added["sampling"] = self._sampling(resting)
+            added["sampling"] = self._sampling()
         if "actor" in local:
             actor = local["actor"]
             if self.recomputes_log_probs:
@@ -421,18 +516,33 @@ class Planner:
             return len(devices)
         return max(1, len(devices) // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
 
-    def _sampling(self, resting: Parts) -> Parts:
+    @cached_property
+    def server(self) -> ServerMemory | None:
+        """The server that samples on devices of the run, if one does."""
+        rollout, sizes, model = self.config.actor_rollout_ref.rollout, self.policy, self.sampler
+        if not self.served or rollout.server_urls:
+            return None
+        split = rollout.tensor_model_parallel_size
+        kept = sizes.kv_per_token / split
+        if sizes.latent:  # servers keep the compressed keys and values, each device all of them
+            kept = sizes.layers * (sizes.latent.kv_rank + sizes.latent.rope)
+        return ServerMemory(
+            rollout.gpu_memory_utilization * self.device.memory * GIB,
+            model.number * sizes.parameters / split,
+            model.number * kept,
+            self.config.data.max_prompt_length + rollout.response_length,
+        )
+
+    def _sampling(self) -> Parts:
         config, rollout, sizes = self.config, self.config.actor_rollout_ref.rollout, self.policy
-        length = config.data.max_prompt_length + rollout.response_length
-        if self.served and not rollout.server_urls:
-            share = rollout.gpu_memory_utilization * self.device.memory * GIB
-            weights = self.sampler.number * sizes.parameters / rollout.tensor_model_parallel_size
-            least = weights + memory.kv_cache(sizes, 1, length, self.sampler.number) + 1.5 * GIB
-            return {"server (gpu_memory_utilization)": max(share, least)}
+        if self.server:
+            return {"server (gpu_memory_utilization)": self.server.share}
         if self.served:
             return {}
+        length = config.data.max_prompt_length + rollout.response_length
         slots = max(1, min(rollout.max_num_seqs, ceil(self.rows / self.samplers)))
         prompts = ceil(slots / rollout.n) * config.data.max_prompt_length
+        prompts = min(prompts, max(memory.PREFILLED, config.data.max_prompt_length))
         forward = memory.inference(self.sampler, prompts)
         return {
             "KV cache": memory.kv_cache(sizes, slots, length, self.sampler.number),
@@ -458,6 +568,13 @@ class Planner:
         for model in self.models.values():
             for name, size in memory.at_rest(model)[1].items():
                 components[name] = size * min(per_node, model.ranks)
+        gradients = [
+            memory.SUM * model.learned / model.shards * min(per_node, model.ranks)
+            for model in self.models.values()
+            if model.on_host and model.trained
+        ]
+        if gradients:
+            components["gradients of the model that is updated"] = max(gradients)
         unsharded = [model for model in self.models.values() if not model.sharded and not model.layout]
         if unsharded:
             components["a model on its way to the device"] = max(
@@ -477,7 +594,7 @@ class Planner:
         trainer, rows = self.config.trainer, rows_of_data(self.config, self.assumptions)
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
-        return None if rows is None else trainer.total_epochs * max(1, rows // self.config.data.train_batch_size)
+        return None if rows is None else trainer.total_epochs * max(1, rows.count // self.config.data.train_batch_size)
 
     def plan(self) -> Plan:
         """Return the plan."""
@@ -502,6 +619,8 @@ class Planner:
             steps,
             self.lengths,
             self.policy,
+            self.server,
+            self.host_memory,
         )
 
     def _times(self) -> tuple[dict[str, Interval], float]:
@@ -539,7 +658,10 @@ class Planner:
         shards = rollout.tensor_model_parallel_size if self.served else 1
         step = decode_step(self.sampler, self.cluster.device, efficiency, shards)
         drawn = lengths.draw(min(rows, DRAWN))
-        sampled = simulate(drawn, rollout.max_num_seqs, step, lengths.prompt)
+        slots = rollout.max_num_seqs
+        if self.server and not self.server.missing:
+            slots = max(1, min(slots, int(self.server.tokens / (lengths.prompt + lengths.mean))))
+        sampled = simulate(drawn, slots, step, lengths.prompt)
         prompts = rows / rollout.n * lengths.prompt
         pairs = prompts * lengths.prompt / 2
         prefill = forward_seconds(self.policy, prompts, pairs, 0, self.cluster.device, efficiency) / shards
@@ -556,8 +678,10 @@ class Planner:
         efficiency = CPU if self.device.is_cpu else GPU
         seconds = forward_seconds(model.sizes, tokens, pairs, targets, self.cluster.device, efficiency) / model.ranks
         if model.layout and model.layout.pipeline > 1:  # stages wait for the first and the last micro-batch
-            micro_batches = self._micro_batches(model, self._update_tokens(model, self.config.actor_rollout_ref.actor))
-            seconds *= 1 + (model.layout.pipeline - 1) / micro_batches
+            actor = self.config.actor_rollout_ref.actor
+            micro_batches = self._micro_batches(model, self._update_limits(model, actor))
+            minis = ceil(self.config.data.train_batch_size / actor.ppo_mini_batch_size)
+            seconds *= 1 + (model.layout.pipeline - 1) * minis / micro_batches
         return seconds * (1.0 if model.ranks == 1 else 1.05 if self.config.trainer.balance_batch else 1.15)
 
     def _sharing(self, rows: int, *, dynamic: bool) -> int:
@@ -571,12 +695,9 @@ class Planner:
             settings.rollout.log_prob_micro_batch_size_per_gpu, dynamic=settings.rollout.log_prob_use_dynamic_bsz
         )
         products = self._pass(name, packed or bool(model.layout), share)
-        passes = self._micro_batches(model, self._inference_tokens(name))
-        return overlapped(products, gather_seconds(model, self.cluster, passes, 0))
-
-    def _micro_batches(self, model: Model, tokens: float) -> int:
-        each = self.rows * (self.lengths.prompt + self.lengths.mean) / self.replicas(model)
-        return max(1, ceil(each / tokens))
+        device, passes = self.cluster.device, self._micro_batches(model, self._inference_limits(name))
+        sent = gather_seconds(model, self.cluster, passes, 0) + bus_seconds(model, device, passes, 0)
+        return overlapped(products, sent) + move_seconds(model, device, update=False)
 
     def _update(self, name: str, role: ActorConfig | CriticConfig) -> float:
         model, config = self.models[name], self.config
@@ -585,16 +706,15 @@ class Planner:
         share = self._sharing(role.ppo_micro_batch_size_per_gpu, dynamic=role.use_dynamic_bsz)
         passes = (2 if model.adapter else 3) + (1 if model.recompute else 0)
         products = passes * self._pass(name, packed, share)
-        micro = self._micro_batches(model, self._update_tokens(model, role))
-        gathered = gather_seconds(model, self.cluster, micro * (2 if model.reshard else 1), micro)
+        device, micro = self.cluster.device, self._micro_batches(model, self._update_limits(model, role))
+        gathers = micro * (2 if model.reshard else 1)
+        # Gradients are summed over the devices in each micro-batch, not once for a mini-batch.
+        sent = gather_seconds(model, self.cluster, gathers, micro) + bus_seconds(model, device, gathers, micro)
         minis = ceil(config.data.train_batch_size / role.ppo_mini_batch_size)
         shards = model.shards if model.sharded else max(1, self.replicas(model) if model.layout else 1)
-        optimizer = minis * 28 * model.learned / shards / (self.cluster.device.bandwidth * 1e9 * 0.5)
-        if model.on_host or model.optimizer_rests_on_host:  # over PCIe and back
-            optimizer += 2 * minis * 8 * model.learned / shards / 20e9
-        if model.weights_rest_on_host or model.on_host:
-            optimizer += 2 * 4 * model.held / shards / 20e9
-        return role.ppo_epochs * (overlapped(products, gathered) + optimizer)
+        optimizer = minis * optimizer_seconds(model, device, shards)
+        moved = move_seconds(model, device, update=True)
+        return role.ppo_epochs * (overlapped(products, sent) + optimizer) + moved
 
     def _weights_transfer(self) -> float:
         actor, device = self.models["actor"], self.cluster.device

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tether.plan.changes import Case, Change
-from tether.plan.devices import GIB, host_memory
+from tether.plan.devices import GIB, gib
 from tether.plan.memory import Parts, total
-from tether.plan.planning import Interval, Plan
+from tether.plan.planning import NEAR, Interval, Plan
 
-SMALL = 0.01
-"""Parts below this share of the phase are not listed."""
+LISTED = 5
+"""Most parts of a phase that are listed; the others are summed."""
+SHOWN = 0.05 * GIB
+"""Bytes below which a part would be shown as 0.0 GiB."""
 Row = Sequence[str]
-
-
-def gib(size: float) -> str:
-    """Return bytes as GiB."""
-    return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"
 
 
 def span(interval: Interval, unit: str = "s") -> str:
     """Return an interval as text."""
-    return f"{_short(interval.low)} to {_short(interval.high)} {unit}"
+    return f"{short(interval.low)} to {short(interval.high)} {unit}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a number with two digits, or more before the point."""
     return f"{value:.2g}" if value < 10 else f"{value:,.0f}"
 
 
@@ -44,11 +42,11 @@ def memory_table(plan: Plan) -> tuple[Row, list[Row]]:
     rows: list[Row] = []
     for group in plan.groups:
         for phase, components in group.phases.items():
-            listed = sorted(((size, name) for name, size in components.items() if size), reverse=True)
-            size_of_phase = total(components)
-            text = ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed if size >= SMALL * size_of_phase)
+            sizes = sorted(((size, name) for name, size in components.items()), reverse=True)
+            listed = [*sizes[:LISTED], (sum(size for size, _ in sizes[LISTED:]), "other")]
+            text = ", ".join(f"{name} {size / GIB:.1f}" for size, name in listed if size >= SHOWN)
             devices = f"{group.devices[0]}-{group.devices[-1]} " if len(plan.groups) > 1 else ""
-            rows.append((f"{devices}{phase}", gib(size_of_phase), text))
+            rows.append((f"{devices}{phase}", gib(total(components)), text))
     return ("phase", "a device", "of which, GiB"), rows
 
 
@@ -58,14 +56,31 @@ def time_table(plan: Plan) -> tuple[Row, list[Row]]:
     return ("phase", "seconds of a step"), [*rows, ("step", span(plan.step))]
 
 
-def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
-    """Return the lines in front of the tables."""
+def verdict(plan: Plan) -> str:
+    """Return the sentence of the verdict, with its reason."""
+    if plan.problem:
+        return f"does not fit: {plan.problem}"
+    need = f"{gib(plan.peak)} of {plan.cluster.device.memory:.1f} GiB, {plan.share:.0%}. {cause(plan)}"
+    if plan.verdict != "try":
+        return f"{plan.verdict}: {need}"
+    distance = f"fits by {1 - plan.share:.0%}" if plan.share <= 1 else f"does not fit by {plan.share - 1:.0%}"
+    return f"{distance}, within the error of this estimate ({NEAR:.0%}), so try it: {need}"
+
+
+def summary(plan: Plan, price: tuple[float, str] | None, where_from: str = "") -> list[str]:
+    """Return the lines in front of the tables.
+
+    Args:
+        plan: the plan.
+        price: of a device for an hour, and its currency.
+        where_from: what the number of steps was computed from.
+    """
     cluster = plan.cluster
     device = cluster.device
     lines = [
-        f"{plan.actor.named}: {plan.actor.parameters / 1e9:.2f}B weights; {cluster.count} x {device.name} "
-        f"({device.memory:.0f} GiB each)",
-        f"{plan.verdict}: {gib(plan.peak)} of {device.memory:.1f} GiB, {plan.share:.0%}. {cause(plan)}",
+        f"{plan.actor.named} ({plan.actor.source}): {plan.actor.parameters / 1e9:.2f}B weights; {cluster.count} x "
+        f"{device.name} ({device.memory:.1f} GiB each)",
+        verdict(plan),
     ]
     disk = "unknown number of" if plan.retained is None else str(plan.retained)
     host = f"host memory of a machine {gib(total(plan.host))}; " if plan.host else ""
@@ -76,7 +91,7 @@ def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
         lines.append("the number of steps is not known: give --rows, the rows of data.train_files")
     else:
         energy = device.watts * cluster.count / 1000
-        run = f"{plan.steps} steps: {span(plan.hours, 'hours')}"
+        run = f"{plan.steps:,} steps{f' ({where_from})' if where_from else ''}: {span(plan.hours, 'hours')}"
         if energy:
             used = Interval(*(energy * h for h in (plan.hours.low, plan.hours.middle, plan.hours.high)))
             run += f", {span(used, 'kWh')}"
@@ -88,10 +103,15 @@ def summary(plan: Plan, price: tuple[float, str] | None) -> list[str]:
     return lines
 
 
-def change_table(changes: Iterable[Change]) -> tuple[Row, list[Row]]:
-    """Return the table of changes that make the run fit."""
-    rows: list[Row] = [(c.text, gib(c.plan.peak), span(c.plan.step), c.note) for c in changes]
-    return ("change", "peak", "step", ""), rows
+def change_lines(changes: Iterable[Change]) -> list[str]:
+    """Return two lines for each change that makes the run fit: its settings, and what it needs."""
+    lines = []
+    for change in changes:
+        plan = change.plan
+        host = f", {gib(total(plan.host))} of host memory" if plan.host else ""
+        note = f"; {change.note}" if change.note else ""
+        lines += [change.text, f"    {gib(plan.peak)} of a device{host}, a step takes {span(plan.step)}{note}"]
+    return lines
 
 
 def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
@@ -109,14 +129,6 @@ def length_table(plans: Iterable[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
     return ("responses: mean, tail", "step", "samplers idle"), rows
 
 
-def host_warning(plan: Plan) -> str | None:
-    """Return a sentence if this machine's memory is less than the host's part of the plan."""
-    need = total(plan.host)
-    if plan.cluster.device.is_cpu or need <= host_memory() * GIB:
-        return None
-    return f"a machine needs {gib(need)} of host memory, more than this one has"
-
-
 def _data(components: Parts) -> dict[str, float]:
     return {name: round(size) for name, size in components.items()}
 
@@ -126,6 +138,7 @@ def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | No
     cluster = plan.cluster
     return {
         "verdict": plan.verdict,
+        "problem": plan.problem,
         "peak_bytes": round(plan.peak),
         "device_bytes": round(cluster.device.memory * GIB),
         "cause": cause(plan),
@@ -148,7 +161,8 @@ def as_data(plan: Plan, changes: Iterable[Change], largest: tuple[str, int] | No
         "steps": plan.steps,
         "hours": list(_triple(plan.hours)) if plan.hours else None,
         "samplers_idle": plan.idle,
-        "changes": [{"values": dict(c.values), "peak_bytes": round(c.plan.peak), "seconds": list(_triple(c.plan.step)),
+        "changes": [{"values": dict(c.values), "peak_bytes": round(c.plan.peak),
+                     "host_bytes": round(total(c.plan.host)), "seconds": list(_triple(c.plan.step)),
                      "note": c.note} for c in changes],
         "largest_micro_batch": dict([largest]) if largest else None,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from tether.plan.architecture import Architecture
 from tether.plan.devices import Cluster, Device
-from tether.plan.memory import Model
+from tether.plan.memory import MASTER, SUM, Model, at_rest
 
 SPREAD = (0.7, 1.45)
 """Uncalibrated, a phase takes between these multiples of its estimate."""
@@ -23,6 +23,8 @@ CALIBRATED = (0.85, 1.2)
 """The same after a run on the machine was compared."""
 TAIL = 0.99
 """The quantile of the lengths that is asked for."""
+HOST_BANDWIDTH = 25.0
+"""GB/s of the host's memory for each device: two channels of DDR5 for two devices, a server's sixteen for eight."""
 DRAWN = 4096
 """Most lengths that are simulated; more sequences are in proportion."""
 
@@ -109,9 +111,10 @@ def simulate(lengths: Sequence[int], slots: int, step: Callable[[int, float], fl
         heapq.heappush(ends, waiting.pop())
     slots = len(ends)
     now, seconds, used = 0, 0.0, 0.0
+    length = prompt + sum(lengths) / len(lengths) / 2 if lengths else 0.0
     while ends:
         first, rows = ends[0], len(ends)
-        took = (first - now) * step(rows, prompt + sum(lengths) / len(lengths) / 2)
+        took = (first - now) * step(rows, length)
         seconds, used, now = seconds + took, used + took * rows, first
         while ends and ends[0] == now:
             heapq.heappop(ends)
@@ -180,7 +183,43 @@ def gather_seconds(model: Model, cluster: Cluster, passes: float, sums: float) -
     # Between machines each device sends its part; within one the links are faster.
     rate = device.link if model.shards <= cluster.per_node else device.network
     share = (model.shards - 1) / model.shards
-    return share * (passes * model.number * model.parameters + sums * 4 * model.learned) / (rate * 1e9)
+    return share * (passes * model.number * model.parameters + sums * SUM * model.learned) / (rate * 1e9)
+
+
+def bus_seconds(model: Model, device: Device, passes: float, sums: float) -> float:
+    """Return the seconds in which weights that are always on the host are read from there, and gradients written back.
+
+    FSDP2 with a `CPUOffloadPolicy` copies a rank's shard in the dtype in which it is stored, before it is gathered, and
+    its share of the summed gradients in float32.
+
+    Args:
+        model: the model.
+        device: its device.
+        passes: how often all weights are gathered.
+        sums: how often all gradients are summed.
+    """
+    if not model.on_host or device.is_cpu:
+        return 0.0
+    stored = MASTER if model.trained else model.number
+    return (passes * stored * model.held + sums * SUM * model.learned) / model.shards / (device.bus * 1e9)
+
+
+def move_seconds(model: Model, device: Device, *, update: bool) -> float:
+    """Return the seconds in which a model that rests on the host is moved to its device and back, once for each phase.
+
+    The optimizer's state is moved for an update only.
+    """
+    if model.on_host or device.is_cpu:
+        return 0.0
+    parts = at_rest(model)[1].items()
+    moved = sum(size for name, size in parts if update or not name.endswith("optimizer"))
+    return 2 * moved / (device.bus * 1e9)
+
+
+def optimizer_seconds(model: Model, device: Device, shards: int) -> float:
+    """Return the seconds of AdamW's step, which reads and writes weight, gradient and moments in float32."""
+    rate = HOST_BANDWIDTH if model.on_host and not device.is_cpu else 0.5 * device.bandwidth
+    return 28 * model.learned / shards / (rate * 1e9)
 
 
 def overlapped(products: float, sent: float) -> float:

@@ -23,6 +23,7 @@ __all__ = [
     "machine",
     "modelscope",
     "objects",
+    "package_warnings",
     "printable",
     "profiling",
     "program",

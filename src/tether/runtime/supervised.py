@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 
 from tether.runtime.channel import TAG_BYTES, Channel, Garbled
 from tether.runtime.guard import end_descendants, exit_after, supervise
 from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.package_warnings import hide_warnings_of_packages, quiet_fork
 
 Serve = Callable[[Channel], None]
 """The work of a process: it answers the messages of the channel until it receives None."""
@@ -277,8 +277,7 @@ def _fork() -> int:
     collects = gc.isenabled()
     gc.disable()  # before the fork, because hooks run in the copy before `os.fork` returns
     try:
-        # Python 3.12 and later warn where there are threads; the copy waits for none of them.
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with quiet_fork():
             process = os.fork()
         if not process:
             gc.freeze()
@@ -291,6 +290,7 @@ def _fork() -> int:
 def main() -> None:
     """Run as a guard with a worker, in a new interpreter started by `SupervisedProcess.spawn`."""
     channel, control, owner, serve = sys.argv[1:5]
+    hide_warnings_of_packages()
     os.dup2(2, 1)  # keeps the output of user code out of the owner's standard output
     connection = socket.socket(fileno=int(channel))
     tag = connection.recv(TAG_BYTES, socket.MSG_WAITALL)

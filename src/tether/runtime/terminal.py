@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sys
-import sysconfig
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from time import monotonic
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
@@ -213,27 +209,3 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def hide_warnings_of_packages() -> None:
-    """Hide warnings of installed packages, about which the user can do nothing.
-
-    Warnings about tether's and the user's code are shown, and all are if Python is configured to show some.
-    """
-    if sys.warnoptions:
-        return
-    show, packages = warnings.showwarning, Path(sysconfig.get_path("purelib"))
-    package = Path(__file__).parents[1]
-
-    def show_own(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if packages not in Path(filename).parents or package in Path(filename).parents:
-            show(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show_own

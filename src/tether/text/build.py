@@ -49,25 +49,9 @@ from tether.loop.run import (
 )
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.objects import held, is_object
-from tether.text.building.inputs import Inputs, build_inputs
-from tether.text.building.learners import check_router_replay
-from tether.text.building.loading import DTYPES, formats_line
-from tether.text.building.named_inputs import TURNS
-from tether.text.building.off_policy import (
-    build_dynamic_sampling,
-    build_policy_filtration,
-    build_rollout_correction,
-    build_rollout_files,
-    old_log_probs_from,
-)
-from tether.text.building.parts import sources_of
-from tether.text.building.rewards import build_rewards, reward_model_path
-from tether.text.building.roles import build_roles
-from tether.text.building.servers import look_at_servers
-from tether.text.building.start import start_run
-from tether.text.building.turns import build_conversations, build_tool_pool, scored_by_environments
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
+from tether.text.inputs import Inputs, build_inputs, check_adapters
 from tether.text.learning.advantages import (
     build_advantage_estimator,
     build_greedy_baseline,
@@ -76,12 +60,23 @@ from tether.text.learning.advantages import (
     build_reward_shaping,
     check_own_functions,
 )
+from tether.text.learning.build import check_router_replay
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
+from tether.text.learning.off_policy import (
+    build_dynamic_sampling,
+    build_policy_filtration,
+    build_rollout_correction,
+    build_rollout_files,
+    old_log_probs_from,
+)
 from tether.text.learning.preflight import ChatFormat, sample_responses
 from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
+from tether.text.loading import DTYPES, formats_line
+from tether.text.named_inputs import TURNS
+from tether.text.rewards.build import build_rewards, reward_model_path
 from tether.text.rewards.config import CustomRewardFunctionConfig
 from tether.text.rewards.outcome import (
     Abstention,
@@ -93,9 +88,14 @@ from tether.text.rewards.outcome import (
     Score,
 )
 from tether.text.rewards.service import Rewards
+from tether.text.roles import build_roles
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
+from tether.text.servers.build import look_at_servers
+from tether.text.sources import sources_of
+from tether.text.start import start_run
+from tether.text.turns.build import build_conversations, build_tool_pool, scored_by_environments
 from tether.text.turns.config import MultiTurnConfig
 from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
 
@@ -302,6 +302,8 @@ def _inputs(config: RunConfig, tools: ToolPool | None, checkpoint: Path | None, 
     """Build the inputs of a run, checked for the training engine."""
     begin("reading the data")
     inputs = build_inputs(config, tools)
+    if checkpoint is None:
+        check_adapters(config, inputs)
     begin(f"loading {inputs.model_path.name if isinstance(inputs.model_path, Path) else 'the models'}")
     if uses_megatron(config):
         integration("megatron", "build").check_megatron(config, inputs.model_path, inputs.critic_path, checkpoint)

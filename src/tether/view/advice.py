@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
 from statistics import fmean, median, pstdev
@@ -10,12 +11,18 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from tether.metrics.loggers import validation_means
+from tether.metrics.records import unpack
+from tether.observations import Array
 from tether.types import JsonObject
-from tether.view.queries import correlation, groups, parts
+from tether.view.queries import ACCURACIES, groups, parts, prompts
 from tether.view.run import RunFolder
 
 WINDOW = 10
 """Steps whose mean stands for the state of a run."""
+NEAR_MAXIMUM = 0.8
+"""Share of the range of rewards above which little is left to learn."""
+MIN_ROWS = 20
+"""Samples below which means of two kinds of them are not compared."""
 MIN_EVALUATIONS = 6
 """Evaluations below which a fall is not told from noise."""
 Series = dict[int, float]
@@ -27,17 +34,32 @@ class Advice:
 
     rule: str
     text: str
+    """The evidence."""
     step: int
     """The step to look at."""
+    why_step: str
+    """Why this step and no other."""
+    remedy: str
+    """What to check or to change."""
+    guide: str
+    """The section of the documentation about it."""
     keys: tuple[str, ...] = ()
     """Metrics that show it."""
     rows: list[JsonObject] = field(default_factory=list)
     """Samples that show it, ``{"step": ..., "row": ...}``."""
 
 
+GUIDE = "docs/guides/troubleshooting.md"
+SCORE, POLICY, RESPONSES, CRITIC, TIME = (
+    f"{GUIDE}#{section}" for section in ("the-score", "the-policy", "responses", "the-critic", "memory-and-time")
+)
+EPISODES = "docs/guides/episodes.md"
+LAST = "the last step"
+
+
 def advise(run: RunFolder) -> list[JsonObject]:
     """Return the findings of all rules."""
-    return [asdict(finding) for rule in RULES for finding in rule(run)]
+    return [asdict(finding) for rule in RULES.values() for finding in rule(run)]
 
 
 def _last(series: Series, count: int = WINDOW) -> float:
@@ -53,6 +75,30 @@ def _score(run: RunFolder) -> tuple[str, Series]:
     return key, run.series(key)
 
 
+def _does_well(run: RunFolder) -> bool:
+    """Whether the score rises, or is near the highest reward of the run."""
+    return _rises(run) or _is_near_maximum(run)
+
+
+def _rises(run: RunFolder) -> bool:
+    values = list(_score(run)[1].values())
+    if len(values) < 2:
+        return False
+    width = max(2, min(WINDOW, len(values) // 3))
+    first, last = values[:width], values[-width:]
+    error = math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / width)
+    return fmean(last) - fmean(first) > max(2 * error, 1e-9)
+
+
+def _is_near_maximum(run: RunFolder) -> bool:
+    """Whether little is left to learn; False where the range of rewards is unknown, as in simulators."""
+    highest, lowest = (list(run.series(f"critic/score/{end}").values()) for end in ("max", "min"))
+    series = _score(run)[1]
+    if not highest or not lowest or not series:
+        return False
+    return _last(series) > min(lowest) + NEAR_MAXIMUM * (max(highest) - min(lowest))
+
+
 def _validation(run: RunFolder) -> tuple[str, Series]:
     keys = ["eval/return"] if run.kind == "control" else sorted(validation_means(dict.fromkeys(run.keys, 0.0)))
     return (keys[0], run.series(keys[0])) if keys else ("", {})
@@ -63,6 +109,8 @@ def _rows(run: RunFolder, step: int, column: str, *, largest: bool = True, count
     if not run.steps:
         return []
     near = min(run.steps, key=lambda other: abs(other - step))
+    if run.kind == "control" and column == "reward":
+        column = "return"
     values = run.columns(near).get(column)
     if values is None:
         return []
@@ -82,7 +130,8 @@ def _score_fell(run: RunFolder) -> Iterator[Advice]:
     at = int(np.argmax(drops))
     spread = max(values) - min(values)
     noise = pstdev(values[at : at + width])
-    if drops[at] < 0.4 * spread or drops[at] < 3 * noise or _last(series, width) > before[at] - 0.5 * drops[at]:
+    has_recovered = _last(series, width) > before[at] - 0.5 * drops[at]
+    if not spread or drops[at] < 0.4 * spread or drops[at] < 3 * noise or has_recovered:
         return
     # Of the steps next to the widest gap, the first whose score is nearer to what follows.
     middle = (before[at] + after[at]) / 2
@@ -91,10 +140,35 @@ def _score_fell(run: RunFolder) -> Iterator[Advice]:
     because = "; ".join(
         f"{name} went from {one:.3g} to {other:.3g} in step {when}" for name, one, other, when in causes
     )
-    text = f"{key} fell from {before[at]:.3g} to {after[at]:.3g} at step {step}"
-    text += f". Shortly before: {because}" if because else ". No other metric changed shortly before"
+    text = f"{key} fell from {before[at]:.3g} to {after[at]:.3g} at step {step}. "
+    text += f"Shortly before: {because}." if because else "No other metric changed shortly before."
     rows = _rows(run, step, "reward", largest=False)
-    yield Advice("score fell", text, step, (key, *(name for name, *_ in causes)), rows)
+    yield Advice(
+        "score fell",
+        text,
+        step,
+        "the first step whose score is nearer to the later mean than to the earlier one",
+        _remedy_of_fall(causes),
+        SCORE if not causes or causes[0][0] not in FALLS_OF_POLICY else POLICY,
+        (key, *(name for name, *_ in causes)),
+        rows,
+    )
+
+
+FALLS_OF_POLICY = {"actor/lr", "actor/ppo_kl", "actor/grad_norm", "actor/ratio_max", "actor/pg_clipfrac"}
+"""Changes that too large an update causes, or is."""
+
+
+def _remedy_of_fall(causes: Sequence[tuple[str, float, float, int]]) -> str:
+    keep = "Resume from a checkpoint before it, and keep the best one (trainer.keep_best=True)."
+    first = causes[0][0] if causes else ""
+    if first in FALLS_OF_POLICY:
+        return f"The policy moved too far: lower or decay actor.optim.lr, or take fewer updates per batch. {keep}"
+    if first == "reward/error_rate":
+        return f"The reward began to fail: read the errors in the samples. {keep}"
+    if first.startswith("response_length"):
+        return f"Compare the responses of the steps before and after: their length changed first. {keep}"
+    return f"Compare the samples of the steps before and after, and check whether data or reward changed. {keep}"
 
 
 WATCHED = (
@@ -128,10 +202,14 @@ def _critic_is_useless(run: RunFolder) -> Iterator[Advice]:
     if len(series) >= 2 * WINDOW and all(series[step] < 0 for step in recent):
         text = (
             f"the critic explains less than a constant: its explained variance was below 0 in {len(negative)} of "
-            f"{len(series)} steps, {_last(series):.2f} on average in the last {WINDOW}. Raise critic.optim.lr or warm "
-            "it up (trainer.critic_warmup), or use an estimator without a critic (algorithm.adv_estimator=grpo)"
+            f"{len(series)} steps, {_last(series):.2f} on average in the last {WINDOW}."
         )
-        yield Advice("critic explains nothing", text, recent[0], ("critic/vf_explained_var",))
+        remedy = (
+            "Raise critic.optim.lr or warm it up (trainer.critic_warmup), or use an estimator without a critic "
+            "(algorithm.adv_estimator=grpo)."
+        )
+        why = f"the first of the last {WINDOW} steps"
+        yield Advice("critic explains nothing", text, recent[0], why, remedy, CRITIC, ("critic/vf_explained_var",))
 
 
 def _validation_falls(run: RunFolder) -> Iterator[Advice]:
@@ -140,18 +218,34 @@ def _validation_falls(run: RunFolder) -> Iterator[Advice]:
     if len(series) < MIN_EVALUATIONS or len(score) < WINDOW:
         return
     values, steps = list(series.values()), list(series)
-    best = int(np.argmax([fmean(values[at : at + 2]) for at in range(len(values) - 1)]))
-    top, now = fmean(values[best : best + 2]), fmean(values[-2:])
+    width = max(2, len(values) // 5)
+    windows = [values[at : at + width] for at in range(len(values) - width + 1)]
+    best = max(range(len(windows)), key=lambda at: fmean(windows[at]))
+    top, now = fmean(windows[best]), fmean(windows[-1])
     noise = median(abs(one - other) for one, other in pairwise(values))
-    trained = [value for step, value in score.items() if abs(step - steps[best]) <= 3]
+    error = math.sqrt((pstdev(windows[best]) ** 2 + pstdev(windows[-1]) ** 2) / width)
+    trained = [value for step, value in score.items() if steps[best] - 3 <= step <= steps[best + width - 1] + 3]
     lately = _last(score, min(WINDOW, len(score) // 3 or 1))
-    if best + 3 < len(values) and trained and top - now > max(4 * noise, 0.02) and lately > fmean(trained):
+    falls = top - now > max(4 * noise, 3 * error, 0.1 * (max(values) - min(values)), 0.02)
+    # In a simulator both are returns of the same task: above that of training, none is lost.
+    falls &= run.kind == "text" or now < lately
+    if best + width < len(windows) and trained and falls and lately > fmean(trained):
         text = (
             f"{key} fell from {top:.3g} at step {steps[best]} to {now:.3g}, while {score_key} rose from "
-            f"{fmean(trained):.3g} to {lately:.3g}: the policy exploits the reward or memorises its prompts. Read the "
-            "samples with the highest reward"
+            f"{fmean(trained):.3g} to {lately:.3g}: "
         )
-        yield Advice("validation falls", text, steps[best + 1], (key, score_key), _rows(run, steps[-1], "reward"))
+        if run.kind == "text":
+            text += "the policy exploits the reward or memorises its prompts."
+            remedy = "Read the samples with the highest reward; add a KL term, more prompts, or repair the reward."
+        else:
+            text += "the evaluated policy loses what the policy of training gains."
+            remedy = "Compare env.eval with env.train: wrappers, observation statistics, actions without noise."
+        why = "the step after the best evaluation"
+        rows = _rows(run, steps[-1], "reward")
+        yield Advice("validation falls", text, steps[best + 1], why, remedy, SCORE, (key, score_key), rows)
+
+
+EXPLOITED = "reward part is exploited"
 
 
 def _parts_disagree(run: RunFolder) -> Iterator[Advice]:
@@ -165,10 +259,12 @@ def _parts_disagree(run: RunFolder) -> Iterator[Advice]:
             step = by_name[rising]["steps"][-1]
             text = (
                 f"the part {rising!r} of the reward rises ({gain[0]:.3g} to {gain[-1]:.3g}) while {falling!r} falls "
-                f"({loss[0]:.3g} to {loss[-1]:.3g}): the policy exploits {rising!r}"
+                f"({loss[0]:.3g} to {loss[-1]:.3g}): the policy exploits {rising!r}."
             )
+            remedy = f"Cap {rising!r}, lower its weight, or remove it; or pay it only where {falling!r} is high."
             keys = (f"reward/extra/{rising}/mean", f"reward/extra/{falling}/mean")
-            yield Advice("reward part is exploited", text, step, keys, _rows(run, step, f"part/{rising}"))
+            rows = _rows(run, step, f"part/{rising}")
+            yield Advice(EXPLOITED, text, step, "the last recorded step", remedy, SCORE, keys, rows)
 
 
 def _trend(steps: Sequence[int], means: Sequence[float | None]) -> float:
@@ -179,13 +275,22 @@ def _trend(steps: Sequence[int], means: Sequence[float | None]) -> float:
     change = abs(fmean(values[-third:]) - fmean(values[:third]))
     if change < 0.1 * max(map(abs, values)):
         return 0.0
-    return correlation([step for step, _ in pairs], values) or 0.0
+    return _correlation([step for step, _ in pairs], values) or 0.0
+
+
+def _correlation(one: Iterable[float], other: Iterable[float]) -> float | None:
+    """Return the correlation of finite pairs; None if either is constant."""
+    pairs = np.array([list(one), list(other)], dtype=np.float64)
+    pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
+    if pairs.shape[1] < 3 or (pairs.max(axis=1) == pairs.min(axis=1)).any():
+        return None
+    return float(np.asarray(np.corrcoef(pairs))[0, 1])
 
 
 def _format_without_accuracy(run: RunFolder) -> Iterator[Advice]:
     means = {one["name"]: [mean for mean in one["means"] if mean is not None] for one in parts(run)}
     layout = next((values for name, values in means.items() if "format" in name), [])
-    accuracy = next((values for name, values in means.items() if name in ("acc", "accuracy", "correct")), [])
+    accuracy = next((values for name, values in means.items() if name in ACCURACIES), [])
     if len(layout) < WINDOW or len(accuracy) < WINDOW:
         return
     third = len(layout) // 3
@@ -194,20 +299,39 @@ def _format_without_accuracy(run: RunFolder) -> Iterator[Advice]:
     if gained > 0.3 and fmean(layout[-third:]) > 0.8 and abs(solved) < 0.05 and fmean(accuracy[-third:]) < 0.5:
         text = (
             f"the format is learned (+{gained:.2f}) while the accuracy stays at {fmean(accuracy[-third:]):.2f}: the "
-            "reward of the format is all that the policy still gets. Lower its weight, or take easier prompts"
+            "reward of the format is all that the policy still gets."
         )
-        yield Advice("format without accuracy", text, run.steps[-1], (), _rows(run, run.steps[-1], "reward"))
+        remedy, rows = "Lower its weight, or take easier prompts.", _rows(run, run.steps[-1], "reward")
+        why = "the last recorded step"
+        yield Advice("format without accuracy", text, run.steps[-1], why, remedy, SCORE, (), rows)
 
 
 def _cut(run: RunFolder) -> Iterator[Advice]:
     series = run.series("response_length/clip_ratio")
-    if len(series) >= 5 and _last(series) > 0.3:
-        step = list(series)[-1]
-        text = (
-            f"{_last(series):.0%} of the responses of the last steps were cut by the length limit, which gives most of "
-            "them no reward. Raise data.max_response_length, or penalise length (reward_model.overlong_buffer)"
-        )
-        yield Advice("responses are cut", text, step, ("response_length/clip_ratio",), _rows(run, step, "truncated"))
+    if run.kind != "text" or len(series) < 5 or _last(series) <= 0.3:
+        return
+    rewards = {True: list[float](), False: list[float]()}
+    for at in run.steps[-WINDOW:]:
+        columns = run.columns(at)
+        if {"truncated", "reward"} <= columns.keys():
+            for truncated in (True, False):
+                chosen = columns["reward"][columns["truncated"].astype(bool) == truncated]
+                rewards[truncated] += chosen[np.isfinite(chosen)].tolist()
+    cut, complete = rewards[True], rewards[False]
+    text = f"{_last(series):.0%} of the responses of the last steps were cut by the length limit"
+    if min(len(cut), len(complete)) >= MIN_ROWS:
+        error = math.sqrt(pstdev(cut) ** 2 / len(cut) + pstdev(complete) ** 2 / len(complete))
+        if fmean(complete) - fmean(cut) <= max(3 * error, 0.1 * (max(cut + complete) - min(cut + complete))):
+            return
+        text += f": their mean reward is {fmean(cut):.3g}, that of complete ones {fmean(complete):.3g}."
+    elif len(series) < 2 * WINDOW or _does_well(run):  # such as answers of a fixed length that fill the limit
+        return
+    else:
+        text += ", and the score neither rises nor is near its maximum."
+    step = list(series)[-1]
+    remedy = "Raise data.max_response_length, or penalise length (reward_model.overlong_buffer)."
+    rows = _rows(run, step, "truncated")
+    yield Advice("responses are cut", text, step, LAST, remedy, RESPONSES, ("response_length/clip_ratio",), rows)
 
 
 def _longer_without_reward(run: RunFolder) -> Iterator[Advice]:
@@ -219,9 +343,11 @@ def _longer_without_reward(run: RunFolder) -> Iterator[Advice]:
         step = list(length)[-1]
         text = (
             f"responses grew from {_first(length):.0f} to {_last(length):.0f} tokens, and {key} did not rise "
-            f"({_first(score):.3g} to {_last(score):.3g})"
+            f"({_first(score):.3g} to {_last(score):.3g})."
         )
-        yield Advice("longer without reward", text, step, ("response_length/mean", key), _rows(run, step, "length"))
+        remedy = "Penalise length (reward_model.overlong_buffer.enable), or aggregate the loss by tokens."
+        keys, rows = ("response_length/mean", key), _rows(run, step, "length")
+        yield Advice("longer without reward", text, step, LAST, remedy, RESPONSES, keys, rows)
 
 
 def _one_group_dominates(run: RunFolder) -> Iterator[Advice]:
@@ -230,24 +356,29 @@ def _one_group_dominates(run: RunFolder) -> Iterator[Advice]:
         listed = groups(run, step)
         if len(listed) >= 4 and (listed[0].get("gradient_share") or 0.0) > 0.6:
             heavy.append((step, listed[0]))
-    if len(heavy) > WINDOW // 2:
+    if len(heavy) > WINDOW // 2 and not _is_near_maximum(run):  # at the end a hard prompt may be all that is left
         step, top = heavy[-1]
         text = (
             f"in {len(heavy)} of the last {WINDOW} recorded steps one prompt took more than 60 % of the gradient "
-            f"({top['gradient_share']:.0%} in step {step}): the others have groups without variance or short responses"
+            f"({top['gradient_share']:.0%} in step {step}): the others have groups without variance or short responses."
         )
-        yield Advice("one prompt dominates", text, step, (), [{"step": step, "row": row} for row in top["rows"][:3]])
+        remedy = "Take prompts of another difficulty, and look at the rewards and lengths of this group."
+        why, rows = "the last step in which one does", [{"step": step, "row": row} for row in top["rows"][:3]]
+        yield Advice("one prompt dominates", text, step, why, remedy, SCORE, (), rows)
 
 
 def _no_variance(run: RunFolder) -> Iterator[Advice]:
     series = run.series("group/zero_std_fraction")
-    if len(series) >= WINDOW and _last(series) > 0.8:
+    if len(series) >= 2 * WINDOW and _last(series) > 0.8 and not _does_well(run):
         text = (
             f"{_last(series):.0%} of the prompts of the last steps had equal rewards for all of their responses, which "
-            "teach nothing. Take prompts of another difficulty, more responses (rollout.n), or "
-            "algorithm.filter_groups.enable=True"
+            "teach nothing, and the score neither rises nor is near its maximum."
         )
-        yield Advice("groups without variance", text, list(series)[-1], ("group/zero_std_fraction",))
+        remedy = (
+            "Take prompts of another difficulty, more responses (rollout.n), or algorithm.filter_groups.enable=True."
+        )
+        step = list(series)[-1]
+        yield Advice("groups without variance", text, step, LAST, remedy, SCORE, ("group/zero_std_fraction",))
 
 
 @dataclass(frozen=True)
@@ -259,6 +390,8 @@ class Limit:
     is_wrong: Callable[[float], bool]
     text: str
     """What to say; ``{}`` is the mean."""
+    remedy: str
+    guide: str
     column: str = ""
     """The column whose largest values show it."""
 
@@ -268,44 +401,51 @@ class Limit:
         if len(series) >= 5 and self.is_wrong(mean := _last(series)):
             step = max(list(series)[-WINDOW:], key=lambda at: abs(series[at]))
             rows = _rows(run, step, self.column) if self.column else []
-            yield Advice(self.rule, self.text.format(mean), step, (self.key,), rows)
+            why = f"the one of the last {WINDOW} steps with the largest value"
+            yield Advice(self.rule, self.text.format(mean), step, why, self.remedy, self.guide, (self.key,), rows)
 
 
 LIMITS = (
     Limit(
         "first ratio is not 1", "actor/first_update/ratio_max", lambda mean: mean > 1.05,
         "at the first optimizer step the policy is still the old one, yet its largest ratio is {:.3f}: old log-probs "
-        "and update disagree. Check number formats and dropout", "ratio",
+        "and update disagree.", "Check number formats and dropout.", RESPONSES, "ratio",
     ),
     Limit(
         "few effective samples", "rollout_corr/rollout_is_eff_sample_size", lambda mean: mean < 0.3,
-        "the importance weights leave {:.0%} effective samples: the sampler is too far from the trainer", "mismatch",
+        "the importance weights leave {:.0%} effective samples: the sampler is too far from the trainer.",
+        "Take the same dtype on both sides, or weights that are less stale.", RESPONSES, "mismatch",
     ),
     Limit(
         "sampler and trainer differ", "training/rollout_mismatch_alarm", lambda mean: mean > 0.2,
-        "in {:.0%} of the last steps sampler and trainer disagreed by more than their number formats explain",
-        "mismatch",
+        "in {:.0%} of the last steps sampler and trainer disagreed by more than their number formats explain.",
+        "Take the same dtype on both sides, or correct for it (algorithm.rollout_correction.rollout_is=token).",
+        RESPONSES, "mismatch",
     ),
     Limit(
         "much is clipped", "actor/pg_clipfrac", lambda mean: mean > 0.4,
-        "{:.0%} of the tokens are clipped, which learn nothing: lower the learning rate or the number of epochs",
-        "ratio",
+        "{:.0%} of the tokens are clipped, which learn nothing.",
+        "Lower the learning rate or the number of epochs.", POLICY, "ratio",
     ),
     Limit(
         "rewards fail", "reward/error_rate", lambda mean: mean > 0.02,
-        "the reward fails on {:.1%} of the responses, which are left out; read their errors in the table of samples",
+        "the reward fails on {:.1%} of the responses, which are left out.",
+        "Read their errors in the table of samples.", SCORE,
     ),
     Limit(
         "responses are identical", "response/identical_fraction", lambda mean: mean > 0.8,
-        "{:.0%} of the responses of a step are one and the same: the policy ignores its prompts",
+        "{:.0%} of the responses of a step are one and the same: the policy ignores its prompts.",
+        "Balance the answers in the data, add a KL loss, or lower the learning rate.", POLICY,
     ),
     Limit(
         "devices wait for one", "global_seqlen/busiest_over_mean", lambda mean: mean > 1.5,
-        "the busiest device has {:.1f} times the mean work, and the others wait for it (trainer.balance_batch)",
+        "the busiest device has {:.1f} times the mean work, and the others wait for it.",
+        "Set trainer.balance_batch=True.", TIME,
     ),
     Limit(
         "updates are skipped", "actor/skipped_updates", lambda mean: mean > 0.1,
-        "{:.2f} optimizer steps of a training step have no finite gradient; incidents/ in the folder replays them",
+        "{:.2f} optimizer steps of a training step have no finite gradient.",
+        "Replay them: incidents/ in the folder of the run has the mini-batches.", POLICY,
     ),
 )  # fmt: skip
 
@@ -317,16 +457,113 @@ def _entropy_collapsed(run: RunFolder) -> Iterator[Advice]:
         and len(series) >= 2 * WINDOW
         and _last(series) < 0.05 * _first(series)
         and _last(series) < 0.05
+        and not _is_near_maximum(run)  # where all is right there is nothing to explore
     ):
         step = next(step for step, value in series.items() if value < 0.1 * _first(series))
         text = (
             f"the entropy collapsed from {_first(series):.3g} to {_last(series):.3g} nats by step {step}: the policy "
-            "hardly explores. Raise the clip range (clip_ratio_high) or actor.entropy_coeff, or lower the learning rate"
+            "hardly explores."
         )
-        yield Advice("entropy collapsed", text, step, ("actor/entropy",), _rows(run, step, "entropy", largest=False))
+        remedy = "Raise actor.clip_ratio_high or actor.entropy_coeff, or lower the learning rate."
+        why, rows = "the first below a tenth of the beginning", _rows(run, step, "entropy", largest=False)
+        yield Advice("entropy collapsed", text, step, why, remedy, POLICY, ("actor/entropy",), rows)
 
 
-RULES: Sequence[Callable[[RunFolder], Iterator[Advice]]] = (
-    _score_fell, _validation_falls, _parts_disagree, _format_without_accuracy, _critic_is_useless, _no_variance, _cut,
-    _longer_without_reward, _one_group_dominates, _entropy_collapsed, *LIMITS,
-)  # fmt: skip
+def _never_solved(run: RunFolder) -> Iterator[Advice]:
+    listed = prompts(run, limit=None) if run.kind == "text" else {"rows": []}
+    rows = listed["rows"]
+    never = [one for one in rows if one["never"]]
+    others = [one for one in rows if not one["never"]]
+    if not never or len(never) > len(others):  # most of them: then the policy is what fails, not the prompts
+        return
+    share = sum(one["solved"] for one in others) / sum(one["attempts"] for one in others)
+    # A prompt as hard as the mean of the others would hardly fail so often.
+    evident = [
+        one for one in never if one["attempts"] >= MIN_ROWS and len(rows) * (1 - share) ** one["attempts"] < 0.01
+    ]
+    if evident:
+        evident.sort(key=lambda one: (-one["attempts"], one["index"]))
+        names = ", ".join(str(one["index"]) for one in evident[:10]) + (", ..." if len(evident) > 10 else "")
+        plural = "s" if len(evident) > 1 else ""
+        fewest, highest = min(one["attempts"] for one in evident), max(one["attempts"] for one in evident)
+        text = (
+            f"{len(evident)} of {len(rows)} prompts (index {names}) had no solved response in "
+            f"{fewest if fewest == highest else f'{fewest} to {highest}'} attempts{' each' if plural else ''}, while "
+            f"{share:.0%} of the responses to the others are solved. Solved means: {listed['solved_means']}."
+        )
+        remedy = (
+            f"Read their responses and check the expected answer{plural}; without a mistake there, leave the "
+            f"prompt{plural} out until the policy is better, or give partial credit. All of them: tether view RUN "
+            "--prompts --json."
+        )
+        shown = [{"step": one["step"], "row": one["row"]} for one in evident[:3]]
+        why = "the last step that has such a prompt"
+        yield Advice("prompts never solved", text, shown[0]["step"], why, remedy, SCORE, (), shown)
+
+
+def _falls(run: RunFolder) -> Iterator[Advice]:
+    """Yield where episodes of a simulator go wrong, if they mostly end early and the critic sees it come."""
+    if run.kind != "control" or _last(run.series("env/success_once") or {0: 0.0}) > 0.5:
+        return
+    ended, num_terminated, episodes = 0, 0, []
+    for step in run.steps[-WINDOW:]:
+        columns = run.columns(step)
+        if not {"from_start", "terminated", "truncated"} <= columns.keys():
+            return
+        complete = columns["from_start"].astype(bool) & (columns["terminated"] | columns["truncated"]).astype(bool)
+        ended += int(complete.sum())
+        num_terminated += int((complete & columns["terminated"].astype(bool)).sum())
+        for one in (run.record("episodes", step) or {"rows": []})["rows"]:
+            row = one["segment"]
+            if complete[row] and columns["terminated"][row] and "values" in one["values"]:
+                episodes.append((step, row, _abrupt_drop(unpack(one["values"]["values"]))))
+    seen = [(step, row, *drop) for step, row, drop in episodes if drop is not None]
+    if ended < MIN_ROWS or num_terminated < 0.8 * ended or len(episodes) < 3 or len(seen) < 2 / 3 * len(episodes):
+        return
+    step, row, at, before, after = max(seen, key=lambda one: (one[0], one[2]))
+    drop_steps = sorted(one[2] for one in seen)
+    text = (
+        f"{num_terminated} of the {ended} complete episodes of the last {min(WINDOW, len(run.steps))} recorded steps "
+        f"end terminated, and in {len(seen)} of {len(episodes)} recorded ones the critic's value drops at once, at "
+        f"their step {drop_steps[len(drop_steps) // 2]} in the median. In episode {row} of step {step} it drops most "
+        f"at step {at} of the episode, from {before:.3g} to {after:.3g}."
+    )
+    remedy = (
+        "Look at observation, action and film there: what the policy does shortly before is what to reward, or to "
+        "train from more often. Terminations that are a success are no fault."
+    )
+    rows = [
+        {"step": one[0], "row": one[1], "token": one[2]} for one in sorted(seen, key=lambda one: (-one[0], -one[2]))[:3]
+    ]
+    why = "the last recorded step, and the episode that got furthest in it"
+    yield Advice("episodes end early", text, step, why, remedy, EPISODES, ("env/episode_len", "env/return"), rows)
+
+
+def _abrupt_drop(values: Array) -> tuple[int, float, float] | None:
+    """Return the step of the largest drop, with the values around it, if it is abrupt."""
+    values = values.astype(np.float64)
+    if len(values) < 10 or not np.isfinite(values).all():
+        return None
+    change = np.diff(values)
+    at = int(np.argmin(change)) + 1
+    if -change[at - 1] < max(0.3 * np.ptp(values), 5 * float(np.median(np.abs(change)))):
+        return None
+    return at, float(values[at - 1]), float(values[at])
+
+
+RULES: Mapping[str, Callable[[RunFolder], Iterator[Advice]]] = {
+    "score fell": _score_fell,
+    "validation falls": _validation_falls,
+    EXPLOITED: _parts_disagree,
+    "format without accuracy": _format_without_accuracy,
+    "critic explains nothing": _critic_is_useless,
+    "groups without variance": _no_variance,
+    "responses are cut": _cut,
+    "longer without reward": _longer_without_reward,
+    "one prompt dominates": _one_group_dominates,
+    "prompts never solved": _never_solved,
+    "episodes end early": _falls,
+    "entropy collapsed": _entropy_collapsed,
+    **{limit.rule: limit for limit in LIMITS},
+}
+RULE_NAMES = list(RULES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,11 +14,13 @@ import numpy as np
 
 from tether.metrics.loggers import validation_means
 from tether.metrics.names import distinct_names
+from tether.spelling import did_you_mean
 from tether.types import JsonObject
 from tether.view.queries import axis_values
 from tether.view.run import RunFolder
 
-IGNORED = ("trainer.seed", "trainer.default_local_dir", "trainer.experiment_name", "data.seed", "env.train.seed",
+SEED = "trainer.seed"
+IGNORED = (SEED, "trainer.default_local_dir", "trainer.experiment_name", "data.seed", "env.train.seed",
            "env.eval.seed", "trainer.resume_mode", "trainer.resume_from_path")  # fmt: skip
 """Keys in which repetitions of one experiment may differ."""
 LAST_SHARE = 0.1
@@ -107,57 +111,154 @@ def bootstrap_mean(curves: Sequence[Sequence[float]], draws: int = 300) -> tuple
     return values.mean(axis=0).tolist(), low.tolist(), high.tolist()
 
 
+MAX_CHANGES = 3
+"""Keys of the configuration in the name of an experiment."""
+
+
 def comparison(runs: Sequence[RunFolder]) -> JsonObject:
-    """Return differences, experiments, final table and verdicts of several runs."""
+    """Return differences, experiments with their members, final table, verdicts and warnings of several runs."""
     names = distinct_names([run.folder for run in runs])
-    grouped = experiments(runs)
-    key = next((key for run in runs if (key := score_key(run))), None)
-    labels = [names[rows[0]] if len(rows) == 1 else f"{names[rows[0]]} (mean of {len(rows)})" for rows in grouped]
+    grouped, changed = experiments(runs), differences(runs)
+    labels = experiment_labels(runs, names, grouped, changed)
+    keys = Counter(key for run in runs if (key := score_key(run)))
+    key = keys.most_common(1)[0][0] if keys else None
     results = [result(run, key) if key else None for run in runs]
-    verdicts = []
-    for first in range(len(grouped)):
-        for second in range(first + 1, len(grouped)):
-            pair = [[r for row in grouped[at] if (r := results[row]) is not None] for at in (first, second)]
-            if key and all(pair):
-                verdicts.append(verdict(pair[0], pair[1], (labels[first], labels[second]), key))
+    by_seed = [
+        [fmean(scored) for rows in seeds(runs, members).values() if (scored := _known(results, rows))]
+        for members in grouped
+    ]
+    verdicts = [
+        verdict(by_seed[first], by_seed[second], (labels[first], labels[second]), key)
+        for first, second in combinations(range(len(grouped)), 2)
+        if key and by_seed[first] and by_seed[second]
+    ]
+    warnings = []
+    for label, members in zip(labels, grouped, strict=True):
+        repeated = [
+            f"{len(rows)} runs have seed {seed} ({', '.join(names[row] for row in rows)})"
+            for seed, rows in seeds(runs, members).items()
+            if len(rows) > 1
+        ]
+        if repeated:
+            warnings.append(
+                f"{label}: {'; '.join(repeated)}. Their configurations are equal, so they count once, with their mean. "
+                "If they are not the same experiment, compare fewer runs."
+            )
     return {
         "names": names,
-        "differences": differences(runs),
-        "experiments": [{"label": label, "runs": rows} for label, rows in zip(labels, grouped, strict=True)],
+        "differences": [
+            row | {"by_experiment": [_shared(row["values"], members) for members in grouped]} for row in changed
+        ],
+        "experiments": [
+            {"label": label, "runs": members, "members": [names[row] for row in members]}
+            for label, members in zip(labels, grouped, strict=True)
+        ],
         "key": key,
-        "keys": sorted(set.intersection(*(set(run.keys) for run in runs))) if runs else [],
+        "keys": sorted({key for run in runs for key in run.keys}),
         "results": [
             {"name": name, "folder": str(run.folder), "steps": max(run.metrics, default=0), "result": value}
             | {"seconds": (axis_values(run, "seconds") or {0: 0.0}).get(max(run.metrics, default=0))}
-            for name, run, value in zip(names, runs, results, strict=True)
+            | {"seed": run.setting(SEED), "experiment": labels[next(at for at, r in enumerate(grouped) if row in r)]}
+            for row, (name, run, value) in enumerate(zip(names, runs, results, strict=True))
         ],
         "verdicts": verdicts,
+        "warnings": warnings,
     }
 
 
+def _known(values: Sequence[float | None], rows: Sequence[int]) -> list[float]:
+    return [value for row in rows if (value := values[row]) is not None]
+
+
+def _shared(values: Sequence[Any], members: Sequence[int]) -> str:
+    """Return the value of an experiment, or the values of its runs where they differ."""
+    shown = [_shown(values[row]) for row in members]
+    return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def seeds(runs: Sequence[RunFolder], members: Sequence[int]) -> dict[Any, list[int]]:
+    """Return the runs of an experiment by their seed; one whose seed is unknown stands for itself."""
+    by_seed: dict[Any, list[int]] = {}
+    for row in members:
+        seed = runs[row].setting(SEED)
+        by_seed.setdefault(f"unknown of run {row}" if seed is None else seed, []).append(row)
+    return by_seed
+
+
+def experiment_labels(
+    runs: Sequence[RunFolder], names: Sequence[str], grouped: Sequence[list[int]], changed: Sequence[JsonObject]
+) -> list[str]:
+    """Return a name for each experiment: that of a single run, else what differs from the others and its seeds."""
+    repeated = [members for members in grouped if len(members) > 1]
+    compared = repeated if len(repeated) > 1 else grouped
+    distinct = {
+        row["key"]: len({_shared(row["values"], members) for members in compared})
+        for row in changed
+        if row["key"] not in IGNORED and not any(row["values"][at] is None for members in compared for at in members)
+    }
+    keys = sorted((key for key in distinct if distinct[key] > 1), key=lambda key: -distinct[key])
+    last = Counter(key.rsplit(".", 1)[-1] for key in keys)
+    values = {row["key"]: row["values"] for row in changed}
+    labels = []
+    for members in grouped:
+        if len(members) == 1:
+            labels.append(names[members[0]])
+            continue
+        changes = []
+        for key in keys[:MAX_CHANGES]:
+            name = key.rsplit(".", 1)[-1]
+            changes.append(f"{name if last[name] == 1 else key}={_shared(values[key], members)}")
+        count = len(seeds(runs, members))
+        repetitions = f"{count} seeds" if count == len(members) else f"{len(members)} runs of {count} seeds"
+        labels.append(", ".join([*changes, repetitions]))
+    # Where those keys do not tell them apart, the first of their runs does.
+    return [
+        f"{label}: {names[members[0]]}, ..."
+        if len(members) > 1 and (labels.count(label) > 1 or "=" not in label)
+        else label
+        for label, members in zip(labels, grouped, strict=True)
+    ]
+
+
 def mean_curves(runs: Sequence[RunFolder], key: str, axis: str = "step") -> list[JsonObject]:
-    """Return the curve of each experiment: the mean over its runs where all have values, with its interval."""
-    curves = []
-    for rows in experiments(runs):
-        points = []
+    """Return the curve of each experiment: the mean over its seeds where all have values, with its interval.
+
+    Raises:
+        ValueError: no run has the metric.
+    """
+    metrics = {name for run in runs for name in run.keys}
+    if key not in metrics:
+        raise ValueError(f"no run has the metric {key!r}.{did_you_mean(key, metrics)}")
+    return [_mean_curve(runs, members, key, axis) for members in experiments(runs)]
+
+
+def _mean_curve(runs: Sequence[RunFolder], members: Sequence[int], key: str, axis: str) -> JsonObject:
+    by_seed: list[list[dict[float, float]]] = []
+    for rows in seeds(runs, members).values():
+        curves = []
         for row in rows:
             at = axis_values(runs[row], axis)
-            series = {at[step]: value for step, value in runs[row].series(key).items() if step in at}
-            if series:
-                points.append(series)
-        if not points:
-            curves.append({"x": [], "y": [], "low": [], "high": [], "n": 0})
-            continue
-        if len(points) == 1:
-            curves.append({"x": list(points[0]), "y": list(points[0].values()), "low": [], "high": [], "n": 1})
-            continue
-        start, end = max(min(one) for one in points), min(max(one) for one in points)
-        shared = sorted(set.intersection(*(set(one) for one in points)))
-        x = shared if len(shared) > 1 else np.linspace(start, end, POINTS).tolist()
-        y = [np.interp(x, list(one), list(one.values())).tolist() for one in points]
-        mean, low, high = bootstrap_mean(y)
-        curves.append({"x": x, "y": mean, "low": low, "high": high, "n": len(points)})
-    return curves
+            curves.append({at[step]: value for step, value in runs[row].series(key).items() if step in at})
+        by_seed.append([curve for curve in curves if curve])
+    by_seed = [curves for curves in by_seed if curves]
+    points = [curve for curves in by_seed for curve in curves]
+    if len(points) < 2:
+        only = points[0] if points else {}
+        return {"x": list(only), "y": list(only.values()), "low": [], "high": [], "n": len(points)}
+    start, end = max(min(one) for one in points), min(max(one) for one in points)
+    shared = sorted(set.intersection(*(set(one) for one in points)))
+    x = shared if len(shared) > 1 else np.linspace(start, end, POINTS).tolist()
+    y = [
+        np.mean([np.interp(x, list(one), list(one.values())) for one in curves], axis=0).tolist() for curves in by_seed
+    ]
+    if len(y) == 1:
+        return {"x": x, "y": y[0], "low": [], "high": [], "n": 1}
+    mean, low, high = bootstrap_mean(y)
+    return {"x": x, "y": mean, "low": low, "high": high, "n": len(y)}
 
 
 def run_table(folders: Sequence[Path]) -> list[JsonObject]:

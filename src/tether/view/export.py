@@ -16,7 +16,7 @@ from tether.view.run import RunFolder
 from tether.view.server import STATIC
 
 MAX_BYTES = 20_000_000
-SCRIPTS = ("chart.js", "text.js", "strip.js", "trend.js", "step.js", "control.js", "app.js")
+SCRIPTS = ("chart.js", "text.js", "advice.js", "strip.js", "trend.js", "step.js", "control.js", "app.js")
 """The modules in the order in which they are joined: each uses those before it."""
 
 
@@ -74,8 +74,7 @@ def _questions(runs: Sequence[RunFolder]) -> Iterator[tuple[str, dict[str, str]]
         for question in ("parts", "tasks", "prompts"):
             yield question, number
     if len(runs) > 1:
-        shared = sorted(set.intersection(*(set(run.keys) for run in runs)))
-        for key in shared:
+        for key in sorted({key for run in runs for key in run.keys}):
             yield "mean_curves", {"key": key, "axis": "step"}
     for index, run in enumerate(runs):
         yield from _steps(run, {"run": str(index)})
@@ -89,6 +88,7 @@ def _steps(run: RunFolder, number: dict[str, str]) -> Iterator[tuple[str, dict[s
     for step in _spread(run.steps):
         at = {**number, "step": str(step)}
         yield "samples", at
+        yield "distributions", at
         if run.kind == "text":
             yield "groups", at
         recorded = run.record(kind, step) or {"rows": []}

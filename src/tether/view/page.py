@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tether.view import compare, queries
-from tether.view.advice import advise
+from tether.view.advice import RULE_NAMES, advise
 from tether.view.run import RunFolder
 
 Arguments = Mapping[str, str]
@@ -30,13 +30,19 @@ def answer(runs: Sequence[RunFolder], question: str, arguments: Arguments) -> ob
     step, row = _number(arguments, "step"), _number(arguments, "row")
     match question:
         case "overview":
-            return queries.overview(run) | {"advice": advise(run), "config": compare.flat(run.config)}
+            return queries.overview(run) | {
+                "advice": advise(run),
+                "rules": RULE_NAMES,
+                "config": compare.flat(run.config),
+            }
         case "curves":
             return queries.curves(run, arguments["keys"].split(","), arguments.get("axis", "step"))
         case "samples":
-            limit = _number(arguments, "limit", 100) or 100
+            limit = min(_number(arguments, "limit", 100) or 100, queries.MAX_ROWS)
             where, text, sort = (arguments.get(name) or None for name in ("where", "text", "sort"))
             return queries.samples(run, step=step, where=where, text=text, sort=sort, limit=limit)
+        case "distributions":
+            return queries.distributions(run, _required(step, "step"))
         case "groups":
             return queries.groups(run, _required(step, "step"))
         case "group":

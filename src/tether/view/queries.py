@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tether.metrics.keys import describe
 from tether.metrics.loggers import validation_means
 from tether.metrics.records import unpack
 from tether.observations import Array
+from tether.spelling import did_you_mean
 from tether.types import JsonObject
 from tether.view.expression import matching
 from tether.view.run import RunFolder
@@ -25,7 +26,7 @@ OUTSIDE_STEP = {"timing_s/env", "timing_s/step", "timing_s/testing", "timing_s/s
 Numbers = list[float | None]
 """Numbers of tokens or steps; None where one is not finite."""
 MAX_ROWS = 500
-"""Rows of a table that are answered at once."""
+"""Rows of a table that the page asks for at once."""
 INTEGERS = {"index", "group", "length", "truncated", "env", "first", "policy_version"}
 RECORD_MORE = "trainer.record_mb"
 
@@ -57,8 +58,8 @@ TEXT_PANELS = (
     TrendPanel(
         "KL and entropy",
         (
-            TrendChart("KL", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
-            TrendChart("entropy", ("actor/entropy",)),
+            TrendChart("KL in nats per token", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
+            TrendChart("entropy in nats per token", ("actor/entropy",)),
         ),
     ),
     TrendPanel(
@@ -94,7 +95,13 @@ CONTROL_PANELS = (
             TrendChart("success", ("env/success_once", "eval/success_once")),
         ),
     ),
-    TrendPanel("KL and entropy", (TrendChart("KL", ("actor/ppo_kl",)), TrendChart("entropy", ("actor/entropy",)))),
+    TrendPanel(
+        "KL and entropy",
+        (
+            TrendChart("KL in nats per action", ("actor/ppo_kl",)),
+            TrendChart("entropy in nats per action", ("actor/entropy",)),
+        ),
+    ),
     TrendPanel(
         "Ratio and clipping",
         (TrendChart("share clipped", ("actor/pg_clipfrac",)), TrendChart("ratio", ("actor/ratio_max",))),
@@ -128,6 +135,8 @@ def overview(run: RunFolder) -> JsonObject:
         "metrics": {key: _meaning(key) for key in sorted(keys)},
         "marks": marks(run),
         "missing": run.is_cut_short,
+        "film": run.last_film if run.kind == "control" else None,
+        "videos": run.videos,
         "axes": [axis for axis in AXES if axis == "step" or axis_values(run, axis)],
     }
 
@@ -189,6 +198,10 @@ def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObjec
     """Return the points of metrics, ``{key: {"x": [...], "y": [...]}}``, with intervals of validation where known."""
     if axis not in AXES:
         raise ValueError(f"axis={axis}: must be one of {', '.join(AXES)}")
+    metrics = set(run.keys)
+    for key in keys:
+        if key not in metrics:
+            raise ValueError(f"no such metric in {run.name}: {key!r}.{did_you_mean(key, metrics)}")
     at = axis_values(run, axis)
     answer: JsonObject = {}
     for key in keys:
@@ -301,17 +314,77 @@ def samples(
         if len(rows):
             candidates.append((one, rows))
     total = sum(len(rows) for _, rows in candidates)
-    ordered = _sorted(run, candidates, sort, min(limit, MAX_ROWS))
+    ordered = _sorted(run, candidates, sort, limit)
     return {
         "step": step,
         "total": total,
-        "columns": list(run.columns(steps[0])) if steps else [],
+        "shown": len(ordered),
+        "columns": (names := list(run.columns(steps[0])) if steps else []),
+        "meanings": {name: column_meaning(name) for name in names},
         "rows": [_row(run, one, row) for one, row in ordered],
         "left_out": (record := run.record("tokens" if run.kind == "text" else "episodes", step)) and record["left_out"]
         if step is not None
         else 0,
         "record_more": RECORD_MORE,
     }
+
+
+COLUMNS = {
+    "index": "the prompt in its data set",
+    "group": "responses to one prompt in a step share it",
+    "reward": "reward of the response, before penalties of KL",
+    "length": "tokens of the response, or steps of the episode",
+    "truncated": "whether the limit of its length ended it",
+    "ratio": "the largest ratio of a token, before and after the update",
+    "mismatch": "the largest difference of a token's log-prob between trainer and sampler",
+    "ref_kl": "mean log-prob of the policy minus that of the reference, in nats per token",
+    "entropy": "mean entropy of the policy at its tokens, in nats",
+    "value": "mean of the critic's values",
+    "return": "sum of the rewards (of text: what is still to come, as a mean over its tokens)",
+    "advantage": "mean advantage of its tokens",
+    "gradient_share": "share of the step's sum of |advantage| over trained tokens",
+    "moved": "advantage times log-ratio, summed: above 0 the update made what was rewarded likelier",
+    "policy_version": "number of updates of the weights that sampled it",
+    "env": "index of the environment",
+    "first": "step of the rollout at which the segment begins",
+    "from_start": "whether it begins with its episode, or the episode began in an earlier rollout",
+    "terminated": "whether the task ended the episode, such as by a fall or a success",
+}
+"""Column of the table of samples or episodes -> meaning."""
+
+
+def column_meaning(name: str) -> str | None:
+    """Return what a column holds; None for one that is not known."""
+    if name.startswith("part/"):
+        return f"{name.removeprefix('part/')}, a part of the reward"
+    if name.startswith("info/"):
+        return f"{name.removeprefix('info/')}, which the environment reported"
+    return COLUMNS.get(name)
+
+
+DISTRIBUTIONS = {"text": ("reward", "length", "ratio", "advantage"), "control": ("return", "length")}
+BINS = 24
+
+
+def distributions(run: RunFolder, step: int) -> list[JsonObject]:
+    """Return histograms and quartiles of the columns that tell a step's samples or episodes apart.
+
+    Raises:
+        ValueError: the step was not recorded.
+    """
+    columns, summaries = run.columns(_recorded(run, step)), list[JsonObject]()
+    for name in DISTRIBUTIONS[run.kind]:
+        values = columns.get(name, np.array([])).astype(np.float64)
+        values = values[np.isfinite(values)]
+        if len(values) == 0:
+            continue
+        counts, edges = np.histogram(values, min(BINS, max(1, len(np.unique(values)))))
+        low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+        summaries.append(
+            {"name": name, "counts": counts.tolist(), "edges": edges.tolist(), "mean": float(values.mean())}
+            | {"lowest": low, "first quartile": first, "median": median, "third quartile": third, "highest": high}
+        )
+    return summaries
 
 
 def _recorded(run: RunFolder, step: int) -> int:
@@ -549,38 +622,59 @@ def prompt_history(run: RunFolder, index: int) -> JsonObject:
     return {"index": index, "training": trained[-MAX_ROWS:], "validation": validation[-MAX_ROWS:]}
 
 
-def prompts(run: RunFolder) -> list[JsonObject]:
-    """Return each training prompt with its attempts and successes over all recorded steps, the worst first."""
-    rewards_by_prompt: dict[int, list[float]] = {}
+ACCURACIES = ("acc", "accuracy", "correct")
+"""Names of the part of a reward that says whether a response is right."""
+
+
+def prompts(run: RunFolder, limit: int | None = MAX_ROWS) -> JsonObject:
+    """Return the training prompts over all recorded steps, the hardest first, and what solved means there.
+
+    Args:
+        run: the run.
+        limit: maximum number of prompts; None: all of them, without their text.
+    """
+    steps = run.steps if run.kind == "text" else []  # simulators have no prompts
+    accuracy = next((f"part/{name}" for name in ACCURACIES if any(f"part/{name}" in run.columns(s) for s in steps)), "")
+    rewards = [run.columns(step)["reward"] for step in steps]
+    finite = [reward[np.isfinite(reward)] for reward in rewards]
+    highest = max((float(reward.max()) for reward in finite if len(reward)), default=1.0)
+    by_prompt: dict[int, list[tuple[float, bool]]] = {}
     last: dict[int, tuple[int, int]] = {}
-    for step in run.steps if run.kind == "text" else ():  # simulators have none
+    for step, reward in zip(steps, rewards, strict=True):
         columns = run.columns(step)
-        for row, (index, reward) in enumerate(zip(columns["index"], columns["reward"], strict=True)):
-            rewards_by_prompt.setdefault(int(index), []).append(float(reward))
+        success = columns.get(accuracy, np.full(len(reward), np.nan)) > 0.5 if accuracy else reward > 0.5 * highest
+        for row, (index, one, solved) in enumerate(zip(columns["index"], reward, success, strict=True)):
+            by_prompt.setdefault(int(index), []).append((float(one), bool(solved)))
             last[int(index)] = (step, row)
-    highest = max(
-        (reward for rewards in rewards_by_prompt.values() for reward in rewards if math.isfinite(reward)), default=1.0
-    )
     summaries: list[JsonObject] = []
-    for index, rewards in rewards_by_prompt.items():
-        scored = [reward for reward in rewards if math.isfinite(reward)]
+    for index, attempts in by_prompt.items():
+        scored = [reward for reward, _ in attempts if math.isfinite(reward)]
+        solved = sum(success for _, success in attempts)
         step, row = last[index]
         summaries.append(
             {
                 "index": index,
-                "attempts": len(rewards),
-                "best": max(scored, default=None),
+                "attempts": len(attempts),
+                "solved": solved,
+                "never": not solved,
                 "mean": sum(scored) / len(scored) if scored else None,
-                "never": not any(reward > 0.5 * highest for reward in scored),
+                "best": max(scored, default=None),
                 "step": step,
                 "row": row,
             }
         )
-    summaries.sort(key=lambda one: (one["best"] is None, one["best"] or 0.0, one["mean"] or 0.0))
-    for one in summaries[:MAX_ROWS]:
+    summaries.sort(key=lambda one: (one["solved"] / one["attempts"], one["mean"] or 0.0, one["index"]))
+    for one in summaries[:limit] if limit is not None else ():
         texts = _texts(run, one["step"])
         one["prompt"] = texts["prompts"].get(str(run.columns(one["step"])["group"][one["row"]]), {}).get("prompt", "")
-    return summaries[:MAX_ROWS]
+    return {
+        "solved_means": f"{accuracy.removeprefix('part/')} above 0.5, a part of the reward"
+        if accuracy
+        else f"a reward above {0.5 * highest:.4g}, half of the highest one of the run",
+        "total": len(summaries),
+        "never": [one["index"] for one in summaries if one["never"]],
+        "rows": summaries[:limit],
+    }
 
 
 def validation(run: RunFolder, step: int, sort: str | None = None, limit: int = MAX_ROWS) -> JsonObject:
@@ -605,33 +699,15 @@ def validation(run: RunFolder, step: int, sort: str | None = None, limit: int = 
 
 
 def parts(run: RunFolder) -> list[JsonObject]:
-    """Return each part of the reward with its means by step, and its correlation with the reward."""
+    """Return each part of the reward with its means by step."""
     names = sorted({name for step in run.steps for name in run.columns(step) if name.startswith("part/")})
     summaries = []
     for name in names:
-        pairs = [
-            (run.columns(step)["reward"], run.columns(step)[name]) for step in run.steps if name in run.columns(step)
-        ]
-        means = [plain(np.nanmean(values)) if np.isfinite(values).any() else None for _, values in pairs]
-        together = np.concatenate([np.stack(pair) for pair in pairs], axis=1).astype(np.float64)
-        summaries.append(
-            {
-                "name": name.removeprefix("part/"),
-                "steps": [step for step in run.steps if name in run.columns(step)],
-                "means": means,
-                "with_reward": correlation(together[0], together[1]),
-            }
-        )
+        steps = [step for step in run.steps if name in run.columns(step)]
+        columns = [run.columns(step)[name] for step in steps]
+        means = [plain(np.nanmean(values)) if np.isfinite(values).any() else None for values in columns]
+        summaries.append({"name": name.removeprefix("part/"), "steps": steps, "means": means})
     return summaries
-
-
-def correlation(one: Iterable[float], other: Iterable[float]) -> float | None:
-    """Return the correlation of finite pairs; None if either is constant."""
-    pairs = np.array([list(one), list(other)], dtype=np.float64)
-    pairs = pairs[:, np.isfinite(pairs).all(axis=0)]
-    if pairs.shape[1] < 3 or (pairs.max(axis=1) == pairs.min(axis=1)).any():
-        return None
-    return float(np.asarray(np.corrcoef(pairs))[0, 1])
 
 
 def episode(run: RunFolder, step: int, index: int) -> JsonObject:

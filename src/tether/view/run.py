@@ -224,6 +224,21 @@ class RunFolder:
         return sorted({key for record in self.metrics.values() for key in record})
 
     @property
+    def videos(self) -> list[str]:
+        """Names of the videos of evaluations."""
+        return sorted(path.name for path in (self.folder / "video").glob("*.mp4"))
+
+    @property
+    def last_film(self) -> JsonObject | None:
+        """Step and row of an episode of the last recorded step whose observations are pictures, if there is one."""
+        record = self.record("episodes", self.steps[-1]) if self.steps else None
+        for episode in record["rows"] if record else ():
+            packed = [one for one in episode["observations"].values() if isinstance(one, dict)]
+            if any(len(one["shape"]) == 4 for one in packed):
+                return {"step": self.steps[-1], "row": episode["segment"]}
+        return None
+
+    @property
     def is_cut_short(self) -> Mapping[str, str]:
         """What a viewer could show of this run and was not recorded, each with the setting that records it."""
         missing = {}
@@ -231,7 +246,7 @@ class RunFolder:
             missing["samples" if self.kind == "text" else "episodes"] = "trainer.record_mb=2 (0 records nothing)"
         if self.kind == "text" and not self.validation_steps:
             missing["validation"] = "data.val_files, with trainer.test_freq or trainer.val_before_train"
-        if self.kind == "control" and not any((self.folder / "video").glob("*.mp4")):
+        if self.kind == "control" and self.last_film is None and not self.videos:
             missing["film"] = "env.eval.video_cfg.save_video=True; or tether play on a checkpoint"
         return missing
 
@@ -247,13 +262,14 @@ def find_runs(folders: list[Path]) -> list[Path]:
     Raises:
         ValueError: a folder has none.
     """
-    run_folders: list[Path] = []
+    by_path: dict[Path, Path] = {}  # one that two paths lead to, such as a link, is one run
     for folder in folders:
         runs = [folder] if is_run(folder) else sorted(_below(folder, 3))
         if not runs:
             raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
-        run_folders += [run for run in runs if run not in run_folders]
-    return run_folders
+        for run in runs:
+            by_path.setdefault(run.resolve(), run)
+    return list(by_path.values())
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:

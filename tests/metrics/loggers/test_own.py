@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.loops import Control
-from tests.trainer.tiny_run import base_overrides, write_inputs
+from tests.runs.loops import Control
+from tests.runs.tiny_run import base_overrides, write_inputs
 from tether.config import ConfigError, load_config
 from tether.metrics.loggers import build_loggers
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.metrics.loggers.protocol import RunInfo, Sample
-from tether.text.building.named_inputs import missing_inputs
+from tether.text.named_inputs import missing_inputs
 
 MINE = '''
 import json

@@ -1,10 +1,13 @@
-"""TensorBoard, wandb (offline) and mlflow: what was logged is read back from what they wrote, also after a resume."""
+"""Trackers, those of services offline: what was logged is read back from what they wrote, also after a resume."""
 
 import json
+import os
 import shutil
+import sqlite3
 import struct
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +184,56 @@ def test_wandb_offline(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config["actor"] == {"lr": 1e-6, "betas": [0.9, 0.95]}
     (table,) = first.parent.glob("files/media/table/*.json")
     assert json.loads(table.read_text())["data"] == [[3, "gsm8k", "What is 3+4?", "7", None, "7", "late", False, "{}"]]
+
+
+def test_trackio(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(run.directory / "trackio"))  # which is read when it is imported
+    pytest.importorskip("trackio")
+    log_and_resume("trackio", run)
+    build_loggers(["trackio"], run).close()  # the same names again, from the start
+    database = sqlite3.connect(run.directory / "trackio/project.db")
+    rows = [(step, json.loads(metrics)) for step, metrics in database.execute("select step, metrics from metrics")]
+    scores = [(step, metrics["critic/score/mean"]) for step, metrics in rows if "critic/score/mean" in metrics]
+    assert scores == [(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.3), (4, 0.4)]
+    assert len(database.execute("select distinct run_id from metrics").fetchall()) == 1
+    tables = [(step, metrics["samples"]["_value"]) for step, metrics in rows if "samples" in metrics]
+    assert tables == [(step, [asdict(SAMPLE) | {"ground_truth": "7", "extra": "{}"}]) for step in (3, 4)]
+    ((config,),) = database.execute("select config from configs").fetchall()
+    assert json.loads(config)["actor"] == {"lr": 1e-6, "betas": [0.9, 0.95]}
+
+
+@pytest.mark.slow  # each run looks at the machine
+def test_swanlab_offline(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    log_and_resume("swanlab", run)
+    first, second = sorted(run.directory.glob("swanlab/run-*/*.swanlab"))
+    assert first.name == second.name, "a resumed run goes on under the same id"
+    reader = DataStoreReader()
+    reader.open(first)
+    records = [Record.FromString(data) for data in reader]
+    reader.close()
+    scalars = [record.scalar for record in records if record.HasField("scalar")]
+    scores = [(scalar.step, scalar.value.number) for scalar in scalars if scalar.key == "critic/score/mean"]
+    assert scores == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    (caption,) = (item.caption for record in records for item in record.media.value.items)
+    assert caption == "row 3, reward late"
+    assert "lr: 1.0e-06" in (first.parent / "files/config.yaml").read_text()
+    (sample,) = first.parent.glob("media/text/*.txt")
+    assert sample.read_text() == "What is 3+4?\n-----\n7"
+
+
+def test_swanlab_without_a_login_is_one_error(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "online")
+    monkeypatch.setenv("HOME", str(run.directory))
+    with open(os.devnull) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        with pytest.raises(ValueError, match=r"^trainer.logger: swanlab does not start \(.*\). Run swanlab login, or"):
+            build_loggers(["swanlab"], run)
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:

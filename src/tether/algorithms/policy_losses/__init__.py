@@ -11,9 +11,10 @@ from torch import Tensor
 from tether.algorithms.aggregation import TokenLoss
 from tether.algorithms.policy_losses.bypass import bypass_mode
 from tether.algorithms.policy_losses.clipped import cispo, decoupled, interpolate_proximal, vanilla
-from tether.algorithms.policy_losses.selection import select_clip_cov, select_kl_cov
+from tether.algorithms.policy_losses.divergence import dppo_kl, dppo_tv
+from tether.algorithms.policy_losses.selection import select_clip_cov, select_kl_cov, select_m2po
 from tether.algorithms.policy_losses.sequence import geo_mean, gspo
-from tether.algorithms.policy_losses.unclipped import clip_cov, gpg, kl_cov, sapo
+from tether.algorithms.policy_losses.unclipped import clip_cov, dro, gpg, kl_cov, m2po, sapo, topr
 from tether.algorithms.registry import uniform
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
@@ -34,6 +35,11 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
         "kl_cov": kl_cov,
         "geo_mean": geo_mean,
         "cispo": cispo,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+        "dro": dro,
+        "topr": topr,
+        "m2po": m2po,
         "bypass_mode": bypass_mode,
         "decoupled": decoupled,
     },
@@ -46,7 +52,7 @@ POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
 """`policy_loss.loss_mode` -> loss. A new name also goes into ``LossMode`` of `tether.config.schema.actor`."""
 
 TOKEN_SELECTIONS: dict[str, Callable[..., Bool[Tensor, "B T"]]] = uniform(
-    {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov},
+    {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov, "m2po": select_m2po},
     meaning={"generator": "a seeded torch.Generator on the CPU"},
 )
 """The function that selects tokens, once over the full mini-batch, for each loss that needs ``selected``."""

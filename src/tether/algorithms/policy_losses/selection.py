@@ -1,7 +1,7 @@
-"""Selection of the tokens that `clip_cov` and `kl_cov` treat differently, once over a mini-batch before it is split.
+"""Selection of the tokens that some losses treat differently, once over a mini-batch before it is split.
 
-Both rank tokens by how much they move the entropy: the product of the deviations of advantage and log-probability
-from their means over the mini-batch.
+`select_clip_cov` and `select_kl_cov` rank tokens by how much they move the entropy: the product of the deviations of
+advantage and log-probability from their means over the mini-batch.
 """
 
 import torch
@@ -68,6 +68,28 @@ def select_kl_cov(
     covariance = torch.where(mask, _covariance(log_probs, advantages, mask), -torch.inf).flatten()
     count = min(max(int(kl_cov_ratio * tokens), 1), tokens)
     return _mask_of(covariance.topk(count).indices, mask)
+
+
+@torch.no_grad()
+def select_m2po(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    m2_threshold: NonNegative = 0.04,
+) -> Bool[Tensor, "B T"]:
+    """Select the tokens with the largest (log r)^2, as few as leave the others a mean of at most m2_threshold.
+
+    Only tokens count that the update would move further from the old policy, those with A log r > 0: the ones that
+    `vanilla` might clip. (AReaL counts all tokens.)
+    """
+    mask = response_mask.bool()
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, mask)
+    candidates = (select(advantages, mask) * log_ratio > 0).flatten().nonzero()[:, 0]
+    squares, order = log_ratio.flatten()[candidates].double().square().sort(stable=True)
+    means = squares.cumsum(dim=0) / torch.arange(1, squares.numel() + 1, device=squares.device)
+    return _mask_of(candidates[order[means > m2_threshold]], mask)
 
 
 def _covariance(log_probs: Tokens, advantages: Tokens, mask: Bool[Tensor, "B T"]) -> Tokens:

@@ -5,7 +5,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from tether.algorithms.aggregation import Mean, TokenLoss, bounded_log_ratio, ratio_metrics, weighted
-from tether.algorithms.masking import clip, select
+from tether.algorithms.masking import clip, masked_sum, select
 from tether.algorithms.registry import NonNegative, Positive
 from tether.algorithms.shapes import Mask, Tokens
 
@@ -61,6 +61,59 @@ def sapo(
     return weighted(-advantages * gate, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
 
 
+def dro(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    dro_beta: Positive = 1.0,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """A quadratic penalty on log r instead of the clip (DRO, Richemond et al. 2024, arXiv 2405.19107).
+
+    L = -A log p + dro_beta / 2 (log r)^2, lowest at r = exp(A / dro_beta). The penalty of each token is that of verl;
+    the paper's is of the log-ratio of the entire answer.
+
+    Assumes: advantages of a known scale, as dro_beta is in their unit.
+    Use it: on stale rollouts or fixed data: no token loses its gradient, and those that went too far are pulled back.
+    Watch: `actor/ppo_kl`, `actor/ratio_max`: no clip fraction tells how far the policy went.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=dro`, `actor_rollout_ref.actor.policy_loss.dro_beta`.
+    """
+    token_log_probs = select(log_probs, response_mask)
+    penalty = dro_beta / 2 * (token_log_probs - select(old_log_probs, response_mask)).square()
+    loss = penalty - select(advantages, response_mask) * token_log_probs
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    return weighted(loss, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
+
+
+def topr(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """REINFORCE whose bad answers fade as they become unlikely (TOPR, Le Roux et al. 2025, arXiv 2503.14286).
+
+    L = -sg(w) A log p, where w = 1 for A >= 0, and min(prod_t r_t, 1) over the tokens of the row for A < 0. (ROLL and
+    Trinity-RFT take the ratio of each token instead.)
+
+    Assumes: good answers may be learned from however old they are, as in supervised training; an answer that is
+        unlikely by now need not be pushed down further.
+    Use it: on stale rollouts or fixed data, with advantages of both signs.
+    Watch: `actor/ppo_kl`, `actor/ratio_min`, and `actor/entropy`: nothing limits how far good answers are raised.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=topr`.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    advantages = select(advantages, response_mask)
+    row_ratio = masked_sum(log_ratio.detach(), response_mask, dim=-1)[:, None].clamp(max=0).exp()
+    weight = torch.where(advantages < 0, row_ratio, 1.0)
+    loss = -weight * advantages * select(log_probs, response_mask)
+    return weighted(loss, response_mask, rollout_is_weights, ratio_metrics(log_ratio, response_mask))
+
+
 def clip_cov(
     log_probs: Tokens,
     old_log_probs: Tokens,
@@ -89,6 +142,30 @@ def clip_cov(
     ratio, advantages = log_ratio.exp(), select(advantages, response_mask)
     clipped = clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     loss = torch.where(selected.bool(), 0.0, torch.maximum(-advantages * ratio, -advantages * clipped))
+    metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(selected, response_mask)}
+    return weighted(loss, response_mask, rollout_is_weights, metrics)
+
+
+def m2po(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    response_mask: Mask,
+    *,
+    selected: Shaped[Tensor, "B T"],
+    rollout_is_weights: Tokens | None = None,
+) -> TokenLoss:
+    """Policy gradient without the few tokens of the largest log-ratios (M2PO, Zheng et al. 2025, arXiv 2510.01161).
+
+    L = -A r, and 0 for the tokens ``selected`` by `select_m2po`. These stay in the denominators of the aggregation.
+
+    Assumes: stale rollouts are still informative, apart from a few outliers.
+    Use it: on rollouts that many updates made stale, where a clip would drop the rare tokens that matter.
+    Watch: `actor/pg_clipfrac`, the share of tokens dropped: far below that of `vanilla`; `actor/ratio_max`.
+    Keys: `actor_rollout_ref.actor.policy_loss.loss_mode=m2po`, `actor_rollout_ref.actor.policy_loss.m2_threshold`.
+    """
+    log_ratio = bounded_log_ratio(log_probs, old_log_probs, response_mask)
+    loss = select(-select(advantages, response_mask) * log_ratio.exp(), ~selected.bool())
     metrics = ratio_metrics(log_ratio, response_mask) | {"actor/pg_clipfrac": Mean.of(selected, response_mask)}
     return weighted(loss, response_mask, rollout_is_weights, metrics)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tether.config.adapters import take_from_adapters
 from tether.config.keys import keys, sections, show
 from tether.config.loading.asynchronous import translate_asynchronous
 from tether.config.loading.compose import compose
@@ -97,6 +98,7 @@ def read_settings(path: Path | None, overrides: Sequence[str | Override]) -> tup
     for position, override in enumerate(parsed, start=1):
         problems += _apply(settings, override, position)
     _choose_engine(settings)
+    take_from_adapters(settings)
     asynchronous, translated = translate_asynchronous(settings)
     problems += asynchronous
     notes += translated

@@ -6,7 +6,7 @@ from functools import reduce
 from typing import Any
 
 from tether.config.devices import device_count, devices_of, misplaced, uses_megatron
-from tether.config.keys import show
+from tether.config.keys import show, values_of
 from tether.config.kl import full_kl_in_loss, reference_runs_with_actor
 from tether.config.placement import PATH
 from tether.config.problems import Problem
@@ -128,14 +128,18 @@ def weights_of_megatron(role: str, when: Condition) -> Rule:
     return rule
 
 
-def whole_models_train(cfg: RunConfig) -> Problem | None:
+def trains_whole(model: str, when: Condition) -> Rule:
     """Megatron's layers do not support adapters."""
-    key, rank = "actor_rollout_ref.model.lora_rank", cfg.actor_rollout_ref.model.lora_rank
-    if not uses_megatron(cfg) or not rank:
-        return None
-    return Problem(
-        key, f"{rank} asks for adapters, which Megatron ({ACTOR}.strategy) does not hold", f"leave {key} out"
-    )
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        key = f"{model}.lora_rank"
+        rank = values_of(cfg)[key]
+        if not uses_megatron(cfg) or not rank or not when(cfg):
+            return None
+        what = f"{rank} asks for adapters, which Megatron ({ACTOR}.strategy) does not hold"
+        return Problem(key, what, f"leave {key} out")
+
+    return rule
 
 
 def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
@@ -171,6 +175,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     *(weights_of_megatron(role, when) for role, when in ((ACTOR, lambda cfg: True), *ROLES)),
     sizes_divide_devices,
     pieces_have_a_pipeline,
-    whole_models_train,
+    trains_whole("actor_rollout_ref.model", lambda cfg: True),
+    trains_whole("critic.model", _has_critic),
     reference_is_not_beside_the_policy,
 )

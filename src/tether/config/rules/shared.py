@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tether.config.keys import values_of
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Rule, same, set_once
 from tether.config.schema.root import RunConfig
@@ -56,13 +57,18 @@ def resume_path_is_given(cfg: RunConfig) -> Problem | None:
     return Problem("trainer.resume_from_path", "missing with trainer.resume_mode=resume_path", "give the checkpoint")
 
 
-def adapters_have_a_scale(cfg: RunConfig) -> Problem | None:
+def adapters_have_a_scale(section: str) -> Rule:
     """Adapters of scale 0 learn nothing; without adapters there is nothing to scale."""
-    model, key = cfg.actor_rollout_ref.model, "actor_rollout_ref.model.lora_alpha"
-    if model.lora_rank == 0 or model.lora_alpha > 0:
-        return None
-    what = f"0 multiplies the adapters of actor_rollout_ref.model.lora_rank={model.lora_rank} by nothing"
-    return Problem(key, what, f"set {key} above 0, such as 16")
+
+    def rule(cfg: RunConfig) -> Problem | None:
+        values = values_of(cfg)
+        rank, key = values[f"{section}.lora_rank"], f"{section}.lora_alpha"
+        if rank == 0 or values[key] > 0:
+            return None
+        what = f"0 multiplies the adapters of {section}.lora_rank={rank} by nothing"
+        return Problem(key, what, f"set {key} above 0, such as 16")
+
+    return rule
 
 
 ACTOR_WARMUP = set_once(f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio")
@@ -75,7 +81,7 @@ SHARED_RULES: tuple[Rule, ...] = (
     clip_cov_bounds_enclose_something,
     ACTOR_WARMUP,
     critic_warmup_ends,
-    adapters_have_a_scale,
+    *(adapters_have_a_scale(f"{role}.model") for role in ("actor_rollout_ref", "critic")),
     resume_path_is_given,
     a_rollback_has_checkpoints,
     KEPT_TOGETHER,

@@ -39,11 +39,12 @@ LossAggMode = Literal[
     "masked_mean_ratio",
 ]  # fmt: skip
 LossMode = Literal[
-    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "bypass_mode", "decoupled"
+    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "topr",
+    "m2po", "bypass_mode", "decoupled",
 ]  # fmt: skip
 Falls = Literal["constant", "linear"]
 CLIP_COV = ActsIf(".loss_mode", on=("clip_cov",), own_function=False)
-CLIPPED = ActsIf(".policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov"))
+CLIPPED = ActsIf(".policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov", "dro", "topr", "m2po"))
 SAPO = ActsIf(".policy_loss.loss_mode", on=("sapo",))
 KL_LOSS = ActsIf(".use_kl_loss", on=(True,))
 
@@ -63,6 +64,10 @@ class PolicyLossConfig(Section):
     """kl_cov: share of a mini-batch's tokens that get a KL term; at least one token."""
     ppo_kl_coef: Annotated[NonNegative, ActsIf(".loss_mode", on=("kl_cov",))] = 0.1
     """kl_cov: weight of that term."""
+    dro_beta: Annotated[PositiveFloat, NullIsUnset(), ActsIf(".loss_mode", on=("dro",))] = 1.0
+    """dro: weight of the quadratic penalty on the log-ratio. verl has no default."""
+    m2_threshold: Annotated[NonNegative, ActsIf(".loss_mode", on=("m2po",), own_function=False)] = 0.04
+    """m2po: the largest mean square of the log-ratios; tokens with the largest ones are dropped until it holds."""
     behave_weight_threshold: Annotated[PositiveFloat | None, ActsIf(".loss_mode", on=("decoupled",))] = None
     """decoupled: tokens whose behaviour weight p_old / p_rollout is above it are dropped; null keeps all. (RLinf's.)"""
 
@@ -87,15 +92,17 @@ class ActorConfig(Section):
     shuffle: Annotated[bool, EMBODIED_TOO] = False
     """Deal rows to mini-batches in a new random order each pass."""
     clip_ratio: Annotated[NonNegative, CLIPPED, EMBODIED_TOO] = 0.2
-    """PPO's clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."""
+    """PPO's clip range: ratios are clipped to [1 - clip_ratio, 1 + clip_ratio]; in dppo_*, the largest divergence."""
     clip_ratio_low: Annotated[NonNegative, Inherits(".clip_ratio"), CLIPPED, EMBODIED_TOO]
     """Lower side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
     clip_ratio_high: Annotated[NonNegative, Inherits(".clip_ratio"), CLIPPED, EMBODIED_TOO]
     """Upper side of the clip range. In verl it is 0.2 whatever clip_ratio says."""
     clip_ratio_c: Annotated[
-        AboveOne | None, ActsIf(".policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode")), EMBODIED_TOO
+        AboveOne | None,
+        ActsIf(".policy_loss.loss_mode", on=("vanilla", "decoupled", "bypass_mode", "dppo_tv", "dppo_kl")),
+        EMBODIED_TOO,
     ] = 3.0
-    """Dual clip: with a negative advantage a token's loss is at most -clip_ratio_c x advantage; null: no such limit."""
+    """Dual clip: with a negative advantage a loss is at most -clip_ratio_c x advantage; in dppo_*, largest weight."""
     clip_ratio_schedule: Annotated[Falls, CLIPPED, EMBODIED_TOO] = "constant"
     """linear: both sides of the clip range fall to 0 over the training steps. (tether's own key.)"""
     loss_agg_mode: Annotated[LossAggMode | None, EMBODIED_TOO] = None

@@ -13,6 +13,7 @@ from tether.config.schema.section import (
     AliasOf,
     Count,
     Inherits,
+    NullIsUnset,
     Options,
     Section,
     Strings,
@@ -26,6 +27,8 @@ class LoraConfig(Section):
     """Add adapters into the weights that vLLM gets; else it gets these once, then adapters alone. SGLang: always."""
 
 
+LORA = ActsIf(".lora_rank", off=(0,))
+FRESH = ActsIf(".lora_rank", off=(0,), also=ActsIf(".lora_adapter_path", on=(None,)))
 LORA_AT_VLLM = ActsIf(
     "actor_rollout_ref.model.lora_rank", off=(0,), also=ActsIf("actor_rollout_ref.rollout.name", on=("vllm",))
 )
@@ -46,10 +49,14 @@ class ModelConfig(Section):
     """Pack rows without padding into one long sequence: faster, same gradients."""
     lora_rank: Annotated[Count, EMBODIED_TOO] = 0
     """Rank of LoRA adapters; 0 trains all weights. The reference is then the model without its adapter."""
-    lora_alpha: Annotated[Count, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = 16
+    lora_alpha: Annotated[Count, LORA, EMBODIED_TOO] = 16
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
-    target_modules: Annotated[Strings, ActsIf(".lora_rank", off=(0,)), EMBODIED_TOO] = ("all-linear",)
-    """Linear layers that get an adapter, by name; all-linear: all but the output head, fused experts and routers."""
+    target_modules: Annotated[Strings, FRESH, EMBODIED_TOO] = ("all-linear",)
+    """Linear layers that get an adapter: names, a pattern of full names, or all-linear: all but head and experts."""
+    exclude_modules: Annotated[Strings, NullIsUnset(), FRESH] = ()
+    """Linear layers among them that get none: names, or a pattern (a regular expression) of full names."""
+    lora_adapter_path: str | None = None
+    """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a fresh one."""
     lora: Annotated[LoraConfig, LORA_AT_VLLM]
     custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
     """verl's name of data.chat_template."""
@@ -68,6 +75,16 @@ class CriticModelConfig(Section):
     """Recompute activations in the backward pass: less memory, more time, same gradients."""
     use_remove_padding: bool = False
     """Pack rows without padding into one long sequence: faster, same gradients."""
+    lora_rank: Count = 0
+    """Rank of LoRA adapters; 0 trains all weights. The scalar head is trained whole beside them."""
+    lora_alpha: Annotated[Count, LORA] = 16
+    """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
+    target_modules: Annotated[Strings, FRESH] = ("all-linear",)
+    """Linear layers that get an adapter: names, a pattern of full names, or all-linear: all but head and experts."""
+    exclude_modules: Annotated[Strings, NullIsUnset(), FRESH] = ()
+    """Linear layers among them that get none: names, or a pattern (a regular expression) of full names."""
+    lora_adapter_path: str | None = None
+    """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a fresh one."""
     fsdp_config: TrainedFsdpConfig
     override_config: Options
     """Fields of the model's own config.json to change."""

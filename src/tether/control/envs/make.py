@@ -687,11 +687,11 @@ def _find(options: EnvOptions) -> EnvSpec:
     """
     module, _, name = options.id.rpartition(":")
     function = _own(options)
+    hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
     if function is not None and _takes_their_number(function):
-        make_vector: Any = partial(_new_vector, function, _named(options))
+        make_vector: Any = partial(_new_vector, function, _named(options), **hidden)
         return EnvSpec(name, vector_entry_point=make_vector)
     if function is not None:
-        hidden = {name: value for name, value in options.init_params.items() if name in GYMNASIUM_ARGUMENTS}
         make: Any = function if isinstance(function, type) else partial(_new, function, _named(options))
         return EnvSpec(name, partial(make, **hidden) if hidden else make)
     module = module or next((module for beginning, module in MODULES.items() if name.startswith(beginning)), "")

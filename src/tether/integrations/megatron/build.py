@@ -21,17 +21,17 @@ from tether.integrations.megatron.layout import FIRST, LAST, layout_of
 from tether.integrations.megatron.version import check_version
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
-from tether.text.building.learners import actor_engine, critic_engine, reference_engine
-from tether.text.building.loading import DTYPES, on_device
-from tether.text.building.parts import Sources
-from tether.text.building.servers import PolicyCard
+from tether.text.learning.build import actor_engine, critic_engine, reference_engine
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.losses import ReferenceModel
+from tether.text.loading import DTYPES, on_device
 from tether.text.models.empty import empty_model
 from tether.text.models.fused_experts import Unfused
 from tether.text.models.load import load_config
 from tether.text.sampling.config import SERVERS
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
+from tether.text.servers.build import PolicyCard
+from tether.text.sources import Sources
 
 Role = ActorConfig | CriticConfig | RefConfig
 NOT_MEGATRONS = ("attention_backend", FIRST, LAST)
@@ -176,7 +176,7 @@ def megatron_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -
         else:
             components["sampler"] = _sampler(config, policy, sources)
     if "critic" in names:
-        where = _folder(sources.critic_path)
+        where = sources.checkpoint / "critic" if sources.checkpoint else _folder(sources.critic_path)
         critic = empty_model(where, _hf_config(config, config.critic, where), critic=True)
         of_critic = make("critic", where, role="critic")
         components["critic"] = critic_engine(config, critic, tokenizer, steps, incidents, of_critic)

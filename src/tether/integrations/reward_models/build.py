@@ -16,19 +16,19 @@ from tether.loop.engine import Learner, LossSpec, OptimizerOptions, UpdatePlan
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device
-from tether.text.building.learners import save_model
-from tether.text.building.loading import DTYPES, number_format, on_device
-from tether.text.building.rewards import check_vocabulary
 from tether.text.data.pairs import load_pairs
 from tether.text.data.prompts import dated_template
+from tether.text.learning.build import save_model
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching
 from tether.text.learning.pretraining import Pretraining
 from tether.text.learning.scoring import PairForward, PairOutputs, PreferenceLoss
+from tether.text.loading import DTYPES, number_format, on_device
 from tether.text.models.critic import new_reward_model
 from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
+from tether.text.rewards.build import check_vocabulary
 
 
 @dataclass(frozen=True)

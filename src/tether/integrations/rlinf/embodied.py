@@ -275,7 +275,9 @@ SIMULATOR_KEYS = (
 _VLA: Table = {
     "actor.model.implement_version": Refused("policies are RLinf's own OpenVLA-OFT", fine=("rlinf", None)),
     "actor.model.unnorm_key": to("policy.unnorm_key", by=of_vla),
-    "actor.model.lora_path": Refused("adapters are not loaded from elsewhere; merge them into the model"),
+    "actor.model.lora_path": Refused(
+        "adapters of such policies are not loaded from elsewhere; merge them into the model"
+    ),
     "actor.model.center_crop": to("policy.center_crop", by=of_vla),
     "actor.model.num_images_in_input": FROM_SPACES,
     "actor.model.use_proprio": to("policy.model_type", by=without_numbers),
@@ -373,7 +375,7 @@ EMBODIED: Table = {
     ROBOT: Mapped({f"env.{role}.init_params": robot_arguments(role) for role in ("train", "eval")}),
     "actor.model.precision": Refused("control policies compute in fp32", fine=FP32),
     "actor.model.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
-    "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank),
+    "actor.model.is_lora": to("actor_rollout_ref.model.lora_rank", by=adapter_rank("actor")),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
     f"{OPTIM}.value_lr": to("critic.optim.lr"),
     f"{OPTIM}.adam_beta1": to(f"{NATIVE_OPTIM}.betas", by=betas(OPTIM)),

@@ -29,6 +29,9 @@ OTHER_LOSSES: Table = dict.fromkeys(
         "algorithm.recompute_v", "algorithm.target_update_freq", "algorithm.target_update_type", "algorithm.tau",
         "algorithm.temperature", "algorithm.train_actor_steps", "algorithm.enable_accumulate_batch",
         "algorithm.accumulated_threshold", "rollout.expert_model.*", "runner.expert_ckpt_path",
+        "algorithm.enable_drq", "algorithm.target_entropy", "algorithm.actor_weight_schedule.*",
+        "algorithm.rlt_schedule.*", "algorithm.reference_dropout_prob", "algorithm.q_weight", "algorithm.bc_weight",
+        "algorithm.num_updates_per_step", "algorithm.actor_update_action_noise", "rollout.rlt_feature_model.*",
     ),
     LOSSES,
 )  # fmt: skip
@@ -37,7 +40,9 @@ OTHER_KINDS: Table = dict.fromkeys(
         "actor.pack_traj", "algorithm.advantage_mode", "algorithm.loss_scales", "algorithm.reward_fillna_value",
         "rollout.custom_chat_template", "rollout.use_fixed_worker", "rollout.router.*", "rollout.server.*",
         "runner.early_stop.*", "runner.eval_episodes", "runner.local_update_steps", "runner.log_interval",
-        "runner.save_dir", "server.*",
+        "runner.save_dir", "server.*", "runner.num_data_episodes", "runner.record_task_description",
+        "runner.num_success_frames", "runner.num_fail_frames", "runner.fail_success_ratio", "runner.random_seed",
+        "runner.val_split", "seed",
     ),
     KINDS,
 )  # fmt: skip
@@ -55,6 +60,10 @@ OTHERS: Table = {
     **OTHER_WORKERS,
     "inference.*": ACTOR_COMPUTES,
     "router_server_args.*": NoEffect("serves the reward model of reward.use_reward_model, which is not supported yet"),
+    "cluster.net_emulation.enabled": Refused("no slow network is emulated", fine=(False, None)),
+    "cluster.net_emulation.*": NoEffect("acts with enabled only"),
+    "actor.num_gpus": NoEffect("cluster.component_placement says so"),
+    "actor.num_steps": NoEffect("RLinf itself does not read it"),
     "actor.debug_nan_checks": NoEffect("gradients that are not finite are always noticed"),
     "actor.pretrained_checkpoint": Refused("weights of Megatron's are named by actor.model.megatron_checkpoint"),
     "actor.use_torch_fsdp2": MEMORY,
@@ -67,6 +76,8 @@ ONLY_TEXT: Table = {
     "agentloop.*": AGENTS,
     "agentlightning.*": AGENTS,
     "tools.*": AGENTS,
+    "rollout_judge.*": AGENTS,
+    "eval": Refused("a checkpoint is tested with `tether eval`", fine=(False, None)),
     "actor.combine_reference_model": MEMORY,
     "actor.sync_precision": NoEffect("weights are not sent"),
     "runner.pad_after_pack": MEMORY,
@@ -81,6 +92,7 @@ ONLY_TEXT: Table = {
     "critic.global_batch_size": NoEffect("follows from data.rollout_batch_size and algorithm.n_minibatches"),
 }
 ONLY_EMBODIED: Table = {
+    "env.delay_sampler.*": Refused("no delay of an environment is simulated"),
     "algorithm.ratio_clip_eps": NoEffect("embodied runs read clip_ratio_low and clip_ratio_high"),
     "rollout.gpu_memory_utilization": NoEffect("the policy acts in this process"),
     "rollout.enforce_eager": NoEffect("the policy acts in this process"),

@@ -163,9 +163,9 @@ def min_lr_ratio(optim: str) -> Convert:
     return convert
 
 
-def adapter_rank(value: object, values: Values) -> object:
-    """Return the rank of adapters, which RLinf switches on with a separate key."""
-    return positive_int(values, "actor.model.lora_rank", 32) if value else 0
+def adapter_rank(role: str) -> Convert:
+    """Return the conversion of the key that switches the adapters of `role` on to their rank, a key of its own."""
+    return lambda value, values: positive_int(values, f"{role}.model.lora_rank", 32) if value else 0
 
 
 def steps_or_off(value: object, values: Values) -> object:

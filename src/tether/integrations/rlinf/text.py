@@ -315,9 +315,10 @@ TEXT: Table = {
     **_learner("actor", ACTOR, MODEL, f"{ACTOR}.fsdp_config"),
     **_learner("critic", "critic", "critic.model", "critic.model.fsdp_config"),
     "actor.global_batch_size": to(f"{ACTOR}.ppo_mini_batch_size", by=responses),
-    "actor.model.is_lora": to(f"{MODEL}.lora_rank", by=adapter_rank),
+    "actor.model.is_lora": to(f"{MODEL}.lora_rank", by=adapter_rank("actor")),
     "actor.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
-    "critic.model.is_lora": Refused("a critic has no adapters", fine=(False, None)),
+    "critic.model.is_lora": to("critic.model.lora_rank", by=adapter_rank("critic")),
+    "critic.model.lora_rank": NoEffect("acts with is_lora only, which gives it"),
     "actor.tokenizer.tokenizer_model": to(f"{MODEL}.tokenizer_path", by=path),
     "actor.tokenizer.trust_remote_code": to(f"{MODEL}.trust_remote_code", "data.trust_remote_code"),
     "critic.use_critic_model": Mapped(

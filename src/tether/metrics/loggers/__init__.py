@@ -48,6 +48,8 @@ LOGGERS: Mapping[str, str] = {
     "tensorboard": "tether.metrics.loggers.tensorboard:TensorboardLogger",
     "wandb": "tether.metrics.loggers.wandb:WandbLogger",
     "mlflow": "tether.metrics.loggers.mlflow:MlflowLogger",
+    "trackio": "tether.metrics.loggers.trackio:TrackioLogger",
+    "swanlab": "tether.metrics.loggers.swanlab:SwanlabLogger",
 }
 """Name -> module:class, called with a `RunInfo`. A new name also goes into ``LoggerName`` of `tether.loop.config`."""
 ALIASES: Mapping[str, str] = {"file": "jsonl"}

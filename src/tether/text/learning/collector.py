@@ -22,7 +22,7 @@ from tether.text.rewards.outcome import (
     summarize,
 )
 from tether.text.rewards.service import Rewards
-from tether.text.sampling.protocol import FinishedResponse, NoiseKey, RolloutEngine, SamplingParams
+from tether.text.sampling.protocol import FinishedResponse, NoiseKey, RolloutEngine, RolloutProgress, SamplingParams
 from tether.text.turns.conversations import ConversationBatch, Conversations
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Collector:
             prompts: the prompts, at least one.
             sampling: sampling parameters.
             key: key of the noise.
-            on_progress: called with (finished responses, all responses).
+            on_progress: called with (responses, all responses); one that is being sampled counts in part, by its share
+                of the longest. Those that run side by side end together, so that a count of finished ones says little.
 
         Raises:
             RewardFailure: more calls failed than `max_error_rate` allows.
@@ -85,9 +86,17 @@ class Collector:
         total = len(prompts) * sampling.n
         requests: dict[int, RewardRequest] = {}
         texts: dict[int, str] = {}
+        finished_tokens = 0
         episodes = self.conversations.begin(prompts, sampling.n) if self.conversations else None
 
+        def tell(progress: RolloutProgress) -> None:
+            if on_progress:
+                begun = max(progress.tokens - finished_tokens, 0) / sampling.max_new_tokens
+                on_progress(min(int(progress.finished + begun), total), total)
+
         def submit(response: FinishedResponse) -> None:
+            nonlocal finished_tokens
+            finished_tokens += len(response.token_ids)
             row, prompt = response.row, prompts[response.row // sampling.n]
             texts[row] = decode(self.tokenizer, response.token_ids, skip_special_tokens=True)
             dialogue = Dialogue(prompt.messages, prompt.token_ids, response.token_ids)
@@ -101,7 +110,7 @@ class Collector:
                 on_progress(len(requests), total)
 
         ids = [prompt.token_ids for prompt in prompts]
-        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, responder=episodes)
+        rollout = self.engine.generate(ids, sampling, key, on_finished=submit, on_progress=tell, responder=episodes)
         start = time.perf_counter()
         outcomes = self.rewards.collect()
         waited = time.perf_counter() - start

@@ -35,7 +35,7 @@ class Evaluation:
         Args:
             collector: samples and scores.
             key: noise key of the training step, from which that of validation is derived.
-            on_progress: called with (finished responses, all responses).
+            on_progress: called with (responses, all responses), as `Collector.collect` does.
         """
         total = len(self.dataset) * self.sampling.n
         samples: list[Sample] = []

@@ -30,12 +30,13 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
     load_gguf_checkpoint,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from tether.checkpoints import is_disk_full, sha256_of
 from tether.runtime.disk import follow_umask, reading, writing
 from tether.runtime.file_lock import locked
 from tether.runtime.install import pip_install
+from tether.runtime.package_warnings import quiet_fork
 from tether.text.models.save import save_tokenizer, write_model
 
 FIX, ROOM = "Copy the file again", "Make room, or name another folder by TETHER_CACHE."
@@ -84,13 +85,15 @@ def convert_gguf(file: Path, directory: Path) -> None:
     Raises:
         ValueError: as for `load_gguf_model`, or the disk is full.
     """
+    shows_progress = is_progress_bar_enabled()
     disable_progress_bar()
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         # transformers reads the metadata again for the tokenizer, for seconds in Python: done in another process.
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-            tokenizer = pool.submit(_convert_tokenizer, file, partial)
+            with quiet_fork():
+                tokenizer = pool.submit(_convert_tokenizer, file, partial)
             write_model(load_gguf_model(file), partial)
             tokenizer.result()
         follow_umask(partial, like=partial / "config.json")
@@ -100,6 +103,9 @@ def convert_gguf(file: Path, directory: Path) -> None:
         if is_disk_full(error):
             raise ValueError(f"{directory}: cannot be written (the disk is full). {ROOM}") from error
         raise
+    finally:
+        if shows_progress:
+            enable_progress_bar()
 
 
 def _convert_tokenizer(file: Path, directory: Path) -> None:

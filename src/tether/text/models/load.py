@@ -155,6 +155,9 @@ def override(config: PreTrainedConfig, entries: Mapping[str, object], path: Path
         ValueError: the message names the entry, and a similar one or the setting to use instead.
     """
     entries_of_config = config.to_dict()
+    kinds, layers = entries_of_config.get("layer_types"), entries.get("num_hidden_layers")
+    if kinds and isinstance(layers, int):  # the kind of attention of each layer
+        entries = {"layer_types": kinds[:layers]} | dict(entries)
     for key, value in entries.items():
         if key not in entries_of_config:
             raise ValueError(

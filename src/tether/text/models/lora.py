@@ -8,6 +8,7 @@ transformers such as ``model.add_adapter`` check peft's version, and that of tra
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +31,28 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tether.config import ADAPTER_CONFIG
 from tether.text.models.output import value_head_of
 from tether.text.models.save import write_model
 
 _ADAPTER = "default"
+_PREFIX = "base_model.model."
+"""What peft puts before the names of weights in a file."""
+_HEADS = ("classifier", "score")
+"""The modules that peft trains whole in a classifier."""
+_OF_PLAIN_LORA = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    "fan_in_fan_out",
+)
+"""The entries of an adapter's config that say what it computes."""
+_UNREAD = {
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "peft_version"),
+    *("inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    *("megatron_config", "megatron_core", "runtime_config"),
+}
+"""The entries that name it, or act in its training alone."""
+_CHANGE_NO_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base model's weights; PiSSA and others move a part into the adapter."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +65,13 @@ class LoraOptions:
     """Names of linear layers (``q_proj``, ...), a regular expression of full names, or all except the output head.
     Experts in one fused tensor and routers are not linear layers and stay frozen; so do layers that peft takes for
     experts by their names (the shared experts of DeepSeek)."""
-    exclude_modules: str | tuple[str, ...] | None = None
-    """Names, or a regular expression, of layers to exclude."""
+    exclude_modules: str | tuple[str, ...] = ()
+    """Names, or a regular expression of full names, of layers to exclude."""
+
+
+def names_or_pattern(named: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return modules of the configuration as `LoraOptions` takes them: one alone that is no name is a pattern."""
+    return named[0] if len(named) == 1 and not re.fullmatch(r"(?!all-linear$)[\w.]+", named[0]) else named
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
@@ -56,22 +80,18 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     The initial adapters are drawn from torch's global random state.
 
     Raises:
-        ValueError: the rank is below 1, a name matches no linear layer, or peft adapts another layer by it.
+        ValueError: the rank is below 1, a name or pattern matches no linear layer, or peft adapts another layer by it.
     """
     if options.rank < 1:
         raise ValueError(f"lora_rank={options.rank}: must be at least 1 (0 in the config means no LoRA at all).")
-    _check_names(model, options.target_modules)
-    name = model.name_or_path or ""
-    base = Path(name)
-    config = LoraConfig(
-        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
-        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
+    _check_modules(model, "target_modules", options.target_modules)
+    _check_modules(model, "exclude_modules", options.exclude_modules)
+    config = _config_of(
+        model,
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=_as_list(options.target_modules),
-        exclude_modules=_as_list(options.exclude_modules),
-        # all-linear excludes the output head of the one, the value head of the other
-        task_type=TaskType.SEQ_CLS if model.get_output_embeddings() is None else TaskType.CAUSAL_LM,
+        exclude_modules=_as_list(options.exclude_modules) or None,
     )
     linear, other = _layers_with_adapter(model, config)
     if other and options.target_modules == "all-linear":
@@ -82,9 +102,29 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
             "which is no linear layer, so that it could not be merged into the saved weights. Name linear layers that "
             f"it takes as such: {_last_names(linear) or 'all-linear'}."
         )
+    _insert(model, config)
+
+
+def _config_of(model: PreTrainedModel, **options: Any) -> LoraConfig:
+    name = model.name_or_path or ""
+    base = Path(name)
+    return LoraConfig(
+        # peft's own loader looks for it from any folder; a hub id is no path, and a model of this process has no name
+        base_model_name_or_path=str(base.resolve()) if name and base.exists() else name,
+        # all-linear excludes the output head of the one, the value head of the other
+        task_type=TaskType.SEQ_CLS if _is_critic(model) else TaskType.CAUSAL_LM,
+        **options,
+    )
+
+
+def _insert(model: PreTrainedModel, config: LoraConfig) -> None:
     inject_adapter_in_model(config, model, _ADAPTER)
-    if model.get_output_embeddings() is None:
+    if _is_critic(model):
         value_head_of(model).requires_grad_(True)
+
+
+def _is_critic(model: PreTrainedModel) -> bool:
+    return model.get_output_embeddings() is None
 
 
 def _layers_with_adapter(model: PreTrainedModel, config: LoraConfig) -> tuple[list[str], list[str]]:
@@ -108,26 +148,75 @@ def _last_names(layers: list[str]) -> str:
 
 
 def load_lora(model: PreTrainedModel, directory: Path) -> None:
-    """Insert adapters as `add_lora` does, and load them from a directory of `save_adapter` or peft.
+    """Insert adapters as `add_lora` does, and load them, and a critic's head, from a directory of `save_adapter` or
+    peft; a directory without a head leaves that of the critic. Dropout is off.
 
     Raises:
-        ValueError: there is no adapter, or it belongs to another model.
+        ValueError: there is no adapter, it is not plain LoRA, or it belongs to another model.
     """
-    if not (directory / "adapter_config.json").is_file():
-        raise ValueError(f"{directory}: holds no LoRA adapter (looked for adapter_config.json).")
-    config = LoraConfig.from_pretrained(str(directory))
-    config.inference_mode = False  # else peft freezes the adapters
-    inject_adapter_in_model(config, model, _ADAPTER)
-    adapters = {name for name, _ in model.named_parameters() if f".{_ADAPTER}." in name}
+    if not (directory / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{directory}: holds no LoRA adapter (looked for {ADAPTER_CONFIG}).")
+    config = _plain_config(model, directory)
+    misfit = f"{directory}: the adapter does not fit {type(model).__name__}"
+    try:
+        other = _layers_with_adapter(model, config)[1]
+    except ValueError as error:
+        raise ValueError(f"{misfit} ({error}).") from error
+    if other:
+        raise ValueError(f"{misfit}: it adapts {other[0]}, which is no linear layer.")
     weights = load_peft_weights(str(directory), device="cpu")
+    if _is_critic(model):
+        _load_head(model, weights)
+    _insert(model, config)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    adapters = {name for name in shapes if f".{_ADAPTER}." in name}
+    for name, value in weights.items():
+        mine = shapes.get(name.removeprefix(_PREFIX).replace(".weight", f".{_ADAPTER}.weight"), list(value.shape))
+        if mine != list(value.shape):
+            raise ValueError(f"{misfit}: {name} has the shape {list(value.shape)}, and the model asks for {mine}.")
     info: Any = set_peft_model_state_dict(model, weights, _ADAPTER)  # peft annotates it as the function `namedtuple`
     wrong = sorted(adapters.intersection(info.missing_keys)) + sorted(info.unexpected_keys)
     if wrong:
+        raise ValueError(f"{misfit}: {wrong[0]} has no counterpart.")
+
+
+def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
+    """Return the config of the adapter in a directory, without what acts in peft's training alone.
+
+    Raises:
+        ValueError: it computes something else than `LoraOptions` says.
+    """
+    given = LoraConfig.from_pretrained(str(directory))
+    plain = _config_of(model, **{name: getattr(given, name) for name in _OF_PLAIN_LORA})
+    found, expected = given.to_dict(), plain.to_dict()
+    found["init_lora_weights"] = given.init_lora_weights not in _CHANGE_NO_BASE and given.init_lora_weights
+    expected["init_lora_weights"] = False
+    if _is_critic(model):
+        found["modules_to_save"] = sorted({*(given.modules_to_save or ())}.difference(_HEADS)) or None
+    # peft leaves an empty list here and there where the default is none
+    unlike = [name for name in found.keys() - _UNREAD if (found[name] or None) != (expected.get(name) or None)]
+    if unlike:
+        name = min(unlike)
         raise ValueError(
-            f"{directory}: the adapter does not fit {type(model).__name__}: {wrong[0]} has no counterpart."
+            f"{directory}: has {name}={found[name]}, and adapters here are plain LoRA. Merge it into its base model, "
+            "and start from the result."
         )
-    if model.get_output_embeddings() is None:
-        value_head_of(model).requires_grad_(True)
+    return plain
+
+
+def _load_head(critic: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    """Move the weights of the head out of those of an adapter into a critic."""
+    head = value_head_of(critic)
+    names = {name: f"{_PREFIX}{_head_name(critic)}.{name}" for name in head.state_dict()}
+    if weights.keys() >= set(names.values()):
+        # Copies are aligned, as those of other weights; the own weights may not have been read from their file.
+        state = {name: weights.pop(key).to(critic.device, critic.dtype, copy=True) for name, key in names.items()}
+        head.load_state_dict(state, assign=True)
+
+
+def _head_name(critic: PreTrainedModel) -> str:
+    head = value_head_of(critic)
+    return next(name for name, module in critic.named_modules() if module is head)
 
 
 @contextmanager
@@ -145,13 +234,17 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write only the adapters, in peft's format, without those on the meta device.
-
-    A critic's head is not included; use `save_merged` for that.
-    """
-    model.peft_config[_ADAPTER].save_pretrained(directory)
-    state = get_peft_model_state_dict(model, adapter_name=_ADAPTER)
-    loaded = {f"base_model.model.{name}": value for name, value in state.items() if value.device.type != "meta"}
+    """Write only the adapters and a critic's head, in peft's format, without weights on the meta device."""
+    config: Any = copy.copy(model.peft_config[_ADAPTER])  # transformers declares few of its entries
+    state = get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False)
+    if _is_critic(model):
+        of_tokens = type(model).__name__.endswith("ForTokenClassification")
+        config.task_type = TaskType.TOKEN_CLS if of_tokens else TaskType.SEQ_CLS
+        config.modules_to_save = list(_HEADS)
+        head = value_head_of(model).state_dict()
+        state = state | {f"{_head_name(model)}.{name}": value for name, value in head.items()}
+    config.save_pretrained(directory)
+    loaded = {f"{_PREFIX}{name}": value for name, value in state.items() if value.device.type != "meta"}
     save_file(loaded, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -216,17 +309,28 @@ def _adapted(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
 
 
-def _check_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> None:
-    if isinstance(targets, str):
-        return  # peft reports a regular expression without matches
+def _check_modules(model: PreTrainedModel, key: str, named: str | tuple[str, ...]) -> None:
+    """Refuse names and patterns that peft would ignore."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for target in targets:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
+    if named == "all-linear":
+        return
+    if isinstance(named, str):
+        try:
+            matches = any(re.fullmatch(named, name) for name in linear)
+        except re.error as error:
+            raise ValueError(f"{key}: {named!r} is no regular expression ({error}).") from error
+        if not matches:
             raise ValueError(
-                f"target_modules: {target!r} is no linear layer of {type(model).__name__}. It has: "
-                f"{_last_names(linear)}."
+                f"{key}: the pattern {named!r} matches the full name of no linear layer of {type(model).__name__}. It "
+                f"has: {linear[0]} and others, which end in {_last_names(linear)}."
+            )
+        return
+    for name in named:
+        if not any(f".{layer}".endswith(f".{name}") for layer in linear):
+            raise ValueError(
+                f"{key}: {name!r} is no linear layer of {type(model).__name__}. It has: {_last_names(linear)}."
             )
 
 
-def _as_list(names: str | tuple[str, ...] | None) -> str | list[str] | None:
+def _as_list(names: str | tuple[str, ...]) -> str | list[str]:
     return list(names) if isinstance(names, tuple) else names

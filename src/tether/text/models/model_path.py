@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.config import ADAPTER_CONFIG
 from tether.integrations import integration
 from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
 from tether.runtime.hubs import MODELSCOPE, uses_modelscope
@@ -219,8 +220,8 @@ def _check_directory(directory: Path, *, weights: bool) -> None:
             raise ValueError(f"{directory}: has a config.json but no weights (looked for {', '.join(WEIGHT_FILES)}).")
         return
     message = f"{directory}: is a directory without a config.json, so not a model."
-    if (directory / "adapter_config.json").is_file():
-        message += " It has a LoRA adapter: merge it into its base model, and name the result."
+    if (directory / ADAPTER_CONFIG).is_file():
+        message += " It has a LoRA adapter: name its base model, and the adapter in lora_adapter_path beside it."
     candidates = sorted(p.parent for p in directory.glob("*/config.json")) + sorted(directory.glob("*.gguf"))
     if candidates:
         message += ask(str(p) for p in candidates[:3])

@@ -48,6 +48,12 @@ def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def adapter_folder(folder: Path) -> Path:
+    """Return the folder of the adapter of a model that is saved merged: ``adapter`` of ``actor``, else
+    ``critic_adapter`` of ``critic``."""
+    return folder.with_name("adapter" if folder.name == "actor" else f"{folder.name}_adapter")
+
+
 def add_older_names(folder: Path) -> None:
     """Also write the settings of config.json that transformers 5 renamed by the names that transformers 4 reads.
 

@@ -40,7 +40,7 @@ function viewOf(state, overview, runs) {
     case "samples": return () => step(overview, { ...state, step: undefined }, ask, go);
     case "step": return () => (text ? step : episodes)(overview, { ...state, step: nearest(overview.steps, state.step ?? last) }, ask, go);
     case "group": return () => group(state, ask, go);
-    case "prompts": return () => prompts(state, ask, go);
+    case "prompts": return () => prompts(overview, state, ask, go);
     case "tasks": return () => tasks(state, ask, go);
     case "validation": return () => validation(overview, state, ask, go);
   }
@@ -96,8 +96,10 @@ document.addEventListener("keydown", async (event) => {
   if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey || state.sample === undefined) return;
   const moves = { j: 1, k: -1 }, samples = { l: 1, h: -1 };
   if (event.key in moves) {
-    const last = (document.querySelectorAll("#strip span").length || Number(document.querySelector("main input[type=range]")?.max ?? -1) + 1) - 1;
-    go({ token: Math.max(0, Math.min(last, Number(state.token ?? -1) + moves[event.key])) });
+    const slider = document.querySelector("main input[type=range]");
+    const last = slider ? Number(slider.max) : document.querySelectorAll("#strip span").length - 1;
+    const shown = slider ? Number(slider.value) : Number(state.token ?? -1);
+    go({ token: Math.max(0, Math.min(last, shown + moves[event.key])) });
   } else if (event.key in samples) {
     const overview = await ask("overview", { run: state.run });
     const one = await ask(overview.kind === "text" ? "sample" : "episode", { run: state.run, step: state.step, row: state.sample });

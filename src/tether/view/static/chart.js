@@ -36,11 +36,17 @@ function path(x, y, at) {
 export function chart({ series, marks = [], height = 130, stacked = false, wide = false, label = "", onPick, cursor, domain }) {
   const shown = series.filter((one) => one.x.length), width = wide ? Math.max(320, Math.min(innerWidth, 1600) - 60) : 460;
   const box = h("div", { class: "chart" });
+  // Beside a name: the value at the cursor, and without one the last value.
+  const beside = shown.map(() => h("output"));
   const legend = h("div", { class: "legend" }, shown.map((one, index) => {
     const swatch = h("i");
     swatch.style.background = one.color ?? COLORS[index % COLORS.length];
-    return h("span", { title: one.title ?? "" }, swatch, one.name + (one.y.length ? `  ${number(one.y.at(-1), 3)}` : ""));
+    return h("span", { title: one.title ?? "" }, swatch, one.name, "  ", beside[index]);
   }));
+  const tell = (value) => shown.forEach((one, index) => {
+    const i = value == null ? one.y.length - 1 : one.x.indexOf(value);
+    beside[index].textContent = i < 0 ? "-" : number(one.y[i], 3);
+  });
   box.append(legend);
   if (!shown.length) return box;
   const x = shown.flatMap((one) => one.x);
@@ -51,6 +57,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
   }
   const values = [...layers.flat(), ...shown.flatMap((one) => [...(one.low ?? []), ...(one.high ?? [])])].filter((v) => v != null && Number.isFinite(v));
   let low = stacked ? 0 : Math.min(...values), high = Math.max(...values);
+  const constant = low === high ? low : null;
   if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
   const [first, last] = domain ?? [x.reduce((a, b) => Math.min(a, b)), x.reduce((a, b) => Math.max(a, b))];
   const at = {
@@ -58,7 +65,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
     y: (value) => MARGIN.top + (height - MARGIN.top - MARGIN.bottom) * (1 - (value - low) / (high - low)),
   };
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label || shown.map((one) => one.name).join(", ") });
-  for (const tick of ticks(low, high, Math.max(3, height / 45))) {
+  for (const tick of constant === null ? ticks(low, high, Math.max(3, height / 45)) : [constant]) {
     picture.append(svg("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: at.y(tick), y2: at.y(tick) }));
     picture.append(svg("text", { x: MARGIN.left - 5, y: at.y(tick) + 4, "text-anchor": "end" }, number(tick, 3)));
   }
@@ -88,6 +95,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
   const line = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
   picture.append(line);
   const move = (value) => {
+    tell(value);
     line.setAttribute("visibility", value == null ? "hidden" : "visible");
     if (value != null) ["x1", "x2"].forEach((name) => line.setAttribute(name, at.x(value)));
   };
@@ -101,12 +109,29 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
     move(value);
     const lines = shown.map((one) => { const i = one.x.indexOf(value); return i < 0 ? null : `${one.name}: ${number(one.y[i], 6)}` + (one.low?.length ? ` (${number(one.low[i], 4)} to ${number(one.high[i], 4)})` : ""); });
     const noted = marks.filter((mark) => mark.kind !== "checkpoint" && Math.abs(at.x(mark.step) - at.x(value)) < 4).map((mark) => `${mark.kind}: ${mark.text}`);
-    tip([`${label || "step"} ${number(value, 8)}`, ...lines, ...noted].filter(Boolean).join("\n"), event);
+    const healthy = shown.filter((one) => one.healthy).map((one) => `healthy ${one.name}: ${one.healthy}`);
+    tip([`${label || "step"} ${number(value, 8)}`, ...lines, ...healthy, ...noted].filter(Boolean).join("\n"), event);
   });
   picture.addEventListener("mouseleave", () => { tip(null); move(cursor); });
   if (onPick) picture.addEventListener("click", (event) => onPick(nearest(event)));
-  if (cursor != null) move(cursor);
+  move(cursor);
   box.append(picture);
   box.setCursor = (value) => { cursor = value; move(value); };
   return box;
+}
+
+// Histograms of a step: [{name, edges, counts, mean, ...quartiles}].
+export function histogram(one) {
+  const width = 230, height = 70, bottom = 54, picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Histogram of ${one.name}` });
+  const most = Math.max(...one.counts), bar = (width - 10) / one.counts.length;
+  const bounds = (i) => `${number(one.edges[i], 4)} to ${number(one.edges[i + 1], 4)}: ${one.counts[i]}`;
+  one.counts.forEach((count, i) => {
+    const rect = svg("rect", { x: 5 + i * bar, width: Math.max(1, bar - 1), y: bottom - 48 * count / most, height: 48 * count / most, fill: COLORS[0] });
+    rect.append(svg("title", {}, bounds(i)));
+    picture.append(rect);
+  });
+  picture.append(svg("text", { x: 5, y: height - 3 }, number(one.lowest, 3)), svg("text", { x: width - 5, y: height - 3, "text-anchor": "end" }, number(one.highest, 3)));
+  const between = one.counts.map((_, i) => bounds(i)).join("; ");
+  return h("div", { class: "card histogram", "data-name": one.name, "data-counts": one.counts.join(" "), title: between }, h("h3", {}, one.name), picture,
+    h("div", { class: "small faint" }, `median ${number(one.median, 3)}, half between ${number(one["first quartile"], 3)} and ${number(one["third quartile"], 3)}, mean ${number(one.mean, 3)}`));
 }

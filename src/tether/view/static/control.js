@@ -1,17 +1,21 @@
-import { h, number, facts, table } from "./text.js";
-import { chart } from "./chart.js";
-import { stepLinks } from "./step.js";
+import { h, number, facts, named, namedValues, table } from "./text.js";
+import { chart, histogram } from "./chart.js";
+import { flag, meanings, stepLinks } from "./step.js";
 
 export async function episodes(overview, state, ask, go) {
-  const listed = await ask("samples", { run: state.run, step: state.step });
-  const returns = listed.rows.map((row) => row.return).sort((a, b) => a - b);
-  const at = (share) => returns[Math.floor(share * (returns.length - 1))];
+  const at = { run: state.run, step: state.step };
+  const listed = await ask("samples", { ...at, ...(state.sort ? { sort: state.sort } : {}) });
+  const spread = await ask("distributions", at);
   return [
     h("h1", {}, `Step ${state.step}: ${listed.total} segments of episodes`),
     stepLinks(overview, state, go),
-    facts({ "lowest return": at(0), "first quartile": at(0.25), median: at(0.5), "third quartile": at(0.75), highest: at(1) }),
-    h("p", { class: "faint" }, `Rows with a reason can be opened step by step. ${listed.left_out || 0} more would have been, within ${listed.record_more}. A segment that does not begin with its episode began in an earlier rollout.`),
-    table([{ name: "episode", show: (row) => row.row }, { name: "recorded", show: (row) => row.recorded ? "yes" : "" }, ...listed.columns.map((name) => ({ name }))], listed.rows, { onRow: (row) => row.recorded && go({ sample: row.row, token: null }) }),
+    h("div", { class: "histograms" }, spread.map(histogram)),
+    h("p", { class: "faint" }, `Rows marked recorded open, step by step.${listed.left_out ? ` ${listed.left_out} more were chosen and did not fit into the size of a step (${listed.record_more}).` : ""} A segment is what a rollout has of an episode.`),
+    table([{ name: "episode", show: (row) => row.row, sortable: false, title: "row of the step" }, { name: "recorded", sortable: false, title: "whether its steps were recorded", show: (row) => row.recorded ? "yes" : "" },
+      ...listed.columns.map((name) => ({ name, title: listed.meanings[name], show: (row) => flag(row[name]) }))], listed.rows,
+      { onRow: (row) => go({ sample: row.row, token: null, view: null }), opens: (row) => row.recorded, sort: state.sort, onSort: (sort) => go({ sort }) }),
+    listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}.`) : null,
+    meanings(listed),
   ];
 }
 
@@ -43,8 +47,9 @@ export async function episode(overview, state, ask, go) {
   const steps = one.values.rewards.length, x = Array.from({ length: steps }, (_, i) => i);
   const columns = (rows) => (rows[0] ?? []).map((_, i) => rows.map((row) => row[i]));
   const several = (name, list) => list.slice(0, 8).map((y, i) => ({ name: `${name} ${i}`, x: y.map((_, at) => at), y }));
-  const of = (name, label) => one.values[name] && { name: label ?? name, x, y: one.values[name] };
-  const drop = one.largest_drop != null ? [{ step: one.largest_drop, kind: "alarm", text: "the value drops most here" }] : [];
+  const of = (name) => one.values[name] && { name: named(name), x, y: one.values[name] };
+  const marked = (step, text) => one.largest_drop != null ? [{ step, kind: "alarm", text }] : [];
+  const drop = marked(one.largest_drop, "the value drops most here");
   const charts = [];
   const at = h("input", { type: "range", min: 0, max: steps - 1, value: state.token ?? 0, "aria-label": "Step of the episode" });
   const numbers = h("div", { class: "facts", id: "cursor" });
@@ -54,30 +59,31 @@ export async function episode(overview, state, ask, go) {
     at.value = index;
     charts.forEach((one) => one.setCursor(index));
     draw(index);
-    numbers.replaceChildren(...facts({ step: index, ...Object.fromEntries(Object.entries(one.values).map(([name, column]) => [name, column[index]])), action: one.actions[index].map((a) => number(a, 3)).join(", ") }).childNodes);
+    numbers.replaceChildren(...facts({ step: `${index} of 0-${steps - 1} (counted from 0)`, ...namedValues(one.values, index), action: one.actions[index].map((a) => number(a, 3)).join(", ") }).childNodes);
     if (link) go({ token: index }, true);
   };
   at.addEventListener("input", () => seek(at.value, true));
-  const add = (title, series, marks = drop) => {
+  const add = (title, series, marks = drop, note = null) => {
     const picture = chart({ series: series.filter(Boolean), marks, label: "step of the episode", height: 105, domain: [0, steps], onPick: (value) => seek(value, true), cursor: 0 });
     charts.push(picture);
-    return h("section", { class: "card" }, h("h3", {}, title), picture);
+    return h("section", { class: "card" }, h("h3", {}, title), picture, note && one.largest_drop != null ? h("p", { class: "small faint" }, note) : null);
   };
   const canvas = one.film ? h("canvas", { id: "film" }) : null;
   if (canvas) draw = film(one.film, canvas);
   const panels = [
-    add("Value and return", [of("values", "value"), of("returns", "return")]), add("Reward", [of("rewards", "reward"), of("shaped_rewards", "after shaping")]),
-    add("TD error and advantage", [of("td_error", "TD error"), of("advantages", "advantage")]), add("Action", several("action", columns(one.actions))),
+    add("Value and return", [of("values"), of("returns")]), add("Reward", [of("rewards"), of("shaped_rewards")]),
+    add("TD error and advantage", [of("td_error"), of("advantages")], marked(one.largest_drop - 1, "before the largest drop of the value"),
+      `Marked one step earlier: the TD error of step ${one.largest_drop - 1} is reward + value of step ${one.largest_drop} - value of step ${one.largest_drop - 1}, which has the drop in it.`), add("Action", several("action", columns(one.actions))),
     ...Object.entries(one.observations).filter(([, rows]) => Array.isArray(rows)).map(([name, rows]) => add(`Observation: ${name}`, several(name, columns(rows)))),
   ];
   setTimeout(() => seek(state.token ?? one.largest_drop ?? 0));
   return [
     h("h1", {}, `Step ${state.step}, episode ${state.sample}`),
     facts({ return: one.return, length: one.length, environment: one.env, "begins at a start": one.from_start ? "yes" : "no", ended: one.terminated ? "terminated" : one.truncated ? "truncated" : "goes on", chosen: one.reasons.join(", ") }),
-    one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop}`), ` of the episode (from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}).`) : null,
+    one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop}`), ` of 0-${steps - 1} (from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}).`) : null,
     canvas ?? h("p", { class: "faint" }, one.no_film),
     ...Object.entries(one.observations).filter(([, value]) => typeof value === "string").map(([name, value]) => facts({ [name]: value })),
     ...Object.entries(one.left_out).map(([name, why]) => h("p", { class: "faint" }, `Observation ${name} not recorded (${why}).`)),
-    h("div", { class: "bar" }, at), numbers, h("div", { class: "grid" }, panels),
+    h("div", { class: "bar" }, at), h("p", { class: "small faint" }, "Numbers beside names are those at the cursor. Keys: j and k next and previous step, l and h next and previous recorded episode, u back to the step."), numbers, h("div", { class: "grid" }, panels),
   ];
 }

@@ -1,6 +1,7 @@
-import { h, text, number, facts, table, wordDiff } from "./text.js";
-import { chart } from "./chart.js";
+import { h, text, number, facts, link, table, wordDiff } from "./text.js";
+import { chart, histogram } from "./chart.js";
 import { strip } from "./strip.js";
+import { adviceBox } from "./advice.js";
 
 export async function step(overview, state, ask, go) {
   const arguments_ = { run: state.run, step: state.step };
@@ -10,10 +11,11 @@ export async function step(overview, state, ask, go) {
   const rows = listed.rows;
   const named = rows.length && rows[0].response !== undefined;
   const columns = [
-    ...(state.step ? [] : [{ name: "step" }]), { name: "sample", show: (row) => row.row }, { name: "reward" },
-    ...(named ? [{ name: "prompt" }, { name: "response" }, { name: "reason", show: (row) => String(row.error ?? row.extra?.reason ?? "") }] : []),
-    ...listed.columns.filter((name) => name !== "reward").map((name) => ({ name })),
+    ...(state.step ? [] : [{ name: "step" }]), { name: "sample", show: (row) => row.row, sortable: false }, { name: "reward", title: listed.meanings.reward },
+    ...(named ? [{ name: "prompt", sortable: false }, { name: "response", sortable: false }, { name: "reason", sortable: false, title: "what the reward says of it", show: (row) => String(row.error ?? row.extra?.reason ?? "") }] : []),
+    ...listed.columns.filter((name) => name !== "reward").map((name) => ({ name, title: listed.meanings[name], show: (row) => flag(row[name]) })),
   ];
+  const spread = state.step ? await ask("distributions", { run: state.run, step: state.step }) : [];
   const groups = state.step ? await ask("groups", { run: state.run, step: state.step }) : [];
   const moved = groups.filter((one) => one.moved).sort((a, b) => b.moved - a.moved);
   const open = (row) => go({ view: null, step: row.step, sample: row.row, token: null });
@@ -22,9 +24,11 @@ export async function step(overview, state, ask, go) {
     state.step ? stepLinks(overview, state, go) : null,
     h("div", { class: "bar" }, field("where", "Filter: reward==0 and length>200"), field("text", "Text in prompt or response"),
       h("button", { onclick: () => go({ step: null, view: "samples" }) }, "all steps")),
+    h("div", { class: "histograms" }, spread.map(histogram)),
     rows.length > 2 && named ? scatter(rows, open) : null,
     table(columns, rows, { onRow: open, sort: state.sort, onSort: (sort) => go({ sort }) }),
     rows.length < listed.total ? h("p", { class: "faint" }, `The first ${rows.length} of ${listed.total}.`) : null,
+    meanings(listed),
     groups.length ? h("h2", {}, "Groups: who takes which share of the gradient") : null,
     groups.length ? table([{ name: "group" }, { name: "prompt" }, { name: "rewards", show: (row) => row.rewards.map((one) => number(one, 3)).join(", ") }, { name: "mean" },
       { name: "share of gradient", show: (row) => row.gradient_share === undefined ? "-" : `${(100 * row.gradient_share).toFixed(1)} %` },
@@ -34,6 +38,13 @@ export async function step(overview, state, ask, go) {
     moved.length ? table([{ name: "group" }, { name: "prompt" }, { name: "moved" }], [...moved.slice(0, 5), ...moved.slice(5).slice(-5)], { onRow: (row) => go({ view: "group", group: row.group }) }) : null,
     groups.length && !moved.length ? h("p", { class: "faint" }, "Nothing moved within the update: it was one optimizer step, at which the ratio is 1 for every token. Smaller mini-batches (actor.ppo_mini_batch_size) or more epochs show how answers move.") : null,
   ];
+}
+
+export const flag = (value) => value === true ? "yes" : value === false ? "" : value;
+
+export function meanings(listed) {
+  const known = listed.columns.filter((name) => listed.meanings[name]);
+  return known.length ? h("details", {}, h("summary", {}, "What the columns mean"), h("ul", {}, known.map((name) => h("li", {}, h("b", {}, name), `: ${listed.meanings[name]}`)))) : null;
 }
 
 export function stepLinks(overview, state, go) {
@@ -115,15 +126,22 @@ function turn(message) {
     message.tool_calls ? [h("b", {}, "tool calls"), text(JSON.stringify(message.tool_calls, null, 1))] : null);
 }
 
-export async function prompts(state, ask, go) {
-  const listed = await ask("prompts", { run: state.run }), never = listed.filter((one) => one.never);
+const ABOUT_PROMPTS = ["prompts never solved", "reward part is exploited", "format without accuracy", "validation falls"];
+
+export async function prompts(overview, state, ask, go) {
+  const listed = await ask("prompts", { run: state.run }), never = listed.rows.filter((one) => one.never);
   const parts = await ask("parts", { run: state.run });
+  const advice = overview.advice.filter((one) => ABOUT_PROMPTS.includes(one.rule));
+  const open = (row) => go({ view: null, step: row.step, sample: row.row });
   return [
-    h("h1", {}, `${listed.length} training prompts, the hardest first`),
-    h("p", { id: "never" }, never.length ? `${never.length} never got more than half of the highest reward: ${never.slice(0, 20).map((one) => one.index).join(", ")}` : "Every prompt that was recorded has succeeded at least once."),
-    table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "best" }, { name: "mean" }, { name: "ever solved", show: (row) => row.never ? "never" : "yes" }], listed, { onRow: (row) => go({ view: null, step: row.step, sample: row.row }) }),
+    h("h1", {}, `${listed.total} training prompts, the hardest first`),
+    advice.length ? adviceBox(advice, overview, go) : null,
+    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : ""] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
+    table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "solved", title: listed.solved_means, show: (row) => row.never ? "never" : `${row.solved} (${(100 * row.solved / row.attempts).toFixed(0)} %)` }, { name: "mean reward", show: (row) => row.mean }, { name: "best reward", show: (row) => row.best }], listed.rows, { onRow: open }),
+    listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}; tether view RUN --prompts --json --limit ${listed.total} prints all of them.`) : null,
     parts.length ? h("h2", {}, "Parts of the reward") : null,
-    h("div", { class: "grid" }, parts.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.name, x: one.steps, y: one.means }], height: 100 }), h("p", { class: "small faint" }, `Correlation with the reward over samples: ${number(one.with_reward, 2)}`)))),
+    parts.length ? h("p", { class: "faint" }, "Means over the recorded responses of a step. A part that rises while another falls is paid for at its expense.") : null,
+    h("div", { class: "grid" }, parts.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.name, x: one.steps, y: one.means }], height: 100 })))),
   ];
 }
 
@@ -135,6 +153,6 @@ export async function validation(overview, state, ask, go) {
   return [
     h("h1", {}, `Validation at step ${at}: ${listed.total} samples`),
     h("div", { class: "bar" }, h("select", { "aria-label": "Step", onchange: (event) => go({ val: event.target.value }) }, steps.map((one) => h("option", { value: one, selected: String(one) === at }, `step ${one}`)))),
-    table([{ name: "index" }, { name: "reward" }, { name: "truncated", show: (row) => row.truncated ? "cut" : "" }, { name: "ground_truth" }, { name: "pred", show: (row) => String(row.extra?.pred ?? "") }, { name: "reason", show: (row) => row.note || String(row.extra?.reason ?? "") }, { name: "prompt" }, { name: "response" }], listed.rows, { sort: state.sort, onSort: (sort) => go({ sort }) }),
+    table([{ name: "index" }, { name: "reward" }, { name: "truncated", show: (row) => row.truncated ? "cut" : "" }, { name: "ground_truth" }, { name: "pred", sortable: false, show: (row) => String(row.extra?.pred ?? "") }, { name: "reason", sortable: false, show: (row) => row.note || String(row.extra?.reason ?? "") }, { name: "prompt" }, { name: "response" }], listed.rows, { sort: state.sort, onSort: (sort) => go({ sort }) }),
   ];
 }

@@ -1,4 +1,4 @@
-import { h, number, withTip, facts } from "./text.js";
+import { h, number, named, namedValues, withTip, facts } from "./text.js";
 import { chart } from "./chart.js";
 
 // What a token can be coloured by: the value at which it has no colour, and its meaning.
@@ -23,7 +23,7 @@ export function strip(sample, state, go) {
   const by = measures.includes(state.by) ? state.by : measures[0];
   const box = h("div", { id: "strip-box" });
   const choice = h("select", { "aria-label": "Colour by", onchange: (event) => go({ by: event.target.value }) },
-    measures.map((name) => h("option", { value: name, selected: name === by }, name)));
+    measures.map((name) => h("option", { value: name, selected: name === by }, named(name))));
   const known = values[by].filter((value, i) => value != null && mask[i]);
   const sorted = [...known].sort((a, b) => a - b);
   const centre = MEASURES[by][0] ?? sorted[Math.floor(sorted.length / 2)] ?? 0;
@@ -38,7 +38,7 @@ export function strip(sample, state, go) {
     const shown = piece === "" ? "·" : piece.replaceAll("\n", "⏎\n");
     const span = h("span", { class: classes.join(" "), "data-token": i, "data-value": value ?? "", tabindex: i === token ? 0 : -1, onclick: () => go({ token: i }) }, shown);
     if (mask[i]) span.style.backgroundColor = `rgba(var(--${distance >= 0 ? "positive" : "negative"}), ${(0.75 * Math.abs(distance) / widest).toFixed(3)})`;
-    return withTip(span, () => [`token ${i}, id ${ids[i]}${mask[i] ? "" : " (masked: not trained on)"}`, ...Object.entries(values).map(([name, column]) => `${name}: ${number(column[i], 6)}`)].join("\n"));
+    return withTip(span, () => [`token ${i}, id ${ids[i]}${mask[i] ? "" : " (masked: not trained on)"}`, ...Object.entries(namedValues(values, i)).map(([name, value]) => `${name}: ${number(value, 6)}`)].join("\n"));
   });
   const [low, high] = [sorted[0], sorted.at(-1)];
   box.append(
@@ -46,14 +46,14 @@ export function strip(sample, state, go) {
     h("div", { class: "small faint" }, `${number(low)} `, h("span", { class: "ramp" }), ` ${number(high)}; no colour: ${number(centre)}. `,
       "Solid line: above, dotted: below. Hatched: not trained on.", by === "ratio" ? " Framed: outside the clip range." : ""));
   if (values.values) {
-    const x = pieces.map((_, i) => i), of = (name, label) => values[name] && { name: label, x, y: values[name] };
+    const x = pieces.map((_, i) => i), of = (name) => values[name] && { name: named(name), x, y: values[name] };
     box.append(chart({
-      series: [of("values", "value"), of("returns", "return"), by !== "values" && by !== "returns" && of(by, by)].filter(Boolean),
+      series: [of("values"), of("returns"), by !== "values" && by !== "returns" && of(by)].filter(Boolean),
       label: "token", height: 130, wide: true, cursor: token >= 0 ? token : null, onPick: (i) => go({ token: i }),
     }));
   }
   box.append(h("div", { class: "strip", id: "strip" }, spans));
   if (token >= 0 && token < pieces.length)
-    box.append(h("h3", {}, `Token ${token}`), facts({ text: JSON.stringify(pieces[token]), id: ids[token], trained: mask[token] ? "yes" : "no (masked)", ...Object.fromEntries(Object.entries(values).map(([name, column]) => [name, column[token]])) }));
+    box.append(h("h3", {}, `Token ${token} of 0-${pieces.length - 1} (counted from 0)`), facts({ text: JSON.stringify(pieces[token]), id: ids[token], trained: mask[token] ? "yes" : "no (masked)", ...namedValues(values, token) }));
   return box;
 }

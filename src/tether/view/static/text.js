@@ -9,6 +9,19 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+export function link(words, follow) {
+  return h("a", { href: "#", onclick: (event) => { event.preventDefault(); follow(); } }, String(words));
+}
+
+// The recorded values of tokens and steps as they are called on the page.
+const LABELS = {
+  values: "value", returns: "return", rewards: "reward", shaped_rewards: "reward after shaping", td_error: "TD error", advantages: "advantage",
+  log_probs: "log-prob", old_log_probs: "log-prob before the update", new_log_probs: "log-prob in the update", sampler_log_probs: "log-prob of the sampler",
+  ref_log_probs: "log-prob of the reference", ref_kl: "reference KL", loss_share: "share of the loss", weights: "importance weight", policy_version: "policy version",
+};
+export const named = (name) => LABELS[name] ?? name.replaceAll("_", " ");
+export const namedValues = (values, at) => Object.fromEntries(Object.entries(values).map(([name, column]) => [named(name), column[at]]));
+
 export function text(value) {
   return h("div", { class: "text" }, String(value ?? ""));
 }
@@ -41,14 +54,15 @@ export function withTip(element, content) {
   return element;
 }
 
-export function table(columns, rows, { onRow, sort, onSort } = {}) {
-  const head = columns.map(({ name, title }) => h("th", { "aria-sort": sort === name ? "ascending" : sort === `-${name}` ? "descending" : null },
-    onSort ? h("button", { onclick: () => onSort(sort === `-${name}` ? name : `-${name}`), title: title ?? null },
+// Columns are {name, title, show, sortable}; rows for which `opens` is false do nothing.
+export function table(columns, rows, { onRow, opens = () => true, sort, onSort } = {}) {
+  const head = columns.map(({ name, title, sortable = true }) => h("th", { "aria-sort": sort === name ? "ascending" : sort === `-${name}` ? "descending" : null, title: title ?? null },
+    onSort && sortable ? h("button", { onclick: () => onSort(sort === `-${name}` ? name : `-${name}`) },
       name + (sort === name ? " ↑" : sort === `-${name}` ? " ↓" : "")) : name));
-  const body = rows.map((row) => h("tr", onRow ? { tabindex: 0, onclick: () => onRow(row), onkeydown: (event) => event.key === "Enter" && onRow(row) } : {},
+  const body = rows.map((row) => h("tr", onRow && opens(row) ? { tabindex: 0, onclick: () => onRow(row), onkeydown: (event) => event.key === "Enter" && onRow(row) } : {},
     columns.map(({ name, show }) => {
       const value = show ? show(row) : row[name];
-      return h("td", {}, value instanceof Node ? value : typeof value === "string" ? h("span", { class: "clip" }, value) : number(value));
+      return h("td", {}, value instanceof Node ? value : typeof value === "string" && value.length > 24 ? h("span", { class: "clip" }, value) : number(value));
     })));
   return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, body)));
 }

@@ -54,7 +54,7 @@ class VlaPolicy(MemorylessPolicy):
             if spec.lora_rank:
                 lora = _lora()
                 self.model.requires_grad_(False)
-                modules = "all-linear" if spec.target_modules == ("all-linear",) else spec.target_modules
+                modules = lora.names_or_pattern(spec.target_modules)
                 options = lora.LoraOptions(spec.lora_rank, spec.lora_alpha, modules)
                 lora.add_lora(self.model.language, options)
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
-from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
+from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, load_adamw, move_state
 from tether.loop.ranks import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
@@ -224,7 +224,7 @@ class FsdpEngine(RanksEngine[Outputs]):
                 number: {name: _shard_like(value, self.trained[number]) for name, value in moments.items()}
                 for number, moments in state["state"].items()
             }
-            self.optimizer.load_state_dict(state | {"state": shards})
+            load_adamw(self.optimizer, state | {"state": shards})
         return self.version
 
     def _run(self, forward: Forward[TrainBatch, Outputs], micro: TrainBatch) -> Outputs:

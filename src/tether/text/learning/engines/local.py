@@ -36,6 +36,7 @@ from tether.loop.engine import (
     UpdatePlan,
     build_adamw,
     learning_rate,
+    load_adamw,
     named_out_of_memory,
     set_learning_rate,
     within_memory,
@@ -419,7 +420,7 @@ class LocalEngine(AutogradEngine[Outputs]):
         """Load the result of `state_dict`."""
         assert self.optimizer
         self.version = int(state["version"])
-        self.optimizer.load_state_dict(state)
+        load_adamw(self.optimizer, state)
 
     def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
         assert self._save, "a frozen model is not saved"

@@ -10,14 +10,20 @@ from transformers import PreTrainedModel
 
 from tether.checkpoints import moments_path
 from tether.text.learning.packing import balanced
-from tether.text.models.save import join_shards
+from tether.text.models.save import adapter_folder, join_shards
 
 
 def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     """Return the rank that writes each of `model.parameters()`, balanced by size.
 
-    A layer stays on one rank, since saving may merge several of its weights into one tensor.
+    A layer stays on one rank, since saving may merge several of its weights into one tensor. What is trained beside
+    adapters, a critic's head, is on the first rank, which has all adapters.
     """
+    beside_adapters = {
+        number
+        for number, (name, parameter) in enumerate(model.named_parameters())
+        if hasattr(model, "peft_config") and parameter.requires_grad and ".lora_" not in name
+    }
     layers = set(model._no_split_modules or ())
     inside = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in layers]
     units: dict[str, list[int]] = {}
@@ -30,7 +36,7 @@ def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     members = list(units.values())
     for rank, mine in enumerate(balanced(list(sizes.values()), ranks)):
         for number in chain.from_iterable(members[unit] for unit in mine):
-            assignment[number] = rank
+            assignment[number] = 0 if number in beside_adapters else rank
     return assignment
 
 
@@ -41,5 +47,5 @@ def join_shares(shares: Sequence[Path], folder: Path, state: Path) -> None:
         if (moments := share / "moments.safetensors").exists():
             moments.rename(moments_path(state, number, len(shares)))
     (shares[0] / "state.pt").rename(state)
-    if (adapter := shares[0] / "adapter").exists():
-        adapter.rename(folder.with_name("adapter"))
+    if (adapter := adapter_folder(shares[0] / folder.name)).exists():
+        adapter.rename(adapter_folder(folder))

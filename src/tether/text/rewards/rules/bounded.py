@@ -6,10 +6,11 @@ import json
 import os
 import resource
 import signal
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tether.runtime.package_warnings import quiet_fork
 
 MAX_SECONDS = 2.0
 """Limit of processor time. A comparison of answers to MATH takes 10 ms, the first one in a process a second."""
@@ -43,7 +44,7 @@ def bounded(function: Callable[..., bool | float], *arguments: Any) -> Any:
     """
     # A fork, because no signal interrupts a power of large numbers in this process.
     reading, writing = os.pipe()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # about threads
+    with quiet_fork():
         child = os.fork()
     if not child:
         try:

@@ -1,0 +1,210 @@
+"""The inputs of a run before any weights: model paths, tokenizer and prompts, all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
+from tether.config.schema import ModelConfig
+from tether.runtime.cache import cache_dir
+from tether.runtime.objects import is_object
+from tether.text.data.columns import Columns
+from tether.text.data.config import DataConfig
+from tether.text.data.custom import load_custom_dataset, rows_of_object
+from tether.text.data.examples import ExampleDataset
+from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
+from tether.text.data.rows import RowAgent
+from tether.text.models.load import load_config, load_tokenizer
+from tether.text.models.model_path import resolve_model_path
+from tether.text.models.saved_adapter import check_adapter
+from tether.text.named_inputs import check_turns_act, rows_of, trained_sections
+from tether.text.rewards.build import check_parts_act, check_rewards, check_scoring
+from tether.text.turns.build import check_agents
+from tether.text.turns.tools import ToolPool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a run."""
+
+    model_path: Path | str
+    critic_path: Path | str
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+
+
+def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
+    """Find the models, load the tokenizer, read and tokenize the prompts.
+
+    Args:
+        config: configuration of the run.
+        tools: schemas of the tools in prompts.
+
+    Raises:
+        ValueError: paths, files, rows, the chat template or data sources are invalid.
+    """
+    model, data = config.actor_rollout_ref.model, config.data
+    model_path = resolve_model_path(model.path, cache_dir(), weights=reads_weights(config, "actor", "reference"))
+    critic_path = model_path
+    if config.critic.enable:
+        of_files = reads_weights(config, "critic")
+        critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
+    _check_heads(config, model_path, critic_path)
+    tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
+    agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    train = build_dataset(
+        data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
+    )
+    validation = None
+    if data.val_files:
+        validation = build_dataset(
+            data, agent, tokenizer, data.val_files, data.val_max_samples, shuffle=False, tools=tools
+        )
+        validation = validation.held_out_from(train)
+    agents = set[tuple[RowAgent, RowAgent]]()
+    datasets = list(filter(None, (train, validation)))
+    for prompts in datasets:
+        agents |= check_agents(config.actor_rollout_ref.rollout, prompts, tools)
+        check_rewards(config, prompts)
+    check_turns_act(config.actor_rollout_ref.rollout.multi_turn, agents)
+    check_parts_act(data, config.reward_model, datasets)
+    check_scoring(config.reward_model, tokenizer)
+    for path in dict.fromkeys((model_path, critic_path)):
+        for prompts in datasets:
+            check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
+    return Inputs(model_path, critic_path, tokenizer, train, validation)
+
+
+def check_adapters(config: RunConfig, inputs: Inputs) -> None:
+    """Refuse adapters to start from that are not of these models.
+
+    Raises:
+        ValueError: the message names the adapter and the model.
+    """
+    for section, settings in trained_sections(config).items():
+        if settings.lora_adapter_path is not None:
+            path = inputs.critic_path if section == "critic.model" else inputs.model_path
+            check_adapter(section, settings, path)
+
+
+def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
+    """Refuse a number of devices that does not divide the attention heads.
+
+    Raises:
+        ValueError: the message names the key, the heads and the valid numbers.
+    """
+    roles = (
+        ("actor_rollout_ref.actor", "actor", policy),
+        ("actor_rollout_ref.ref", "reference", policy),
+        ("critic", "critic", critic),
+    )
+    for role, model, path in roles:
+        key = f"{role}.ulysses_sequence_parallel_size"
+        ranks = values_of(config)[key]
+        if ranks == 1 or device_count(config) == 1:
+            continue
+        trusted = config.actor_rollout_ref.model.trust_remote_code
+        heads = load_config(path, trust_remote_code=trusted).get_text_config().num_attention_heads
+        if heads % ranks:
+            devices = len(placed(config).get(model, ()))
+            fits = [str(n) for n in range(1, ranks) if heads % n == 0 and devices % n == 0]
+            raise ValueError(
+                f"{key}={ranks}: the {heads} attention heads of {path} cannot be split among {ranks} devices. "
+                f"Set it to {' or '.join(fits)}."
+            )
+
+
+def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, trust_remote_code: bool) -> None:
+    """Check that a model has all tokens of its rows.
+
+    Raises:
+        ValueError: the message names a row and its token.
+    """
+    vocabulary = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
+    if problem := rows.first_beyond(vocabulary):
+        raise ValueError(
+            f"{path}: its vocabulary has {vocabulary} tokens, but {problem}. The tokenizer knows "
+            "more tokens than the model: use its own (actor_rollout_ref.model.tokenizer_path), or one whose embeddings "
+            "were resized after tokens were added."
+        )
+
+
+def build_tokenizer(data: DataConfig, model: ModelConfig, path: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; its repository's code may run if the data or model section trusts it."""
+    trusted = data.trust_remote_code or model.trust_remote_code
+    return load_tokenizer(path, trust_remote_code=trusted)
+
+
+def with_template_date(loaded: LoadedConfig, checkpoint: Path | None) -> LoadedConfig:
+    """Return the configuration with the date of the chat template: that of the resumed run, or today."""
+    if loaded.config.data.chat_template_date is not None:
+        return loaded
+    key = "data.chat_template_date"
+    day: object = today()
+    if checkpoint is not None:  # null in runs without a stored date
+        day = (saved_values(checkpoint / "run.yaml") or {}).get(key)
+    return loaded.with_values({key: day}, "the first start of the run")
+
+
+def _dated(tokenizer: PreTrainedTokenizerBase, day: str | None) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose template has that date; checkpoints store the original."""
+    template = dated_template(tokenizer, None, day)
+    if template is None:
+        return tokenizer
+    dated = copy(tokenizer)
+    dated.chat_template = template
+    return dated
+
+
+def build_dataset(
+    data: DataConfig,
+    default_agent: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    files: Sequence[str],
+    max_samples: int,
+    *,
+    shuffle: bool,
+    tools: ToolPool | None = None,
+) -> PromptDataset:
+    """Read `files` and make prompts of their rows, with `tools` if the row's agent has tools.
+
+    Without a tokenizer, which a custom dataset requires, they have no token ids.
+    """
+    columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
+    template = data.chat_template
+    if tokenizer:
+        template = dated_template(tokenizer, template, data.chat_template_date)
+    if is_object(files[0]):
+        rows = rows_of_object(files[0], columns)
+    elif data.custom_cls.path:
+        assert tokenizer
+        rows = load_custom_dataset(
+            data.custom_cls.path,
+            data.custom_cls.name or "",
+            files=files,
+            tokenizer=_dated(tokenizer, data.chat_template_date),
+            config=data.model_dump() | {"chat_template": template},
+            columns=columns,
+        )
+    else:
+        rows = rows_of(data, files)
+    options = PromptOptions(
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        max_samples=max_samples,
+        shuffle=shuffle,
+        seed=data.seed,
+        chat_template=template,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+        control_tokens_as_text=data.control_tokens_as_text,
+        default_agent=default_agent,
+        tools=tools.schemas if tools else (),
+    )
+    return PromptDataset(rows, tokenizer, options)

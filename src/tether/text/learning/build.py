@@ -1,0 +1,457 @@
+"""Builds policy, reference and critic, each with its engine, loss and update plan."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.batch import TrainBatch
+from tether.config import (
+    ActorRolloutRefConfig,
+    RunConfig,
+    device_count,
+    full_kl_in_loss,
+    full_kl_in_reward,
+    reference_runs_with_actor,
+    replay_of,
+)
+from tether.config.schema import (
+    ActorConfig,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+    RefConfig,
+    RolloutCorrectionConfig,
+)
+from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
+from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
+from tether.loss_requirements import REQUIRED_AGGREGATION
+from tether.runtime.install import pip_install
+from tether.runtime.objects import held, is_object
+from tether.text.data.config import DataConfig
+from tether.text.learning.advantages import asks_for
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    PolicyForward,
+    PolicyLoss,
+    PolicyOutputs,
+    ReferenceModel,
+    TokenSelection,
+    ValueForward,
+    ValueOutputs,
+)
+from tether.text.learning.off_policy import bypass_options, old_log_probs_from
+from tether.text.learning.packing import Experts, MicroBatching
+from tether.text.loading import DTYPES, on_device
+from tether.text.models.critic import load_critic
+from tether.text.models.expert_choice import experts_per_token
+from tether.text.models.layers import enable_gradient_checkpointing
+from tether.text.models.load import load_causal_lm, load_config
+from tether.text.models.save import adapter_folder, save_tokenizer, write_model
+from tether.text.rewards.config import ScoringModelConfig
+from tether.text.sampling.config import RolloutConfig
+
+RECOMPUTED: dict[str, Experts] = {"disabled": "chosen", "R2": "recorded", "R3": "replayed"}
+"""Mode -> experts in the pass that computes the old log-probs."""
+UPDATED: dict[str, Experts] = {"disabled": "chosen", "R2": "replayed", "R3": "replayed"}
+"""Mode -> experts in the update."""
+
+
+def replays(config: RunConfig) -> bool:
+    """Whether the update reuses the experts of an earlier pass."""
+    return replay_of(config)[1] != "disabled"
+
+
+def check_router_replay(config: RunConfig, policy: Path | str) -> None:
+    """Refuse a policy without experts, before it loads.
+
+    Args:
+        config: configuration of the run.
+        policy: location of its config.
+
+    Raises:
+        ValueError: the policy has no experts.
+    """
+    key, mode = replay_of(config)
+    if mode == "disabled":
+        return
+    trust = config.actor_rollout_ref.model.trust_remote_code
+    model_config = held(str(policy)).config if is_object(policy) else load_config(policy, trust_remote_code=trust)
+    if experts_per_token(model_config) is None:
+        raise ValueError(
+            f"{key}={mode}: {type(model_config).__name__} (actor_rollout_ref.model.path) has no experts, so there is "
+            f"no choice to replay. Leave {key} out, or take a mixture of experts."
+        )
+
+
+Reference = Callable[[TrainBatch], PolicyOutputs]
+PolicyEngine = Engine[TrainBatch, PolicyOutputs]
+ValueEngine = Engine[TrainBatch, ValueOutputs]
+MakeEngine = Callable[..., Any]
+"""Makes a `LocalEngine`, or an engine with the same arguments."""
+
+
+Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
+"""The configuration section of a model."""
+
+
+def sequence_ranks(config: RunConfig, role: Role) -> int:
+    """Return the number of ranks that share each row of tokens."""
+    if isinstance(role, ScoringModelConfig) or device_count(config) == 1:
+        return 1
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        return role.megatron.context_parallel_size
+    return role.ulysses_sequence_parallel_size
+
+
+def reference_ranks(config: RunConfig) -> int:
+    """Return the same for the reference, which is the policy's model with LoRA, and replicated on every rank for a full
+    KL.
+    """
+    settings = config.actor_rollout_ref
+    if settings.model.lora_rank:
+        return sequence_ranks(config, settings.actor)
+    return 1 if reference_runs_with_actor(config) else sequence_ranks(config, settings.ref)
+
+
+def micro_batching(
+    *, dynamic: bool, rows: int, tokens: int, packed: bool, section: str, kind: str, ranks: int = 1
+) -> MicroBatching:
+    """Return the micro-batching of `ranks` that share rows, from the keys that begin with `section` and `kind`.
+
+    Its size is in rows, or in tokens with ``use_dynamic_bsz``.
+    """
+    if dynamic:
+        key = f"{section}.{kind}_max_token_len_per_gpu"
+        return MicroBatching(max_tokens=tokens * ranks, packed=packed, key=key, ranks=ranks)
+    return MicroBatching(max_rows=rows, packed=packed, key=f"{section}.{kind}_micro_batch_size_per_gpu")
+
+
+def load_policy(
+    model_config: ModelConfig,
+    path: Path | str,
+    device: torch.device,
+    checkpoint: Path | None,
+    *,
+    seed: int,
+    unread: bool = False,
+) -> PreTrainedModel:
+    """Load the policy to train, from the checkpoint if there is one, and with an adapter if ``lora_rank`` is set.
+
+    `seed` initializes the adapter. With `unread`, weights stay in their files if possible, as in `load_causal_lm`.
+    """
+    saved = checkpoint / "actor" if checkpoint else None
+    source = saved if saved and not model_config.lora_rank else path
+    model_class = type(held(str(path))) if is_object(path) else AutoModelForCausalLM
+    model = load_causal_lm(
+        source,
+        dtype=torch.float32,
+        trust_remote_code=model_config.trust_remote_code,
+        override_config=model_config.override_config,
+        auto_class=model_class,
+        lazy_device=device if unread else None,
+    )
+    return _to_train(on_device(model, device), model_config, "actor_rollout_ref.model", saved, seed)
+
+
+def _to_train(
+    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str, saved: Path | None, seed: int
+) -> PreTrainedModel:
+    """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
+    fresh one) and set recomputation up."""
+    if config.lora_rank:
+        lora = _lora(f"{section}.lora_rank")
+        if saved:
+            lora.load_lora(model, adapter_folder(saved))
+        elif config.lora_adapter_path is not None:
+            lora.load_lora(model, Path(config.lora_adapter_path).expanduser())
+        else:
+            options = lora.LoraOptions(
+                rank=config.lora_rank,
+                alpha=config.lora_alpha,
+                target_modules=lora.names_or_pattern(config.target_modules),
+                exclude_modules=lora.names_or_pattern(config.exclude_modules),
+            )
+            torch.manual_seed(seed)  # peft initializes the adapter with the global generator
+            lora.add_lora(model, options)
+    if config.enable_gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def _lora(key: str = "actor_rollout_ref.model.lora_rank") -> ModuleType:
+    """Import `tether.text.models.lora` on first use, because peft is an extra."""
+    try:
+        return importlib.import_module("tether.text.models.lora")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{key}: LoRA needs the package {error.name}, which is not installed. "
+            f"Run: {pip_install('lora')}, or leave lora_rank out."
+        ) from error
+
+
+def save_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, folder: Path) -> None:
+    """Write a plain Hugging Face directory, or this rank's shard of one; a model with an adapter is merged, for use
+    elsewhere, and its adapter is written beside it, for resuming."""
+    if hasattr(model, "peft_config"):
+        lora = _lora()
+        lora.save_merged(model, folder)
+        lora.save_adapter(model, adapter_folder(folder))
+    else:
+        write_model(model, folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def _exported_tokenizer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with the run's chat template; the run's values are the defaults of its variables."""
+    kwargs = data.apply_chat_template_kwargs
+    if data.chat_template is None and not (kwargs and tokenizer.chat_template):
+        return tokenizer
+    defaults = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        for name, value in kwargs.items()
+    )
+    exported = copy.deepcopy(tokenizer)
+    exported.chat_template = defaults + tokenizer.get_chat_template(data.chat_template)
+    return exported
+
+
+def _set_sampling(model: PreTrainedModel, rollout: RolloutConfig) -> None:
+    """Save the sampling settings of training with the policy, instead of those that the first model suggested."""
+    before = model.generation_config
+    top_k = rollout.top_k if rollout.top_k > 0 else model.config.get_text_config().vocab_size  # not all take -1 or 0
+    if before is not None:
+        model.generation_config = GenerationConfig(
+            bos_token_id=before.bos_token_id,
+            eos_token_id=before.eos_token_id,
+            pad_token_id=before.pad_token_id,
+            do_sample=True,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=top_k,
+        )
+
+
+def actor_engine(
+    config: RunConfig,
+    model: PreTrainedModel,
+    reference: ReferenceModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    incidents: Path,
+    make: MakeEngine = LocalEngine,
+) -> Any:
+    """Build the engine of the policy."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    if not config.sft.enable:
+        _set_sampling(model, rollout)
+    return make(
+        model,
+        _update_micro(actor, packed, sequence_ranks(config, actor)),
+        optimizer_options(actor.optim, total_steps),
+        infer_micro=micro_batching(
+            dynamic=rollout.log_prob_use_dynamic_bsz,
+            rows=rollout.log_prob_micro_batch_size_per_gpu,
+            tokens=rollout.log_prob_max_token_len_per_gpu,
+            packed=packed,
+            section="actor_rollout_ref.rollout",
+            kind="log_prob",
+            ranks=sequence_ranks(config, actor),
+        ),
+        compute_dtype=DTYPES[actor.fsdp_config.dtype],
+        reference=reference if reference_runs_with_actor(config) else None,
+        save=partial(save_model, _exported_tokenizer(tokenizer, config.data)),
+        incident_dir=incidents / "actor",
+    )
+
+
+def build_actor(config: RunConfig, engine: PolicyEngine, total_steps: int) -> Learner[TrainBatch, PolicyOutputs]:
+    """Build the policy's learner."""
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    packed = config.actor_rollout_ref.model.use_remove_padding
+    return Learner(
+        engine,
+        PolicyForward(
+            rollout.temperature,
+            packed,
+            with_entropy=True,
+            with_sum_pi_squared=asks_for(config.algorithm, "sum_pi_squared"),
+            with_full_kl=full_kl_in_reward(config),
+            experts=RECOMPUTED[replay_of(config)[1]],
+        ),
+        _actor_loss(config, actor),
+        replace(update_plan(actor, rollout.n, config.trainer.seed), max_ratio=actor.early_stop_imp_ratio),
+        loss_at=loss_by_step(actor, total_steps, partial(_actor_loss, config)),
+    )
+
+
+def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, PolicyOutputs]:
+    """Return the loss of an update section, which may differ from the configuration's."""
+    selection = selection_options(actor)
+    return LossSpec(
+        PolicyForward(
+            config.actor_rollout_ref.rollout.temperature,
+            config.actor_rollout_ref.model.use_remove_padding,
+            with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
+            with_full_kl=full_kl_in_loss(config),
+            experts=UPDATED[replay_of(config)[1]],
+        ),
+        _policy_loss(actor, config.algorithm.rollout_correction, config.data.max_response_length),
+        TokenSelection(actor.policy_loss.loss_mode, selection) if selection else None,
+    )
+
+
+def load_reference(
+    config: RunConfig, path: Path | str, policy: PreTrainedModel | None, device: torch.device, *, unread: bool = False
+) -> ReferenceModel | None:
+    """Load the policy that training started from; None if no KL uses it.
+
+    With LoRA it is the policy with its adapter disabled, otherwise a separate frozen model.
+    """
+    settings = config.actor_rollout_ref
+    if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
+        return None
+    if settings.model.lora_rank:
+        assert policy is not None, "both are on the same devices"
+        return ReferenceModel(policy, during=_lora().adapter_off)
+    model = load_causal_lm(
+        path,
+        dtype=DTYPES[settings.ref.fsdp_config.dtype],
+        trust_remote_code=settings.model.trust_remote_code,
+        override_config=settings.model.override_config,
+        lazy_device=device if unread and not reference_runs_with_actor(config) else None,
+    )
+    return ReferenceModel(on_device(model, device))
+
+
+def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:
+    """Build the engine of the reference."""
+    settings = config.actor_rollout_ref
+    micro = micro_batching(
+        dynamic=settings.ref.log_prob_use_dynamic_bsz,
+        rows=settings.ref.log_prob_micro_batch_size_per_gpu,
+        tokens=settings.ref.log_prob_max_token_len_per_gpu,
+        packed=settings.model.use_remove_padding,
+        section="actor_rollout_ref.ref",
+        kind="log_prob",
+        ranks=reference_ranks(config),
+    )
+    return make(reference.model, micro, during=reference.during)
+
+
+def build_reference(settings: ActorRolloutRefConfig, engine: PolicyEngine) -> Reference:
+    """Return the reference, which computes log-probabilities of the sampled tokens."""
+    return partial(engine.infer, forward=PolicyForward(settings.rollout.temperature, settings.model.use_remove_padding))
+
+
+def load_value_model(
+    model_config: CriticModelConfig,
+    path: Path | str,
+    device: torch.device,
+    checkpoint: Path | None,
+    *,
+    seed: int,
+    unread: bool = False,
+) -> PreTrainedModel:
+    """Load the critic to train, as `load_policy` does the policy."""
+    saved = checkpoint / "critic" if checkpoint else None
+    model = load_critic(
+        saved if saved and not model_config.lora_rank else path,
+        dtype=torch.float32,
+        trust_remote_code=model_config.trust_remote_code,
+        override_config=model_config.override_config,
+        lazy_device=device if unread else None,
+    )
+    return _to_train(on_device(model, device), model_config, "critic.model", saved, seed)
+
+
+def critic_engine(
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    incidents: Path | None,
+    make: MakeEngine = LocalEngine,
+) -> Any:
+    """Build the engine that runs and updates the critic."""
+    critic = config.critic
+    packed = critic.model.use_remove_padding
+    return make(
+        model,
+        _update_micro(critic, packed, sequence_ranks(config, critic)),
+        optimizer_options(critic.optim, total_steps),
+        infer_micro=micro_batching(
+            dynamic=critic.use_dynamic_bsz,
+            rows=critic.forward_micro_batch_size_per_gpu,
+            tokens=critic.forward_max_token_len_per_gpu,
+            packed=packed,
+            section="critic",
+            kind="forward",
+            ranks=sequence_ranks(config, critic),
+        ),
+        compute_dtype=DTYPES[critic.model.fsdp_config.dtype],
+        save=partial(save_model, tokenizer),
+        incident_dir=incidents / "critic" if incidents else None,
+    )
+
+
+def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, ValueOutputs]:
+    """Build the critic's learner."""
+    critic = config.critic
+    packed = critic.model.use_remove_padding
+    aggregation = Aggregation(critic.loss_agg_mode or "token-mean", width=config.data.max_response_length)
+    bootstrap = config.algorithm.adv_estimator == "gae" and config.algorithm.bootstrap_truncated
+    return Learner(
+        engine,
+        ValueForward(packed, with_bootstrap=bootstrap),
+        LossSpec(ValueForward(packed), CriticLoss(critic.cliprange_value, critic.huber_delta, aggregation)),
+        update_plan(critic, config.actor_rollout_ref.rollout.n, config.trainer.seed),
+    )
+
+
+def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
+    name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
+    return PolicyLoss(
+        name=name,
+        options={**policy_loss_options(actor), **(bypass_options(correction) if correction.bypass_mode else {})},
+        aggregation=Aggregation(
+            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
+        ),
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_kind=actor.kl_loss_type,
+    )
+
+
+def _update_micro(role: ActorConfig | CriticConfig, packed: bool, ranks: int) -> MicroBatching:
+    return micro_batching(
+        dynamic=role.use_dynamic_bsz,
+        rows=role.ppo_micro_batch_size_per_gpu,
+        tokens=role.ppo_max_token_len_per_gpu,
+        packed=packed,
+        section="critic" if isinstance(role, CriticConfig) else "actor_rollout_ref.actor",
+        kind="ppo",
+        ranks=ranks,
+    )
+
+
+def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
+    """Return the epochs and mini-batches of a role, with `responses` per prompt."""
+    return UpdatePlan(
+        mini_batch_rows=role.ppo_mini_batch_size * responses,
+        epochs=role.ppo_epochs,
+        shuffle=role.shuffle,
+        seed=seed,
+    )

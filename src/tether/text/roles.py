@@ -1,0 +1,351 @@
+"""Builds policy, critic, reference and sampler of a text run, in this process or sharded over several devices."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tether.batch import TrainBatch
+from tether.config import RunConfig, models_of, placed, reference_runs_with_actor, uses_megatron
+from tether.config.schema import CriticConfig, ShardConfig, TrainedFsdpConfig
+from tether.distributed import Group
+from tether.distributed.groups import RankGroups
+from tether.distributed.handles import Replicas
+from tether.integrations import integration
+from tether.loop.engine import Learner
+from tether.runtime.global_rng import seed_rng
+from tether.runtime.profiling import ProcessTrace
+from tether.text.learning.build import (
+    PolicyEngine,
+    Reference,
+    Role,
+    ValueEngine,
+    actor_engine,
+    build_actor,
+    build_critic,
+    build_reference,
+    critic_engine,
+    load_policy,
+    load_reference,
+    load_value_model,
+    reference_engine,
+    reference_ranks,
+    replays,
+    sequence_ranks,
+)
+from tether.text.learning.engines.copies import with_weights
+from tether.text.learning.engines.local import LocalEngine
+from tether.text.learning.engines.one_rank import OneRankEngine
+from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
+from tether.text.learning.packing import MicroBatching, balanced, in_order
+from tether.text.loading import DTYPES
+from tether.text.models.expert_choice import follow_choice
+from tether.text.models.layers import use_tether_attention
+from tether.text.models.lazy_weights import has_lazy_weights
+from tether.text.rewards.build import SCORER, reward_engine
+from tether.text.sampling.config import SERVERS, RolloutConfig
+from tether.text.sampling.engine import NativeEngine, eos_token_ids
+from tether.text.sampling.protocol import RolloutEngine, SamplingParams
+from tether.text.servers.build import PolicyCard, build_servers
+from tether.text.sharded import ShardedEngine, ShardedSampler
+from tether.text.sources import RankSampler, Sources
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The models of a run."""
+
+    actor: Learner[TrainBatch, PolicyOutputs]
+    critic: Learner[TrainBatch, ValueOutputs] | None
+    """The critic; None if the advantage estimator needs no values."""
+    reference: Reference | None
+    """The reference; None if no KL uses it."""
+    sampler: RolloutEngine
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines in a process, or their handles; None: it does not have the model."""
+
+    actor: PolicyEngine | None = None
+    critic: ValueEngine | None = None
+    reference: PolicyEngine | None = None
+    sampler: NativeEngine | None = None
+    card: PolicyCard | None = None
+    """Describes the policy to servers, if they sample."""
+
+    def by_name(self) -> dict[str, Any]:
+        """Return those that exist, as components of a rank."""
+        return {name: engine for name, engine in vars(self).items() if engine is not None}
+
+
+def build_policy_engine(config: RunConfig, sources: Sources, groups: RankGroups | None) -> PolicyEngine:
+    """Load only the policy on the devices of a run; the arguments are those of `build_roles`.
+
+    Raises:
+        ValueError: the model cannot be loaded or trained.
+    """
+    if groups is None:
+        engine = _engines(config, sources, lambda _: LocalEngine, frozenset({"actor"}), sharded=False).actor
+        assert engine is not None
+        return engine
+    groups.build(build_parts, config, sources)
+    assign = balanced if config.trainer.balance_batch else in_order
+    return ShardedEngine(groups.of["actor"], "actor", _replicas(config, groups)["actor"], assign)
+
+
+def build_roles(
+    config: RunConfig,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+    groups: RankGroups | None,
+) -> Roles:
+    """Load the models on the devices of a run.
+
+    Args:
+        config: configuration of the run.
+        sources: sources of its models.
+        sampling: sampling parameters of training responses.
+        logs: folder for the output of other processes.
+        resources: closes servers.
+        groups: processes of several devices, which also load the reward model.
+
+    Raises:
+        ValueError: models cannot be loaded or trained.
+    """
+    if groups is None:
+        engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
+        sampler: RolloutEngine | None = engines.sampler
+        if engines.card is not None:
+            sampler = _served(config, engines.actor, engines.card, sources, sampling, logs, resources)
+        assert sampler is not None
+        return _roles(config, engines, sampler, sources.total_steps)
+    groups.build(build_parts, config, sources)
+    assign = balanced if config.trainer.balance_batch else in_order
+    separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
+    ahead = separate and config.trainer.async_mode != "off"  # samples while the actor is trained
+    handles: dict[str, Any] = {
+        name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
+        for name, replicas in _replicas(config, groups).items()
+    }
+    engines = Engines(**handles)
+    if config.actor_rollout_ref.rollout.name in SERVERS:
+        card = _of_first_rank(groups.of["actor"], "card", "read")
+        return _roles(
+            config,
+            engines,
+            _served(config, engines.actor, card, sources, sampling, logs, resources),
+            sources.total_steps,
+        )
+    ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
+    on_ranks = ShardedSampler(groups.of["sampler"], "sampler", ends, config.actor_rollout_ref.rollout.max_num_seqs)
+    if separate:
+        assert engines.actor is not None
+        on_ranks.load_weights(engines.actor.export())
+    return _roles(config, engines, on_ranks, sources.total_steps)
+
+
+def _of_first_rank(group: Group, component: str, method: str) -> Any:
+    return group.call(component, method, [(), *[None] * (group.size - 1)])[0]
+
+
+def _replicas(config: RunConfig, groups: RankGroups) -> dict[str, Replicas]:
+    """Return for each model which ranks share its rows."""
+    ranks_per_replica = {"actor": sequence_ranks(config, config.actor_rollout_ref.actor)}
+    if "critic" in groups.of:
+        ranks_per_replica["critic"] = sequence_ranks(config, config.critic)
+    if "reference" in groups.of:
+        ranks_per_replica["reference"] = reference_ranks(config)
+    if uses_megatron(config):
+        return {name: Replicas.reported_by(groups.of[name], name) for name in ranks_per_replica}
+    return {name: Replicas.contiguous(groups.of[name].size, each) for name, each in ranks_per_replica.items()}
+
+
+def _served(
+    config: RunConfig,
+    actor: Any,
+    card: PolicyCard,
+    sources: Sources,
+    sampling: SamplingParams,
+    logs: Path,
+    resources: ExitStack,
+) -> RolloutEngine:
+    """Return the sampler that uses servers."""
+    learner = build_actor(config, actor, sources.total_steps)
+    return build_servers(config.actor_rollout_ref, config.trainer, learner, card, sources, sampling, logs, resources)
+
+
+def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
+    """Build the components of one rank with the named models; called on each rank."""
+    fsdp = importlib.import_module("tether.text.learning.engines.fsdp")
+    seed_rng(config.trainer.seed)
+    alone = _is_alone(config, names)
+
+    def make(role: Role) -> Any:
+        if alone:
+            return OneRankEngine
+        settings = _sharding_of(role)
+        options: dict[str, Any] = {
+            "sequence": sequence_ranks(config, role),
+            "shards": settings.fsdp_size,
+            "reshard": settings.reshard_after_forward,
+            "on_host": settings.offload_policy,
+            "weights_rest_on_host": settings.param_offload,
+        }
+        if isinstance(settings, TrainedFsdpConfig):
+            narrow = settings.mixed_precision.reduce_dtype == "bfloat16"
+            options["reduce_dtype"] = torch.bfloat16 if narrow else None
+            options["optimizer_rests_on_host"] = settings.optimizer_offload
+        return partial(fsdp.FsdpEngine, sharding=fsdp.Sharding(**options))
+
+    if uses_megatron(config):
+        models = integration("megatron", "build").megatron_parts(config, sources, names)
+    else:
+        models = _engines(config, sources, make, names, sharded=not alone).by_name()
+    if "sampler" in models:
+        models["sampler"] = RankSampler(models["sampler"], models.get("actor"))
+    components = models | {"trace": ProcessTrace()}
+    if SCORER in names:
+        components[SCORER] = reward_engine(config.reward_model, sources.device, make(config.reward_model.model))
+    return components
+
+
+def _is_alone(config: RunConfig, names: frozenset[str]) -> bool:
+    """Whether these models have a single device without offloading, so that nothing is sharded."""
+    sections: dict[str, Role] = {
+        "actor": config.actor_rollout_ref.actor,
+        "critic": config.critic,
+        "reference": config.actor_rollout_ref.ref,
+        SCORER: config.reward_model.model,
+    }
+    settings = [_sharding_of(sections[name]) for name in names & sections.keys()]
+    moved = [each.offload_policy or each.param_offload for each in settings]
+    moved += [each.optimizer_offload for each in settings if isinstance(each, TrainedFsdpConfig)]
+    devices = placed(config)
+    return not any(moved) and all(len(devices[name]) == 1 for name in names)
+
+
+def _sharding_of(role: Role) -> ShardConfig:
+    return role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
+
+
+def _engines(
+    config: RunConfig, sources: Sources, make: Callable[[Role], Any], names: frozenset[str], *, sharded: bool
+) -> Engines:
+    """Build the named models. The sampler shares weights with `LocalEngine`, and has a copy with sharded engines."""
+    tokenizer, steps, incidents = sources.tokenizer, sources.total_steps, sources.incidents
+    settings = config.actor_rollout_ref
+    engines, policy, reference = Engines(), None, None
+    if names & {"actor", "sampler"}:
+        unread = sharded or "actor" not in names  # the sampler receives its weights from the actor
+        policy = load_policy(
+            settings.model,
+            sources.model_path,
+            sources.device,
+            sources.checkpoint,
+            seed=config.trainer.seed,
+            unread=unread,
+        )
+        if replays(config):
+            follow_choice(policy)
+    if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
+        reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
+    if "actor" in names:
+        assert policy is not None
+        engines = _policy_engines(config, policy, reference, sources, make, names, sharded=sharded)
+    elif "sampler" in names:
+        assert policy is not None
+        engines = Engines(sampler=_native(settings.rollout, _copy_to_sample(settings.actor.fsdp_config.dtype, policy)))
+    if "critic" in names:
+        critic = load_value_model(
+            config.critic.model,
+            sources.critic_path,
+            sources.device,
+            sources.checkpoint,
+            seed=config.trainer.seed,
+            unread=sharded,
+        )
+        built = critic_engine(config, critic, tokenizer, steps, incidents, make(config.critic))
+        engines = replace(engines, critic=built)
+    if "reference" in names and reference is not None:
+        make_reference = make(config.actor_rollout_ref.ref)
+        if sharded and reference.model is policy:  # with LoRA
+            make_reference = partial(_frozen, engines.actor)
+        elif reference_runs_with_actor(config):  # unsharded, as the actor's forward passes need it
+            make_reference = LocalEngine
+        engines = replace(engines, reference=reference_engine(config, reference, make_reference))
+    return engines
+
+
+def _frozen(actor: Any, model: PreTrainedModel, micro: MicroBatching, during: Any) -> Any:
+    """Return the reference of a sharded policy with an adapter: the policy itself, whose adapter is off."""
+    return actor.frozen(micro, during)
+
+
+def _policy_engines(
+    config: RunConfig,
+    policy: PreTrainedModel,
+    reference: ReferenceModel | None,
+    sources: Sources,
+    make: Callable[[Role], Any],
+    names: frozenset[str],
+    *,
+    sharded: bool,
+) -> Engines:
+    """Build the actor, with the sampler or the model card for servers."""
+    settings, served = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name in SERVERS
+    separate = sharded or config.trainer.async_mode != "off"  # the sampler does not share the trained weights
+    sampling = _copy_to_sample(settings.actor.fsdp_config.dtype, policy) if separate and "sampler" in names else policy
+    card = PolicyCard.of(policy) if served else None  # before it is sharded
+    # Before the sampler, which then shares the weights in their training dtype.
+    actor = actor_engine(
+        config, policy, reference, sources.tokenizer, sources.total_steps, sources.incidents, make(settings.actor)
+    )
+    if "sampler" not in names:
+        use_tether_attention(policy)  # for training; the native engine does it itself
+        return Engines(actor=actor, card=card)
+    return Engines(actor=actor, sampler=_native(settings.rollout, sampling), card=card)
+
+
+def _native(rollout: RolloutConfig, model: PreTrainedModel) -> NativeEngine:
+    return NativeEngine(
+        model,
+        eos_token_ids=eos_token_ids(model),
+        max_num_seqs=rollout.max_num_seqs,
+        max_kept_tokens=rollout.multi_turn.max_kept_tokens,
+        dtype=DTYPES[rollout.dtype],
+    )
+
+
+def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the policy in its training dtype, with uninitialized memory for unread weights.
+
+    Buffers keep their dtype: rotary frequencies in bfloat16 would change the angles of distant tokens.
+    """
+    dtype, unread = DTYPES[compute_dtype], has_lazy_weights(policy)
+
+    def copied(weight: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        return room if unread else room.copy_(weight.detach())
+
+    return with_weights(policy, map(copied, policy.parameters())).requires_grad_(False)
+
+
+def _roles(config: RunConfig, engines: Engines, sampler: RolloutEngine, total_steps: int) -> Roles:
+    assert engines.actor is not None
+    return Roles(
+        build_actor(config, engines.actor, total_steps),
+        build_critic(config, engines.critic) if engines.critic is not None else None,
+        build_reference(config.actor_rollout_ref, engines.reference) if engines.reference is not None else None,
+        sampler,
+    )

@@ -1,0 +1,77 @@
+"""The sources of a run's models, and the sampler of one rank; both are sent to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tether.batch import RolloutBatch, WeightUpdate
+from tether.config import RunConfig
+from tether.distributed import StoredWeights
+from tether.text.inputs import Inputs
+from tether.text.sampling.engine import NativeEngine
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Everything to build the models of a run; it is sent to the ranks."""
+
+    model_path: Path | str
+    critic_path: Path | str
+    tokenizer: PreTrainedTokenizerBase
+    checkpoint: Path | None
+    device: torch.device
+    total_steps: int
+    incidents: Path
+
+
+class RankSampler:
+    """Samples on one rank, with a full copy of the actor's weights.
+
+    Args:
+        engine: the engine that samples.
+        actor: the rank's engine; None on ranks that only sample.
+    """
+
+    def __init__(self, engine: NativeEngine, actor: Any | None) -> None:
+        self._engine, self._actor = engine, actor
+        if actor is not None:
+            self.refresh()
+
+    def refresh(self) -> int:
+        """Copy the weights of this rank's actor, and return their size in bytes."""
+        assert self._actor is not None
+        return self._take(self._actor.export())
+
+    def load(self, version: int, weights: StoredWeights) -> int:
+        """Load weights that ranks of another group have stored, and return their size in bytes."""
+        return self._take(weights.update(version))
+
+    def _take(self, weights: WeightUpdate) -> int:
+        moved = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal moved
+            for name, value in weights.tensors:
+                moved += value.nbytes
+                yield name, value
+
+        self._engine.load_weights(replace(weights, tensors=counted()))
+        return moved
+
+    def generate(self, *arguments: Any) -> RolloutBatch:
+        return self._engine.generate(*arguments)
+
+    def ends(self) -> frozenset[int]:
+        """Return the stop token ids."""
+        return self._engine.eos_token_ids
+
+
+def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **fields: Any) -> Sources:
+    """Return the sources of a run's models; `fields` are the other fields."""
+    return Sources(inputs.model_path, inputs.critic_path, inputs.tokenizer, checkpoint, **fields)

@@ -1,0 +1,269 @@
+"""Environments of a user's function that are stepped together: vector environments, tensors, JAX."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+gymnasium = pytest.importorskip("gymnasium")
+from gymnasium.vector import AutoresetMode  # noqa: E402
+
+import tether  # noqa: E402
+from tests.runs.control_run import assert_resume_is_exact  # noqa: E402
+from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
+from tether.control.policies.mlp_policy import make_policy  # noqa: E402
+from tether.control.policies.networks import NetworkActor  # noqa: E402
+from tether.control.policies.spec import PolicySpec  # noqa: E402
+from tether.runtime.objects import holding  # noqa: E402
+
+SPACES = gymnasium.spaces.Box(-100, 100, (2,), np.float32), gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+RUN = [
+    "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=16", "env.eval.total_num_envs=2",
+    "env.eval.num_episodes=2", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "policy.hidden_dim=8",
+    "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=False", "trainer.logger=file",
+]  # fmt: skip
+
+VECTOR = '''
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+
+class Counts(VectorEnv):
+    """What is seen counts steps; an episode has five."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(self, num_envs, scale=1.0, render_mode=None):
+        self.num_envs, self.scale, self.render_mode = num_envs, scale, render_mode
+        self.single_observation_space = gymnasium.spaces.Box(0, 10, (1,), np.float32)
+        self.single_action_space = gymnasium.spaces.Discrete(2)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = np.zeros((self.num_envs, 1), np.float32)
+        return self.t.copy(), {}
+
+    def step(self, actions):
+        self.t += 1
+        ended = self.t[:, 0] == 5
+        info = {"final_obs": np.array([*self.t, None], dtype=object)[:-1]} if ended.any() else {}
+        self.t[ended] = 0
+        return self.t.copy(), self.scale * actions, ended, np.zeros_like(ended), info
+
+    def render(self):
+        return tuple(np.full((16, 16, 3), 9, np.uint8) for _ in range(self.num_envs))
+
+
+def counts(num_envs):
+    return Counts(num_envs, 2.0)
+
+
+def neither(num_envs):
+    return 3
+
+
+def fails(num_envs):
+    raise RuntimeError("no simulator")
+
+
+def forgets():
+    return Counts(4)
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(VECTOR)
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize("name", ["Counts", "counts"])
+def test_a_function_of_their_number_gives_a_vector_environment(file: Path, name: str, tmp_path: Path) -> None:
+    """Defaults, preflight, a test with another number, resuming, `load` and a video."""
+    pytest.importorskip("imageio_ffmpeg")
+    overrides = [f"env.train.id={file}:{name}", *RUN]
+    whole = assert_resume_is_exact(tmp_path, overrides, 2)
+    policy = tether.load(whole.directory)
+    assert policy.predict(np.zeros((3, 1), np.float32)).shape == (3,)
+    with pytest.raises(ValueError, match=r"env\.eval\.id: .* makes no single environment"):
+        policy.make_env()
+    if name == "Counts":
+        env: Any = make_vector_env(EnvOptions(f"{file}:Counts", 2, init_params={"render_mode": "rgb_array"}))
+        assert env.render().shape == (16, 16, 3)
+    else:
+        with pytest.raises(ValueError, match=r"It shows no pictures, which env\.eval\.video_cfg"):
+            make_vector_env(EnvOptions(f"{file}:counts", 2, init_params={"render_mode": "rgb_array"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("neither", r"mine\.py:neither: takes num_envs and gives int; expected a gymnasium\.vector\.VectorEnv"),
+        ("fails", r"mine\.py:fails: a call with .*'num_envs': 4.* raised RuntimeError: no simulator"),
+        ("forgets", r"mine\.py:forgets: gives a VectorEnv, so it has to take their number as the argument num_envs"),
+    ],
+)
+def test_a_function_that_gives_something_else_is_refused(file: Path, name: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make_vector_env(EnvOptions(f"{file}:{name}", 4))
+
+
+class Robots:
+    """A simulation of tensors: the second number seen is the sum of actions; robot i ends after 3 + i steps."""
+
+    device = "cpu"
+
+    def __init__(self, num_envs: int, mode: Any = None, last: str = "", stuck: bool = False) -> None:
+        self.num_envs, self.last = num_envs, last
+        self.single_observation_space, self.single_action_space = SPACES
+        self.metadata = {} if mode is None else {"autoreset_mode": mode}
+        self.resets = mode is not AutoresetMode.DISABLED
+        self.unwrapped, self.stuck = self, stuck
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        which = slice(None) if options is None else options["env_idx"]
+        if options is None:
+            self.seen = torch.zeros(self.num_envs, 2)
+        self.seen[which] = 0
+        return self.seen, {}
+
+    def step(self, actions: Any) -> Any:
+        assert isinstance(actions, torch.Tensor), "actions are handed over as tensors"
+        assert float(actions.abs().max()) <= 1, "cut to their bounds"
+        self.seen += torch.cat([torch.ones_like(actions), actions], dim=1)
+        cut = self.seen[:, 0] >= 3 + torch.arange(self.num_envs)
+        reward, info = self.seen[:, 1].clone(), {}
+        if self.last:
+            info[self.last] = self.seen.clone()
+        if self.resets:
+            self.seen[cut] = 0
+        shown = self.seen[:, :1] if self.stuck else self.seen
+        return shown, reward, torch.zeros_like(cut), cut, info
+
+    def close(self) -> None:
+        pass
+
+
+def stepped(**options: Any) -> list[Any]:
+    """Three steps of two robots with the action 2, which is cut to 1."""
+    with holding({"env": lambda num_envs: Robots(num_envs, **options)}):
+        env = make_vector_env(EnvOptions("object:env", 2, env_type="tensors"))
+        env.reset(1)
+        return [env.step(np.full((2, 1), 2.0, np.float32)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"last": "final_obs"}, [3, 3]),
+        ({"mode": AutoresetMode.SAME_STEP, "last": "final_observation"}, [3, 3]),
+        ({"mode": AutoresetMode.DISABLED}, [3, 3]),
+        ({}, [2, 2]),  # it is lost, and the one before stands for it
+    ],
+)
+def test_robots_as_tensors_that_reset_themselves(options: dict[str, Any], last: list[float]) -> None:
+    *_, before, end = stepped(**options)
+    assert before.final_obs is None
+    assert before.obs["state"].tolist() == [[2, 2], [2, 2]]  # not overwritten by later steps
+    assert end.truncated.tolist() == [True, False]
+    assert end.obs["state"].tolist() == [[0, 0], [3, 3]]
+    assert end.reward.tolist() == [3, 3]
+    assert end.final_obs["state"][0].tolist() == last
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"mode": AutoresetMode.NEXT_STEP}, r"NEXT_STEP; env_type=tensors takes SAME_STEP, DISABLED"),
+        ({"stuck": True}, r"(?s)object:env: the observations .* are not 2 rows of Box"),
+    ],
+)
+def test_what_is_no_simulation_is_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        stepped(**options)
+
+
+def test_a_run_of_tensors(tmp_path: Path) -> None:
+    overrides = [*RUN, "env.train.env_type=tensors", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    run = tether.train(overrides=overrides, env=lambda num_envs: Robots(num_envs))
+    assert run.metrics[-1]["env/episode_len"] >= 3
+    policy = tether.load(run.folder)
+    assert policy.predict(np.zeros(2, np.float32)).shape == (1,)
+    with pytest.raises(ValueError, match=r"env\.eval\.env_type: tensors makes no single environment"):
+        policy.make_env()
+    with pytest.raises(ValueError, match=r"env\.train\.id=CartPole-v1: env\.train\.env_type=tensors takes a function"):
+        make_vector_env(EnvOptions("CartPole-v1", 2, env_type="tensors"))
+
+
+@pytest.mark.parametrize("more", [{}, {"normalize_observations": True}, {"lstm_dim": 3}], ids=str)
+def test_the_actor_of_a_device_is_that_of_numpy(more: dict[str, Any]) -> None:
+    """On the CPU here; elsewhere it is taken for perceptrons, too."""
+    policy: Any = make_policy(PolicySpec(2, None, 1, hidden_dim=8, num_layers=1, **more), seed=0)
+    if policy.normalizer:
+        policy.normalizer.update(torch.randn(9, 2) * 3)
+    rows = {"state": np.random.default_rng(0).normal(size=(5, 2)).astype(np.float32)}
+    state, noise = np.ones((5, policy.state_width), np.float32), np.ones((5, 1), np.float32)
+    for one, other in zip(policy.acting()(rows, noise, state), NetworkActor(policy)(rows, noise, state), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+JAX = '''
+import gymnasium
+import numpy as np
+from jax import numpy as jnp
+import jax
+
+
+class Walk:
+    """Right is rewarded. A start is drawn; beyond 2 it terminates."""
+
+    observation_space = gymnasium.spaces.Dict(x=gymnasium.spaces.Box(-9, 9, (1,), np.float32))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, key):
+        x = jax.random.uniform(key, (1,))
+        return {"x": x}, x
+
+    def step(self, key, state, action):
+        move = 2.0 * action - 1
+        x = state + move
+        return {"x": x}, x, move, x[0] > 2, jnp.array(False)
+
+
+def wide():
+    env = Walk()
+    env.observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
+    return env
+'''
+
+
+JAX_RUN = ["env.train.env_type=jax", "env.train.max_episode_steps=8"]
+
+
+@pytest.mark.slow
+def test_jax_environments(tmp_path: Path) -> None:
+    """By hand, as one of them alone, and resumed exactly."""
+    pytest.importorskip("jax")
+    (tmp_path / "mine.py").write_text(JAX)
+    options = EnvOptions(f"{tmp_path}/mine.py:Walk", 3, env_type="jax", max_episode_steps=3)
+    env = make_vector_env(options)
+    first = env.reset(5)["x"].copy()
+    ends = np.array([[0], [1], [1]])
+    one, two, three = [env.step(ends) for _ in range(3)]
+    np.testing.assert_allclose(one.obs["x"][:, 0], first[:, 0] + [-1, 1, 1])
+    assert two.terminated.tolist() == [False, True, True]  # 2 and more
+    np.testing.assert_allclose(two.final_obs["x"][1:, 0], first[1:, 0] + 2)
+    assert ((two.obs["x"][1:] >= 0) & (two.obs["x"][1:] < 1)).all()
+    assert (two.obs["x"][1], two.obs["x"][2]) != (first[1], first[2])
+    assert three.truncated.tolist() == [True, False, False]
+    assert three.reward.tolist() == [-1, 1, 1]
+    alone = make_vector_env(EnvOptions(options.id, 1, env_type="jax"))
+    assert alone.reset(6)["x"][0] == first[1]
+    with pytest.raises(ValueError, match=r"mine\.py:wide: the observations .* are not 3 rows of Box"):
+        make_vector_env(EnvOptions(f"{tmp_path}/mine.py:wide", 3, env_type="jax")).reset(1)
+    assert_resume_is_exact(tmp_path, [f"env.train.id={options.id}", *RUN, *JAX_RUN], 2)

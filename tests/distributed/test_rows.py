@@ -1,0 +1,37 @@
+"""Promise 1 across ranks: rows that were dealt out come back where they stood."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.text.learning.batches import make_batch, make_critic, make_engine, make_policy
+from tether.distributed.handles import Replicas
+from tether.distributed.transfers import Transfers
+from tether.text.learning.losses import PolicyForward
+from tether.text.sharded import ShardedEngine
+
+
+class Ranks:
+    """Two ranks in this process, each with the whole policy."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.transfers = Transfers()
+        self._engines = [make_engine(make_policy()) for _ in range(self.size)]
+        self.rows: list[int] = []
+
+    def call(self, component: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.rows = [len(batch) for batch, _ in arguments]
+        return [getattr(engine, method)(*given) for engine, given in zip(self._engines, arguments, strict=True)]
+
+
+def test_outputs_stand_at_their_rows() -> None:
+    policy, ranks = make_policy(), Ranks()
+    batch = make_batch(policy, make_critic())
+    found = ShardedEngine(ranks, "actor", Replicas.contiguous(2, 1)).infer(batch, PolicyForward())
+    assert len(ranks.rows) == 2
+    assert sum(ranks.rows) == len(batch)
+    expected = make_engine(policy).infer(batch, PolicyForward())
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-10)
