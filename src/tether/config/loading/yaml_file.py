@@ -27,6 +27,8 @@ MAX_VALUES = 100_000
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """PyYAML's loader, by libyaml where its wheel has it, which is ten times as fast."""
 
+_TOO_DEEP = "is nested too deeply to be read", "write it flatter"
+
 _RAY_PREFIX = re.compile(r"^(?:\x1b\[\d+m)?\(\w+ pid=\d+[^)]*\)(?:\x1b\[0m)? ", re.MULTILINE)
 """Prefix that Ray adds to each line of another process."""
 
@@ -48,7 +50,7 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
             _check_size(yaml.compose(text, Loader=_Loader))
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except RecursionError as error:
-        raise ConfigError([Problem(str(path), "is nested too deeply to be read", "write it flatter")]) from error
+        raise ConfigError([Problem(str(path), *_TOO_DEEP)]) from error
     except OSError as error:
         fix = "give a YAML file"
         if isinstance(error, FileNotFoundError):
@@ -61,6 +63,8 @@ def read_yaml(path: Path, others: Iterable[str] = ()) -> dict[Any, Any]:
         OmegaConfBaseException,
         ValueError,
     ) as error:  # ValueError: not UTF-8, or an integer with too many digits
+        if "maximum nesting depth" in str(error):  # libyaml's own limit
+            raise ConfigError([Problem(str(path), *_TOO_DEEP)]) from error
         what = f"cannot be read as YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem(str(path), what, "correct that line")]) from error
     if not isinstance(tree, dict):
