@@ -153,6 +153,7 @@ def made_small(name: str, folder: Path) -> list[str]:
         "trainer.test_freq": min(config.trainer.test_freq, 1),
         "trainer.save_freq": min(config.trainer.save_freq, 2),
         "trainer.total_training_steps": 2,
+        "trainer.profile_steps": "null",  # of steps that such a run does not have
         "trainer.default_local_dir": folder / "run",
     }
     return [f"{key}={value}" for key, value in small.items()]

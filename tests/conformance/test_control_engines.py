@@ -25,6 +25,7 @@ SELECTION = {
         "clip_cov_ub": 9.0,
     },
     "kl_cov": {"kl_cov_ratio": 0.3},
+    "m2po": {"m2_threshold": 0.001},
 }
 COEFFICIENTS = {"entropy_coeff": 0.05, "value_coeff": 0.5, "cliprange_value": 0.4}
 OTHERS = [name for name in CONTROL_ENGINES if name != "flat"]

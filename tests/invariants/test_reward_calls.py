@@ -201,7 +201,7 @@ def in_a_thread(call: Callable[[], object]) -> object:
 def test_an_alarm_beside_a_swallowed_exception_would_show() -> None:
     """The negative control: outside the main thread there are no signals, and the right answer gets 0."""
     assert in_a_thread(lambda: scored_under_an_alarm(lambda: 1.0)) == 0.0
-    hostile = CustomReward(str(ROOT / "tests" / "rewards" / "hostile.py"))
+    hostile = CustomReward(str(ROOT / "tests" / "text" / "rewards" / "hostile.py"))
     request = RewardRequest("test", "a right answer", "1.0")
     with RewardPool(hostile, num_workers=1, timeout=DEADLINE) as pool:
         assert in_a_thread(lambda: pool.score([request])) == [Score(1.0)]

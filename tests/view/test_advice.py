@@ -88,7 +88,7 @@ def test_the_questions_have_their_answers(name: str, expected: dict[str, list[st
         assert found[rule]["remedy"].endswith(".")
         assert found[rule]["why_step"]
         file, _, section = found[rule]["guide"].partition("#")
-        headings = re.findall(r"^## (.*)$", (ROOT / file).read_text(), re.MULTILINE)
+        headings = re.findall(r"^## (.*)$", (ROOT / "docs/guides" / f"{file}.md").read_text(), re.MULTILINE)
         assert not section or section in [heading.lower().replace(" ", "-") for heading in headings]
 
 

@@ -42,18 +42,18 @@ class Advice:
     remedy: str
     """What to check or to change."""
     guide: str
-    """The section of the documentation about it."""
+    """Page of the documentation about it, and its section: ``page#section``."""
     keys: tuple[str, ...] = ()
     """Metrics that show it."""
     rows: list[JsonObject] = field(default_factory=list)
     """Samples that show it, ``{"step": ..., "row": ...}``."""
 
 
-GUIDE = "docs/guides/troubleshooting.md"
+GUIDE = "troubleshooting"
 SCORE, POLICY, RESPONSES, CRITIC, TIME = (
     f"{GUIDE}#{section}" for section in ("the-score", "the-policy", "responses", "the-critic", "memory-and-time")
 )
-EPISODES = "docs/guides/episodes.md"
+EPISODES = "episodes"
 LAST = "the last step"
 
 

@@ -1,6 +1,5 @@
 """Losses that leave out the tokens whose probability has moved too far, whatever their ratio."""
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -36,8 +35,8 @@ def dppo_tv(
         `actor_rollout_ref.actor.clip_ratio_high`, `actor_rollout_ref.actor.clip_ratio_c`.
     """
     moved = (select(log_probs, response_mask).exp() - select(old_log_probs, response_mask).exp()).detach()
-    is_good = select(advantages, response_mask) > 0
-    left_out = torch.where(is_good, moved > clip_ratio_high, moved < -clip_ratio_low)
+    advantage = select(advantages, response_mask)
+    left_out = (advantage > 0) & (moved > clip_ratio_high) | (advantage <= 0) & (moved < -clip_ratio_low)
     return _truncated(log_probs, old_log_probs, advantages, response_mask, left_out, clip_ratio_c, rollout_is_weights)
 
 
@@ -67,10 +66,10 @@ def dppo_kl(
     p, old = log_p.exp(), log_old.exp()
     rest, old_rest = (1 - p).clamp(min=0) + 1e-8, (1 - old).clamp(min=0) + 1e-8
     divergence = old * (log_old - log_p) + (1 - old) * (old_rest / rest).log()
-    is_good = select(advantages, response_mask) > 0
-    left_out = torch.where(
-        is_good, (p > old) & (divergence > clip_ratio_high), (p < old) & (divergence > clip_ratio_low)
-    )
+    advantage = select(advantages, response_mask)
+    too_high = (advantage > 0) & (p > old) & (divergence > clip_ratio_high)
+    too_low = (advantage <= 0) & (p < old) & (divergence > clip_ratio_low)
+    left_out = too_high | too_low
     return _truncated(log_probs, old_log_probs, advantages, response_mask, left_out, clip_ratio_c, rollout_is_weights)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tether.checkpoints import sha256_of
 from tether.config import ADAPTER_CONFIG
 from tether.config.schema import CriticModelConfig, ModelConfig
 from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
@@ -54,5 +53,7 @@ def _differ(theirs: str, base: Path | str) -> bool:
         return isinstance(base, str) and theirs.count("/") == 1 and theirs.casefold() != base.casefold()
     if isinstance(base, str) or local.resolve() == base.resolve():
         return False
+    from tether.checkpoints import sha256_of  # loads torch, which most checks do without
+
     one, other = weight_files(local), weight_files(base)
     return bool(one) and sha256_of(one) != sha256_of(other)

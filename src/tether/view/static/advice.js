@@ -5,10 +5,10 @@ export function adviceBox(advice, overview, go) {
   return h("div", { id: "advice" }, advice.map((found) => h("div", { class: "advice" }, h("b", {}, found.rule), ": ", found.text, " ", h("span", { class: "remedy" }, found.remedy), " ",
     link(`step ${found.step}`, () => go({ view: "step", step: found.step, sample: null })), ` (${found.why_step})`,
     found.rows.map((row) => [", ", link(`${one} ${row.row} of step ${row.step}`, () => go({ view: null, token: null, ...row, sample: row.row, row: null }))]),
-    h("span", { class: "small faint" }, ` See ${found.guide}.`))));
+    h("span", { class: "small faint" }, ` In the documentation: ${found.guide}.`))));
 }
 
 export function noAdvice(overview) {
   return h("div", { id: "no-advice", class: "faint" }, "No rule finds evidence of a problem in this run.",
-    h("details", {}, h("summary", {}, `The ${overview.rules.length} rules`), overview.rules.join(", "), ". What each needs: docs/guides/view.md#advice."));
+    h("details", {}, h("summary", {}, `The ${overview.rules.length} rules`), overview.rules.join(", "), ". What each needs, in the documentation: view#advice."));
 }
