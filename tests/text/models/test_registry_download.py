@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import is_progress_bar_enabled
+from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
 from tests.text.data.hub_server import serving, use_hub
 from tests.tiny import CHATML, EOS_ID, tiny_model, tiny_tokenizer
@@ -304,6 +304,7 @@ def test_unknown_name(tmp_path):
 def test_a_gguf_file_is_converted_once_by_its_hash(tmp_path, caplog):
     file, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
     write_tiny_gguf(file)
+    enable_progress_bar()  # commands of other tests hide it
     assert resolve_model_path(file, cache, fetch=False) == file
     assert not cache.exists()
     directory = resolve_model_path(file, cache)

@@ -264,7 +264,7 @@ def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
     """The server is well, and goes on with what it has."""
     bench = made(python=python or environment(tmp_path) / "bin/python")
     assert takes(bench, "distributed", 1 << 30, 0)
-    processes, sends = processes_of(bench.server), list[int]()
+    server, sends = processes_of(bench.server)[0], list[int]()
 
     def cut(group: Any, tensors: Any) -> None:
         sends.append(len(sends))
@@ -278,7 +278,7 @@ def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
     monkeypatch.setattr(broadcast, "broadcast", cut)
     assert takes(bench, "distributed", 1 << 12, 1)
     assert bench.engine.transfer_metrics()["transfer/server_failures"] == 1
-    assert processes_of(bench.server) == processes
+    assert processes_of(bench.server)[0] == server  # not restarted
     assert "the connection between this process (127.0.0.1) and the server's workers broke: " in caplog.text
     assert "Its weights are loaded again" in caplog.text
 
