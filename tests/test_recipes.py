@@ -65,17 +65,19 @@ def test_gsm8k_may_begin_with_the_format() -> None:
 
 
 def test_the_twins_of_ppo_on_gsm8k_differ_in_their_algorithm_alone() -> None:
-    ppo, grpo, lora = (
-        load_config(RECIPES / f"gsm8k-qwen/{name}.yaml", []).config for name in ("run", "grpo", "grpo_lora")
-    )
-    answers = [config.data.train_batch_size * config.actor_rollout_ref.rollout.n for config in (ppo, grpo, lora)]
+    names = ("run", "grpo", "grpo_lora", "ppo_lora")
+    ppo, grpo, lora, small = (load_config(RECIPES / f"gsm8k-qwen/{name}.yaml", []).config for name in names)
+    answers = [config.data.train_batch_size * config.actor_rollout_ref.rollout.n for config in (ppo, grpo, lora, small)]
     assert len(set(answers)) == 1  # so that steps can be compared
     for twin in (grpo, lora):
         assert not twin.critic.enable
         assert twin.custom_reward_function == ppo.custom_reward_function
         assert twin.data.train_files == ppo.data.train_files
         assert twin.data.max_response_length == ppo.data.max_response_length
-    assert lora.actor_rollout_ref.model.lora_rank
+    assert small.critic.enable
+    assert small.algorithm.adv_estimator == ppo.algorithm.adv_estimator
+    assert small.custom_reward_function == ppo.custom_reward_function
+    assert lora.actor_rollout_ref.model.lora_rank == small.actor_rollout_ref.model.lora_rank > 0
     assert lora.actor_rollout_ref.actor.optim.lr > grpo.actor_rollout_ref.actor.optim.lr
 
 
