@@ -106,10 +106,9 @@ def build_adamw(parameters: Iterable[nn.Parameter], options: OptimizerOptions) -
 
 
 def load_adamw(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the saved state of every weight; the options stay the configured ones, which may have changed since."""
-    configured = optimizer.state_dict()["param_groups"]
-    saved = state["param_groups"]
-    groups = [options | {"params": group["params"]} for options, group in zip(configured, saved, strict=True)]
+    """Load a saved state; the options that a configuration gives stay as they are, since they may have changed."""
+    configured = [{name: group[name] for name in ("weight_decay", "betas", "eps")} for group in optimizer.param_groups]
+    groups = [saved | options for saved, options in zip(state["param_groups"], configured, strict=True)]
     optimizer.load_state_dict(dict(state) | {"param_groups": groups})
 
 
