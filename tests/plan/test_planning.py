@@ -56,6 +56,15 @@ def test_adapters_on_the_critic_save_memory_and_time_as_on_the_policy() -> None:
     assert adapted.plan().step.middle < whole.plan().step.middle
 
 
+def test_a_critic_of_fewer_layers_is_planned_as_such() -> None:
+    gae = "algorithm.adv_estimator=gae"
+    few = planner("qwen2.5-1.5b", DEVICES["h100-80g"], 1, gae, "critic.model.override_config={num_hidden_layers: 7}")
+    whole = planner("qwen2.5-1.5b", DEVICES["h100-80g"], 1, gae)
+    assert few.models["critic"].sizes.layers == 7
+    assert few.models["actor"].sizes == whole.models["actor"].sizes
+    assert few.plan().step.middle < whole.plan().step.middle
+
+
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
     largest = largest_micro_batch(results)

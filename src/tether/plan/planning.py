@@ -250,10 +250,12 @@ class Planner:
     @cached_property
     def policy(self) -> Architecture:
         """Sizes of the policy."""
-        return self._sizes(self.config.actor_rollout_ref.model.path, "actor_rollout_ref.model.path")
+        model = self.config.actor_rollout_ref.model
+        return self._sizes(model.path, "actor_rollout_ref.model.path", model.override_config)
 
-    def _sizes(self, path: str, key: str) -> Architecture:
-        return architecture_of(path, key)
+    def _sizes(self, path: str, key: str, changed: Mapping[str, object] | None = None) -> Architecture:
+        sizes, layers = architecture_of(path, key), (changed or {}).get("num_hidden_layers")
+        return replace(sizes, layers=layers) if isinstance(layers, int) else sizes
 
     @cached_property
     def models(self) -> dict[str, Model]:
@@ -261,7 +263,8 @@ class Planner:
         config, settings = self.config, self.config.actor_rollout_ref
         results = {"actor": self._model("actor", self.policy, settings.actor)}
         if config.critic.enable:
-            sizes = self._sizes(config.critic.model.path, "critic.model.path")
+            critic = config.critic.model
+            sizes = self._sizes(critic.path, "critic.model.path", critic.override_config)
             results["critic"] = self._model("critic", sizes, config.critic)
         if (asks_reference(config) or reference_runs_with_actor(config)) and not settings.model.lora_rank:
             results["reference"] = self._model("reference", self.policy, settings.ref)
