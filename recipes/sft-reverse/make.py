@@ -69,7 +69,7 @@ def rows(draws: random.Random) -> dict[str, list[dict[str, object]]]:
 
 
 def main() -> None:
-    """See the module."""
+    """Write the model and the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""How well a word is reversed."""
+"""Scores the reversal of a word."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> dict[str, float]:

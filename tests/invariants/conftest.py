@@ -1,9 +1,3 @@
-"""One thread: sums in a fixed order, and tiny models are slower on more."""
+"""The reward function that `tests.runs.tiny_run.LIGHT` names."""
 
-import torch
-
-from tests.runs.conftest import _reward_of_this_process  # noqa: F401  # the function that `LIGHT` names
-
-
-def pytest_runtest_setup() -> None:
-    torch.set_num_threads(1)
+from tests.runs.conftest import _reward_of_this_process  # noqa: F401

@@ -96,7 +96,7 @@ def view(
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked of the samples of a run."""
+    """Options that select and sort samples of a run."""
 
     step: int | None
     sample: int | None

@@ -54,7 +54,7 @@ class Architecture:
     latent: LatentAttention | None = None
     named: str = "the model"
     source: str = ""
-    """Where the sizes are from."""
+    """Source of the sizes."""
 
     @property
     def embedding(self) -> int:

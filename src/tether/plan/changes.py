@@ -16,7 +16,7 @@ ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "a
 LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", 32
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
-"""What is moved to the host -> the last part of the key."""
+"""State that is moved to the host -> the last part of its key."""
 AS_FAST = 1.02
 """Up to this ratio of their times two changes count as equally fast."""
 Values = Mapping[str, object]

@@ -54,7 +54,7 @@ SLACK = {"cpu": 0.02, "gpu": 0.05}
 HOST_PROCESS = 2.5 * GIB
 """Host memory of a process that drives a GPU: torch's libraries, CUDA's context, rows."""
 SERVER_ACTIVATIONS = 1.5 * GIB
-"""What a server takes beside its weights and its cache."""
+"""Memory of a server beside its weights and its cache."""
 NEAR = 0.1
 """Between 90 and 110 % of a device's memory the verdict is to try."""
 SLICE = 512 * 2**20
@@ -92,7 +92,7 @@ class ServerMemory:
     """Memory of a server that samples, in bytes of each of its devices."""
 
     share: float
-    """What it may take: gpu_memory_utilization."""
+    """Memory that it may use: gpu_memory_utilization."""
     weights: float
     per_token: float
     """Keys and values of a token."""
@@ -101,7 +101,7 @@ class ServerMemory:
 
     @property
     def missing(self) -> float:
-        """Bytes that its share lacks for its weights and a single sequence."""
+        """Bytes by which its share is too small for its weights and a single sequence."""
         return max(0.0, self.weights + SERVER_ACTIVATIONS + self.longest * self.per_token - self.share)
 
     @property
@@ -203,7 +203,7 @@ Role = ActorConfig | CriticConfig | RefConfig | ScoringModelConfig
 
 @dataclass(frozen=True)
 class MicroLimits:
-    """How rows are divided into mini-batches and micro-batches."""
+    """The division of rows into mini-batches and micro-batches."""
 
     dynamic: bool
     """Whether a micro-batch is limited in tokens."""

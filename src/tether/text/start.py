@@ -22,7 +22,7 @@ from tether.text.loading import decided_formats
 
 @dataclass(frozen=True)
 class Start:
-    """Where and how a run starts."""
+    """The checkpoint, device and number formats that a run starts with."""
 
     loaded: LoadedConfig
     """The configuration with all automatic values decided."""

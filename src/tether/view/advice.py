@@ -40,7 +40,7 @@ class Advice:
     why_step: str
     """Why this step and no other."""
     remedy: str
-    """What to check or to change."""
+    """The setting to check or to change."""
     guide: str
     """Page of the documentation about it, and its section: ``page#section``."""
     keys: tuple[str, ...] = ()

@@ -143,11 +143,11 @@ def _warnings() -> Iterator[list[str]]:
     """Collect the warnings that tether logs."""
     messages: list[str] = []
 
-    class Collector(logging.Handler):
+    class MessageHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    collector, logger = Collector(logging.WARNING), logging.getLogger("tether")
+    collector, logger = MessageHandler(logging.WARNING), logging.getLogger("tether")
     logger.addHandler(collector)
     try:
         yield messages

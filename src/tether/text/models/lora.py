@@ -37,7 +37,7 @@ from tether.text.models.save import write_model
 
 _ADAPTER = "default"
 _PREFIX = "base_model.model."
-"""What peft puts before the names of weights in a file."""
+"""Prefix that peft adds to the names of weights in a file."""
 _HEADS = ("classifier", "score")
 """The modules that peft trains whole in a classifier."""
 _OF_PLAIN_LORA = (
