@@ -80,8 +80,6 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[ob
     annotations = get_type_hints(inspect.unwrap(function), include_extras=True)
     names = tuple(inspect.signature(function).parameters)
     rules = {key: _Rule.of(annotations[key]) for key in names if key in annotations}
-    # Caches the last number or string of each argument, since most calls repeat it.
-    accepted: dict[str, object] = {}
 
     def check(args: Sequence[object], keywords: Mapping[str, object]) -> None:
         arguments = [*zip(names, args, strict=False), *keywords.items()]
@@ -89,14 +87,12 @@ def checker(name: str, function: Callable[..., object]) -> Callable[[Sequence[ob
         device: torch.device | None = None
         for key, value in arguments:
             rule = rules.get(key)
-            if rule is None or (value is None and rule.optional) or (key in accepted and accepted[key] is value):
+            if rule is None or (value is None and rule.optional):
                 continue
             dims = rule.dims_of(value)
             if dims is None:
                 if not rule.accepts(value):
                     raise ValueError(f"{name}: {key} {_describe(value)}; expected {rule.expected}")
-                if isinstance(value, float | int | str):
-                    accepted[key] = value
                 continue
             if not _fits(dims, _shape(value), sizes):
                 raise ValueError(f"{name}: {_misfit([(k, v, rules[k]) for k, v in arguments if k in rules])}")
