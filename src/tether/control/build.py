@@ -136,7 +136,10 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
             on_collapse=trainer_config.on_collapse,
             rollbacks=build_rollbacks(trainer_config, store, checkpoint),
-            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
+            alarms=Alarms(
+                weight_decay=config.actor_rollout_ref.actor.optim.weight_decay,
+                entropy_coeff=config.actor_rollout_ref.actor.entropy_coeff,
+            ),
             schedule=schedule,
             persistence=persistence,
             loggers=loggers,

@@ -167,7 +167,10 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             recorder=SampleRecorder(build_recorder(config.trainer, checkpoint), inputs.tokenizer),
             on_collapse=config.trainer.on_collapse,
             rollbacks=build_rollbacks(config.trainer, store, checkpoint),
-            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
+            alarms=Alarms(
+                weight_decay=config.actor_rollout_ref.actor.optim.weight_decay,
+                entropy_coeff=config.actor_rollout_ref.actor.entropy_coeff,
+            ),
             schedule=schedule,
             persistence=persistence,
             mismatch=_mismatch_alarm(config.trainer, rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype),

@@ -2,8 +2,8 @@
 
 The model's parameters are bfloat16 themselves, so no forward casts them and the sampler can share them. Each gradient
 is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches accumulate in
-float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master: nothing computes
-with more than their bfloat16 values.
+float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master: nothing
+computes with more than their bfloat16 values.
 """
 
 from __future__ import annotations
