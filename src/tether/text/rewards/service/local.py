@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from tether.runtime.deadline import deadline
@@ -26,14 +27,23 @@ class LocalRewards:
     Args:
         function: function with the same arguments as in a `RewardPool`.
         timeout: maximum seconds of a call.
+        in_thread: never calls the function in the main thread. A function that works there but not in the thread of a
+            sampler ahead, because it uses signals, then fails in the preflight already.
     """
 
-    def __init__(self, function: RewardFunction, timeout: float) -> None:
+    def __init__(self, function: RewardFunction, timeout: float, *, in_thread: bool = False) -> None:
         self._function, self._timeout = function, timeout
+        self._thread = ThreadPoolExecutor(1, "reward") if in_thread else None
         self._done: dict[int, tuple[RewardOutcome, float]] = {}
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
+        if self._thread and threading.current_thread() is threading.main_thread():
+            self._thread.submit(self._call, index, request).result()
+        else:
+            self._call(index, request)
+
+    def _call(self, index: int, request: RewardRequest) -> None:
         random_state, start = random.getstate(), time.monotonic()
         random.seed(request.solution_str)  # as in the pool
         try:
@@ -58,7 +68,8 @@ class LocalRewards:
         return self.collect()
 
     def close(self) -> None:
-        pass
+        if self._thread:
+            self._thread.shutdown()
 
     def __enter__(self) -> LocalRewards:
         return self
