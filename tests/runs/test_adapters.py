@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import save_tiny
 from tests.runs.resume import assert_resume_is_exact
 from tests.runs.steps import built
 from tests.runs.tiny_run import GAE, LIGHT, base_overrides, same
+from tests.tiny import save_tiny
 from tether.config import ConfigError, load_config
 from tether.text.named_inputs import missing_inputs
 

@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from tests.tiny import save_tiny
 from tests.runs.tiny_run import GAE, LIGHT, base_overrides, rows, train, write_jsonl
+from tests.tiny import save_tiny
 from tether.checkpoints.store import CheckpointDamaged
 from tether.config import load_config
 from tether.text.build import build_run

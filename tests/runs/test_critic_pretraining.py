@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_tokenizer
 from tests.runs.steps import first_step
 from tests.runs.test_rollout_correction import recorded
 from tests.runs.tiny_run import GAE, LIGHT, base_overrides, measured, rows, train, write_jsonl
+from tests.tiny import tiny_tokenizer
 from tether.algorithms import parse_rejection
 from tether.batch import Prompt
 from tether.commands.cli import main

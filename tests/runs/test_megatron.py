@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.installed import needs_megatron
-from tests.tiny import save_tiny, tiny_model
 from tests.runs.forked_group import ForkedGroup
 from tests.runs.test_devices import holds, overrides, saved_again
 from tests.runs.tiny_run import measured, same, train, weights, write_inputs
+from tests.tiny import save_tiny, tiny_model
 from tether.config import load_config
 from tether.distributed import groups
 from tether.integrations.megatron import version as megatron_version

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_model
 from tests.runs.steps import built
 from tests.runs.tiny_run import GAE, LIGHT
+from tests.tiny import tiny_model
 from tether.commands.train import train
 from tether.config import changes_since, load_config, saved_values
 from tether.text import roles

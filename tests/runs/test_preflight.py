@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tests.runs.steps import built
 from tests.runs.tiny_run import GAE, LIGHT, held_out, set_eos
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tests.tiny import EOS_ID, PAD_ID, tiny_tokenizer
 from tether.loop.preflight import Preflight
 from tether.runtime.objects import holding
 from tether.text.rewards.outcome import RewardFailure

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
-from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
 from tests.runs.forked_group import ForkedGroup
 from tests.runs.steps import first_step
 from tests.runs.tiny_run import (
@@ -24,6 +23,7 @@ from tests.runs.tiny_run import (
     write_inputs,
     write_jsonl,
 )
+from tests.tiny import VOCAB_SIZE, save_tiny, save_tiny_reward_model, tiny_tokenizer
 from tether.commands.reward import check_reward
 from tether.config import load_config
 from tether.distributed import groups

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.text.rewards.model_server import KEY, ModelServer, served
-from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tests.runs.steps import first_step
 from tests.runs.tiny_run import (
     FAST,
@@ -24,6 +22,8 @@ from tests.runs.tiny_run import (
     write_inputs,
     write_jsonl,
 )
+from tests.text.rewards.model_server import KEY, ModelServer, served
+from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config
 from tether.text.build import build_run

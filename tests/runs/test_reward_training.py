@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.tiny import save_tiny, save_tiny_reward_model
 from tests.runs.tiny_run import FAST, base_overrides, measured, same, train, write_inputs, write_jsonl
+from tests.tiny import save_tiny, save_tiny_reward_model
 from tether.integrations.reward_models.build import RewardTrainingOptions, build_reward_training
 from tether.integrations.reward_models.command import train_reward_model
 from tether.integrations.reward_models.trainer import beats_chance, preference_batch, split_pairs, until_unusable

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import save_tiny
 from tests.runs.forked_group import ForkedGroup
 from tests.runs.steps import Stepped, first_step, stepped
 from tests.runs.tiny_run import LIGHT, measured, same, train, weights
+from tests.tiny import save_tiny
 from tether.config import load_config
 from tether.distributed import groups
 from tether.text.build import build_run

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, GenerationConfig
 
 import tether
-from tests.tiny import CHATML, EOS_ID, VOCAB_SIZE
 from tests.runs.golden import Golden
 from tests.runs.loops import results
 from tests.runs.steps import built, first_step, stepped
@@ -23,6 +22,7 @@ from tests.runs.tiny_run import (
     without_clocks,
     write_jsonl,
 )
+from tests.tiny import CHATML, EOS_ID, VOCAB_SIZE
 from tether.batch import TrainBatch
 from tether.checkpoints.store import CheckpointStore
 from tether.loop.loop import Trainer

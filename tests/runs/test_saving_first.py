@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny import tiny_model
 from tests.runs.steps import built
+from tests.tiny import tiny_model
 from tether.text.learning.engines import local
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs.tiny_run import GRPO, base_overrides, measured, train, write_inputs
 from tests.text.servers.bench import REAL, needs_vllm
 from tests.tiny import save_tiny_reward_model
-from tests.runs.tiny_run import GRPO, base_overrides, measured, train, write_inputs
 
 SHORT = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "data.val_files=[]"]
 RAW = "reward_model.model.input_tokenizer=null"

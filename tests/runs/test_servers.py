@@ -17,11 +17,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.installed import needs_megatron
+from tests.runs.forked_group import ForkedGroup
+from tests.runs.tiny_run import GRPO, LIGHT, base_overrides, measured, same, set_eos, train, weights, write_inputs
 from tests.text.servers.bench import REAL, STAND_INS, needs_vllm, processes_of
 from tests.text.servers.stand_in import environment
 from tests.tiny import EOS_ID, save_tiny
-from tests.runs.forked_group import ForkedGroup
-from tests.runs.tiny_run import GRPO, LIGHT, base_overrides, measured, same, set_eos, train, weights, write_inputs
 from tether.checkpoints.store import TRACKER
 from tether.commands.build import build
 from tether.config import ConfigError, load_config

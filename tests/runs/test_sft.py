@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tests.device import DEVICE
-from tests.tiny import CHATML, EOS, EOS_ID, IM_START, tiny_tokenizer
 from tests.runs.tiny_run import GRPO, base_overrides, measured, same, train, weights, write_inputs, write_jsonl
+from tests.tiny import CHATML, EOS, EOS_ID, IM_START, tiny_tokenizer
 from tether.commands.build import build
 from tether.commands.card import write_card
 from tether.commands.cli import app
@@ -31,11 +31,11 @@ from tether.loop.loop import Trainer
 from tether.metrics.keys import describe
 from tether.metrics.plot import plot_run
 from tether.runtime.terminal import Screen
-from tether.text.named_inputs import missing_inputs
 from tether.text.data.chats import ChatRow, load_chats
 from tether.text.data.config import DataConfig
 from tether.text.data.examples import Example, ExampleDataset, assistant_mask
 from tether.text.data.prompts import PromptOptions
+from tether.text.named_inputs import missing_inputs
 
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"

@@ -9,8 +9,8 @@ import pytest
 import transformers.utils.chat_template_utils
 
 import tether
-from tests.tiny import EOS_ID, save_tiny_reward_model, tiny_tokenizer
 from tests.runs.tiny_run import GRPO, LIGHT, base_overrides, train, write_inputs, write_jsonl
+from tests.tiny import EOS_ID, save_tiny_reward_model, tiny_tokenizer
 from tether.config import load_config
 from tether.integrations.reward_models.build import RewardTrainingOptions
 from tether.integrations.reward_models.command import train_reward_model

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.text.servers.stand_in import environment
 from tests.runs.loops import Text, assert_same_run, train_killed
 from tests.runs.resume import assert_resume_is_exact
 from tests.runs.steps import first_step
 from tests.runs.test_servers import another_server
 from tests.runs.tiny_run import measured, reward_function, train, write_jsonl
 from tests.runs.turn_run import CALL, ID, REWARD, ROLLOUT, turn_overrides, write_turn_inputs
+from tests.text.servers.stand_in import environment
 from tether.commands.reward import check_reward
 from tether.config import ConfigError, load_config
 from tether.runtime.objects import holding

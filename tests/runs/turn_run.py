@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.device import DEVICE
-from tests.tiny import TINY_CONFIGS
 from tests.runs.tiny_run import write_jsonl
+from tests.tiny import TINY_CONFIGS
 
 CALL = '<tool_call>{"name": "ask", "arguments": {}}</tool_call>'
 SPECIAL = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "<unk>"]
