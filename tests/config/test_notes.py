@@ -49,6 +49,14 @@ def test_two_penalties_for_the_same_distance_are_noted():
     assert load(*both[:1]).notes == load(*both[1:]).notes == ()
 
 
+def test_a_critic_that_distillation_alone_does_not_use_is_noted():
+    teacher = ["distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=large"]
+    alone = [*teacher, "distillation.distillation_loss.use_task_rewards=False"]
+    (note,) = load(*alone).notes
+    assert "nothing learns from the critic that algorithm.adv_estimator=gae trains" in note
+    assert load(*teacher).notes == load(*alone, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2").notes == ()
+
+
 def test_a_lower_clip_that_no_ratio_reaches_is_noted():
     low = f"{ACTOR}.clip_ratio_low=10"
     (note,) = load(low).notes

@@ -93,15 +93,18 @@ def unread_problems(unread_values: Mapping[str, Any], values: Mapping[str, objec
     """
     leaves = dict(leaf for path, value in unread_values.items() for leaf in _leaves(path, value))
     all_values = {**values, **leaves}
-    problems = []
+    problems: list[Problem] = []
+    refused_above: list[Unread] = []  # a mapping that is refused is one problem, however many keys it has
     for path, value in leaves.items():
         row = unread(path)
-        if row is None or not row.refused or row.why_idle(all_values):
+        if row is None or not row.refused or row.why_idle(all_values) or row in refused_above:
             continue
         fine = [all_values.get(str(item)[2:-1]) if str(item).startswith("${") else item for item in row.fine]
         if value not in (None, *fine):
             what = f"{_shown(path, value)} is refused: {row.why}"
             problems.append(Problem(path, what, f"leave it out, or set {_alternatives(fine)}"))
+            if path not in unread_keys():
+                refused_above.append(row)
     return problems
 
 

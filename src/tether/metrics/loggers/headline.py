@@ -36,6 +36,7 @@ HEADLINES = (
     Headline("val", ("eval/return", HELD_OUT_LOSS), ".3f"),
     Headline("ref kl", ("actor/reward_kl_penalty",), ".4f"),
     Headline("kl loss", ("actor/kl_loss",), ".4f"),
+    Headline("teacher kl", ("distillation/kl",), ".4f"),
     Headline("ppo kl", ("actor/ppo_kl",), ".4f"),
     Headline("length", ("response_length/mean", "env/episode_len"), ".1f"),
     Headline("entropy", ("actor/entropy",), ".3f"),
