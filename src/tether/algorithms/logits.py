@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tether.algorithms.masking import clip
-from tether.algorithms.registry import PositiveInt
+from tether.algorithms.registry import NonPositive, PositiveInt
 
 
 def entropy_from_logits(logits: Float[Tensor, "*shape V"], chunk_size: PositiveInt = 1024) -> Float[Tensor, "*shape"]:
@@ -48,7 +48,7 @@ def forward_kl_topk(
     ref_logits: Float[Tensor, "*shape V"],
     *,
     topk: PositiveInt,
-    log_prob_min_clamp: float | None = None,
+    log_prob_min_clamp: NonPositive | None = None,
 ) -> Float[Tensor, "*shape"]:
     """Return KL(reference || policy) of each position over the reference's topk most probable tokens; at least 0.
 

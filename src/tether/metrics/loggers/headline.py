@@ -54,7 +54,7 @@ LABELS = tuple(headline.label for headline in HEADLINES)
 """Labels in display order."""
 OPTIONAL_LABELS = (
     "critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "steps/s", "length", "env steps",
-    "loss",
+    "teacher kl", "loss",
 )  # fmt: skip
 """Labels that are dropped on a narrow screen, in this order."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from tether.config.schema.algorithm import KlKind
 from tether.config.schema.section import (
     ActsIf,
@@ -12,9 +14,11 @@ from tether.config.schema.section import (
     Positive,
     PositiveFloat,
     Refuses,
+    Says,
     Section,
 )
 
+LogProb = Annotated[float, Field(le=0), Says("a number, 0 or below")]
 DISTILLS = ActsIf("distillation.enabled", on=(True,))
 TOP_K = ActsIf(".loss_mode", on=("forward_kl_topk",))
 POLICY_GRADIENT = ActsIf(".use_policy_gradient", on=(True,))
@@ -42,7 +46,7 @@ class DistillationLossConfig(Section):
     """KL of a token: an estimator of KL(policy, teacher); full, which is exact; or forward_kl_topk."""
     topk: Annotated[Positive, TOP_K] = 32
     """forward_kl_topk: KL(teacher, policy) over so many of the teacher's most probable tokens."""
-    log_prob_min_clamp: Annotated[float | None, TOP_K] = None
+    log_prob_min_clamp: Annotated[LogProb | None, TOP_K] = None
     """forward_kl_topk: lower bound of the log-probs of both; null: none."""
     loss_max_clamp: PositiveFloat | None = None
     """Bound of a token's KL, in absolute value; null: none."""
