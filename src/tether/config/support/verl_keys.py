@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tether.config.keys import show
+from tether.config.keys import sections, show
 from tether.config.problems import Problem
 from tether.config.secrets import masked
 
@@ -61,8 +61,12 @@ def unread_keys() -> Mapping[str, Unread]:
 def unread(path: str) -> Unread | None:
     """Return the row of a key or of the mapping around it; None if verl has no such key, or it is read here."""
     names = path.split(".")
-    prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    return next((row for key in prefixes if (row := unread_keys().get(key))), None)
+    for key in (".".join(names[:count]) for count in range(len(names), 0, -1)):
+        if row := unread_keys().get(key):
+            return row
+        if key in sections():  # a name that this section lacks is misspelled, whatever the row of a section above it
+            return None
+    return None
 
 
 def is_unread_section(path: str) -> bool:
