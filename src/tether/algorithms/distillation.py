@@ -15,7 +15,7 @@ Keys: `distillation.enabled`, `distillation.teacher_models.teacher_model.model_p
     `distillation.distillation_loss.distillation_loss_coef`.
 """
 
-from tether.algorithms.aggregation import Mean, TokenLoss
+from tether.algorithms.aggregation import Mean, Metric, TokenLoss
 from tether.algorithms.masking import clip, select
 from tether.algorithms.policy_losses.clipped import vanilla
 from tether.algorithms.registry import NonNegative, Positive
@@ -48,7 +48,7 @@ def distillation_loss(
         `distillation.distillation_loss.clip_ratio_high`.
     """
     kl = select(kl, response_mask)
-    metrics = {"distillation/kl": Mean.of(kl, response_mask)}
+    metrics: dict[str, Metric] = {"distillation/kl": Mean.of(kl, response_mask)}
     if loss_max_clamp is not None:
         kl = clip(kl, -loss_max_clamp, loss_max_clamp)
     if not use_policy_gradient:

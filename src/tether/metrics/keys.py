@@ -138,6 +138,9 @@ ACTOR: Mapping[str, MetricInfo] = {
         "0 to 0.2",
         when="with distillation.distillation_loss.use_policy_gradient",
     ),
+    "distillation/first_update/pg_clipfrac": MetricInfo(
+        "The same at the first optimizer step.", "0", when="with distillation.distillation_loss.use_policy_gradient"
+    ),
     "actor/reward_kl_penalty": MetricInfo(
         "KL to the reference policy taken off the reward, in nats per token.", "rises slowly; below 1"
     ),

@@ -97,8 +97,8 @@ def test_distillation_is_added_to_the_policy_loss_or_stands_alone() -> None:
     beside = PolicyLoss(distillation=Distillation("k2", coefficient=0.2))(OUTPUTS, batch(), SIZES)
     assert beside.shares["distillation/loss"].item() == pytest.approx(sum(x**2 for x in d) / 2 / 6)
     assert beside.loss.item() == pytest.approx(sum(POLICY) / 6 + 0.2 * sum(x**2 for x in d) / 2 / 6)
-    options = {"use_policy_gradient": True, "clip_ratio_high": 0.6}
-    alone = PolicyLoss(distillation=Distillation("k1", options, coefficient=None))(OUTPUTS, batch(), SIZES)
+    by_gradient = Distillation("k1", None, use_policy_gradient=True, clip_ratio_high=0.6)
+    alone = PolicyLoss(distillation=by_gradient)(OUTPUTS, batch(), SIZES)
     assert alone.loss.item() == pytest.approx((1.5 * d[0] + d[1]) / 6)
     assert float(alone.metrics["distillation/kl"]) == pytest.approx(sum(d) / 3)
     assert alone.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)  # measured all the same

@@ -439,11 +439,13 @@ def _distillation(distillation: DistillationConfig) -> Distillation | None:
     options = distillation.distillation_loss
     if not distillation.enabled:
         return None
-    named = ("loss_max_clamp", "use_policy_gradient", "clip_ratio_low", "clip_ratio_high")
     return Distillation(
         options.loss_mode,
-        {name: getattr(options, name) for name in named},
         options.distillation_loss_coef if options.use_task_rewards else None,
+        options.loss_max_clamp,
+        options.use_policy_gradient,
+        options.clip_ratio_low,
+        options.clip_ratio_high,
     )
 
 

@@ -243,10 +243,12 @@ class Distillation:
     """The loss of distillation from the reference, which is the teacher."""
 
     kl_kind: str = "k3"
-    options: Mapping[str, object] = field(default_factory=dict)
-    """Keyword arguments of `tether.algorithms.distillation_loss`."""
     coefficient: float | None = 1.0
     """The weight beside the policy loss; None for distillation alone."""
+    loss_max_clamp: float | None = None
+    use_policy_gradient: bool = False
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, old_log_probs: Tensor) -> TokenLoss:
         """Compute the loss of each token."""
@@ -255,8 +257,11 @@ class Distillation:
             outputs.log_probs,
             old_log_probs,
             batch.response_mask,
+            loss_max_clamp=self.loss_max_clamp,
+            use_policy_gradient=self.use_policy_gradient,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
             rollout_is_weights=batch.rollout_is_weights,
-            **self.options,
         )
 
 
