@@ -111,17 +111,23 @@ def test_a_teacher_of_other_tokens_is_refused(inputs: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk"])
+@pytest.mark.parametrize(
+    ("mode", "places"),
+    [("k3", []), ("forward_kl_topk", []), ("k3", ["cluster.component_placement={actor: 0, rollout: 0, inference: 1}"])],
+    ids=["sharded", "beside the policy", "on a device of its own"],
+)
 def test_two_devices_distil_as_one(
-    mode: str, inputs: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, places: list[str], inputs: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "_start_group", ForkedGroup)
+    if places:
+        pytest.importorskip("ray")
+    else:
+        monkeypatch.setattr(groups, "_start_group", ForkedGroup)
     options = [f"{LOSS}.loss_mode={mode}", "trainer.device=cpu", "actor_rollout_ref.actor.optim.lr=1e-3"]
-    runs = [
-        train(overrides(inputs, tmp_path / str(devices), teacher, *options, f"trainer.n_gpus_per_node={devices}"))
-        for devices in (1, 2)
-    ]
-    one, two = map(measured, runs)
+    both = ([], ["trainer.n_gpus_per_node=2", *places])
+    one, two = (
+        measured(train(overrides(inputs, tmp_path / str(len(more)), teacher, *options, *more))) for more in both
+    )
     for step in (1, 2, 3):
         for name in ("distillation/loss", "distillation/kl", "actor/grad_norm"):
             assert two[step][name] == pytest.approx(one[step][name], rel=1e-3), (step, name)
