@@ -20,6 +20,7 @@ from tether.algorithms import (
     REQUIRED_AGGREGATION,
     TOKEN_SELECTIONS,
     aggregation,
+    distillation,
     kl,
     needs,
     pf_ppo,
@@ -93,6 +94,7 @@ def pages() -> list[Page]:
         for name, function in POLICY_LOSSES.items()
     ]
     kinds = (kl.k1, kl.absolute, kl.k2, kl.k3, kl.straight_through, algorithms.full_kl, algorithms.apply_kl_penalty)
+    taught = (algorithms.distillation_loss, algorithms.forward_kl_topk)
     controllers = (algorithms.FixedKLController, algorithms.AdaptiveKLController)
     aggregations = (algorithms.aggregate_loss, algorithms.masked_mean_ratio)
     normalizers = (algorithms.normalize_rewards_per_batch, algorithms.RunningRewardNormalizer)
@@ -102,6 +104,7 @@ def pages() -> list[Page]:
         *losses,
         Page("value_loss.md", "Value loss", (value, algorithms.value_loss, algorithms.explained_variance)),
         Page("kl.md", "KL to the reference", (kl, *kinds, *controllers)),
+        Page("distillation.md", "Distillation", (distillation, *taught)),
         Page("aggregation.md", "Aggregation", (aggregation, *aggregations)),
         Page("rollout_correction.md", "Rollout correction", (rollout_correction, *corrections)),
         Page("pf_ppo.md", "PF-PPO", (pf_ppo, algorithms.pf_ppo_indices)),

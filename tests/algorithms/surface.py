@@ -118,6 +118,18 @@ def kl_calls() -> dict[str, Call]:
         "full_kl": call(algorithms.full_kl, logits),
         "entropy_from_logits": call(algorithms.entropy_from_logits, {"logits": LOGITS}),
         "sum_pi_squared": call(algorithms.sum_pi_squared, {"logits": LOGITS}),
+        "forward_kl_topk": call(algorithms.forward_kl_topk, logits, topk=3),
+        "distillation_loss": call(
+            algorithms.distillation_loss,
+            {
+                "kl": CASE.log_probs - CASE.ref_log_probs,
+                "log_probs": CASE.log_probs,
+                "old_log_probs": CASE.old_log_probs,
+                "response_mask": CASE.mask,
+                "rollout_is_weights": CASE.rollout_is_weights,
+            },
+            use_policy_gradient=True,
+        ),
         "kl_penalty": call(algorithms.kl_penalty, pair | {"response_mask": CASE.mask}, kind="k3"),
         "apply_kl_penalty": call(
             algorithms.apply_kl_penalty,

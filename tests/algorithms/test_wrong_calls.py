@@ -180,6 +180,8 @@ KEYS = {
     "cliprange_value": "critic.cliprange_value",
     "huber_delta": "critic.huber_delta",
     "kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "log_prob_min_clamp": "distillation.distillation_loss.log_prob_min_clamp",
+    "loss_max_clamp": "distillation.distillation_loss.loss_max_clamp",
     "weight_pow": "algorithm.pf_ppo.weight_pow",
     "penalty_factor": "reward_model.overlong_buffer.penalty_factor",
 }

@@ -59,6 +59,14 @@ def test_an_aggregation_that_the_loss_does_not_take_is_noted():
     assert load(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean").notes == ()
 
 
+def test_a_critic_that_distillation_alone_does_not_use_is_noted():
+    teacher = ["distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=large"]
+    alone = [*teacher, "distillation.distillation_loss.use_task_rewards=False"]
+    (note,) = load(*alone).notes
+    assert "nothing learns from the critic that algorithm.adv_estimator=gae trains" in note
+    assert load(*teacher).notes == load(*alone, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2").notes == ()
+
+
 def test_a_lower_clip_that_no_ratio_reaches_is_noted():
     low = f"{ACTOR}.clip_ratio_low=10"
     (note,) = load(low).notes

@@ -22,6 +22,9 @@ REPLAY, MEGATRONS_REPLAY = f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.rou
 RECORDS = f"{ROLLOUT}.enable_rollout_routing_replay"
 BY_MEGATRON = f"{ACTOR}.strategy=megatron"
 
+TEACHER, DISTILLATION = "distillation.teacher_models.teacher_model.model_path", "distillation.distillation_loss"
+DISTILLS = ["distillation.enabled=True", f"{TEACHER}=large"]
+
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
 CASES = {
     "rollouts_record_what_is_replayed": (
@@ -645,6 +648,36 @@ CASES |= {
         "full runs the reference beside the policy",
         [f"{ACTOR}.kl_loss_type=low_var_kl"],
     ),
+    "distillation_has_a_teacher": (
+        ["distillation.enabled=True"],
+        TEACHER,
+        "missing with distillation.enabled=True",
+        [f"{TEACHER}=large"],
+    ),
+    "the_teacher_is_the_only_reference": (
+        [*DISTILLS, f"{ACTOR}.use_kl_loss=True"],
+        f"{ACTOR}.use_kl_loss",
+        "with distillation.enabled=True the teacher is the reference",
+        [f"{ACTOR}.use_kl_loss=False"],
+    ),
+    "k1_is_no_loss": (
+        [*DISTILLS, f"{DISTILLATION}.loss_mode=k1"],
+        f"{DISTILLATION}.loss_mode",
+        "k1 has an expected gradient of 0, whatever the teacher is",
+        [f"{DISTILLATION}.use_policy_gradient=True"],
+    ),
+    "a_kl_over_the_vocabulary_is_no_advantage": (
+        [*DISTILLS, f"{DISTILLATION}.loss_mode=forward_kl_topk", f"{DISTILLATION}.use_policy_gradient=True"],
+        f"{DISTILLATION}.loss_mode",
+        "forward_kl_topk is the same whichever token was sampled",
+        [f"{DISTILLATION}.use_policy_gradient=False"],
+    ),
+    "distillation_runs_on_fsdp": (
+        [*ON_MEGATRON, *DISTILLS],
+        "distillation.enabled",
+        f"True is not supported with {ACTOR}.strategy=megatron",
+        [f"{role}.strategy=fsdp" for role in (ACTOR, "critic")],
+    ),
 }
 
 
@@ -684,6 +717,8 @@ NOT_TAKEN_BY_VERL = {
     *("vllm_takes_adapters_of_this_rank", "a_pass_of_vllm_has_a_token_of_each_row", "a_pass_of_vllm_has_a_whole_row"),
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
+        "distillation_has_a_teacher",
+        "k1_is_no_loss",
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
         "bypass_has_no_full_kl_in_reward",
@@ -767,6 +802,12 @@ def test_both_kinds_of_kl_may_be_on():
     config = load("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True").config
     assert config.algorithm.use_kl_in_reward
     assert config.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_a_teacher_beside_adapters_may_have_devices_of_its_own():
+    places = f"{PLACES}={{actor: 0, critic: 0, rollout: 0, inference: 1}}"
+    config = load(*DISTILLS, "actor_rollout_ref.model.lora_rank=8", "trainer.n_gpus_per_node=2", places).config
+    assert placed(config)["reference"] == range(1, 2)
 
 
 def test_no_divisibility_is_asked_for():

@@ -110,7 +110,6 @@ def test_two_names_in_one_file_that_disagree_are_refused(tmp_path):
         ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.num_layers=3", "config.json"),
         ("actor_rollout_ref.model.lora.rank=8", "lora_rank"),
         ("reward_model.model.override_config={rope_theta: 1}", "config.json"),
-        ("distillation.enabled=True", "teacher"),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "AdamW"),
     ],
 )
@@ -158,7 +157,7 @@ def test_nulls_and_empty_sections_ask_for_nothing():
         load(
             "actor_rollout_ref.model.mtp.enable=null",
             "actor_rollout_ref.actor.megatron={}",
-            "distillation=null",
+            "global_profiler=null",
             "data.val_files=null",
         ).notes
         == load().notes
@@ -460,6 +459,8 @@ def test_a_model_that_is_not_named_is_missing_once(files):
 MANY = "trainer.n_gpus_per_node=8"
 MEGATRON = f"{ACTOR}.strategy=megatron"
 IN_OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
+TEACHERS, OF_TEACHER = "distillation.teacher_models", "distillation.distillation_loss"
+TEACHER = ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=large"]
 NOTED: dict[str, tuple[list[str], str | None]] = {
     "the tools of the dataset are those of the turns": (
         [
@@ -494,7 +495,18 @@ NOTED: dict[str, tuple[list[str], str | None]] = {
     "a checkpoint that the mode does not read": (["trainer.resume_from_path=c"], "trainer.resume_mode is auto"),
     "a transfer queue": (["transfer_queue.enable=True"], "Ray's object store"),
     "another engine's settings": ([f"{ACTOR}.veomni.fsdp_size=2", f"{ACTOR}.engine.tp=2"], "another engine"),
-    "a teacher under a name of one's own": (["distillation.teacher_models.mine.key=x"], "distillation"),
+    "a teacher that nothing asks": ([f"{TEACHERS}.mine.key=x"], "distillation.enabled is False"),
+    "a teacher's server": ([*TEACHER, f"{TEACHERS}.teacher_model.inference.name=vllm"], "a teacher is no server"),
+    "a teacher's devices": ([*TEACHER, "distillation.nnodes=1"], "cluster.component_placement.inference"),
+    "verl's policy gradient towards a teacher": (
+        [
+            *(*TEACHER, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"),
+            *(f"{OF_TEACHER}.{one}" for one in ("loss_mode=k1", "topk=64", "log_prob_min_clamp=-10.0")),
+            *(f"{OF_TEACHER}.{one}" for one in ("use_policy_gradient=True", "use_task_rewards=False")),
+        ],
+        "topk=64, distillation.distillation_loss.log_prob_min_clamp=-10.0 (distillation.distillation_loss.loss_mode is",
+    ),
+    "the rows of a teacher": ([*TEACHER, f"{TEACHERS}.teacher_model.key=math"], "all rows have the same teacher"),
     "weights in shared memory": (["actor_rollout_ref.model.use_shm=True"], "never copied to shared memory"),
     "a reference in bf16": (["actor_rollout_ref.ref.fsdp_config.model_dtype=bf16"], "ref.fsdp_config.dtype"),
 }  # fmt: skip
@@ -511,7 +523,8 @@ BY_NAME: dict[str, tuple[list[str], str]] = {
         [f"{section}.megatron.use_megatron_fsdp=True" for section in (ACTOR, "actor_rollout_ref.ref")],
         "Megatron-FSDP is not supported",
     ),
-    "a teacher": (["distillation.enabled=True", "distillation.teacher_models.mine.model_path=m"], "not supported yet"),
+    "a second teacher": ([*TEACHER, *(f"{TEACHERS}.mine.{one}" for one in ("key=a", "model_path=b"))], "one teacher"),
+    "another policy loss": ([*TEACHER, f"{OF_TEACHER}.policy_loss_mode=gspo"], "the clipped one"),
 }
 """What tether does not have -> settings that ask for it, and a part of the one line on them."""
 

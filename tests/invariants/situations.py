@@ -167,6 +167,8 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.agent.num_workers=1",
     ]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
+    teacher = f"distillation.teacher_models.teacher_model.model_path={folder / 'model2'}"
+    taught = ["distillation.enabled=True", "algorithm.use_kl_in_reward=False", teacher]
     read = "megatron.dist_checkpointing_path"
     stored = {
         f"{role}.{read[:-4]}{end}": [f"{role}.{read}={folder / 'stored'}"]
@@ -210,6 +212,8 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=sglang"] for name in BY_SGLANG},
         **dict.fromkeys((key for key in keys() if key.startswith((f"{TURNS}.", f"{ROLLOUT}.agent."))), turns),
         f"{TURNS}.enable": turns[2:],
+        **{key: taught for key in keys() if key.startswith("distillation.")},
+        "distillation.enabled": taught[1:],
         "trainer.total_epochs": ["trainer.total_training_steps=null"],
         **ROLLBACKS,
         "trainer.project_name": ["~trainer.default_local_dir"],
@@ -246,6 +250,8 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         **{f"{role}.lora_adapter_path": [f"{folder / 'adapter'}"] for role in (MODEL, "critic.model")},
         f"{MODEL}.override_config": ["{rms_norm_eps: 0.1}"],
         "critic.model.path": [f"{folder / 'model2'}"],
+        "distillation.teacher_models.teacher_model.model_path": [f"{folder / 'model'}"],
+        "distillation.distillation_loss.log_prob_min_clamp": ["-5.0"],
         "reward_model.model.path": [f"{folder / 'rm2'}"],
         "reward_model.model.input_tokenizer": ["null"],
         "reward_model.max_length": ["16"],

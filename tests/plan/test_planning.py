@@ -65,6 +65,15 @@ def test_a_critic_of_fewer_layers_is_planned_as_such() -> None:
     assert few.plan().step.middle < whole.plan().step.middle
 
 
+def test_a_teacher_is_planned_as_a_reference_of_its_own_size() -> None:
+    card, adapted = DEVICES["h100-80g"], "actor_rollout_ref.model.lora_rank=16"
+    teacher = ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=qwen2.5-7b")
+    alone, taught = (planner("qwen2.5-1.5b", card, 2, adapted, *more) for more in ((), teacher))
+    assert "reference" not in alone.models
+    assert taught.models["reference"].sizes.parameters == KNOWN["qwen2.5-7b"].parameters
+    assert taught.plan().step.middle > alone.plan().step.middle
+
+
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     results = planner("qwen2.5-1.5b", DEVICES["generic-24g"], 2)
     largest = largest_micro_batch(results)

@@ -229,11 +229,11 @@ def test_entropy_and_gradient_of_zero_are_a_collapse_unless_the_score_rose(key: 
 
 
 def test_scores_that_are_always_alike() -> None:
-    def alike(scores: list[float], advantage: float = 0.0) -> bool:
+    def alike(scores: list[float], advantage: float = 0.0, **more: float) -> bool:
         alarms, said = Alarms(), list[str]()
         for score in scores:
             advantages = {"critic/advantages/max": advantage, "critic/advantages/min": -advantage}
-            metrics = {"critic/score/mean": score, "actor/entropy": 2.0, "actor/grad_norm": 0.5} | advantages
+            metrics = {"critic/score/mean": score, "actor/entropy": 2.0, "actor/grad_norm": 0.5} | advantages | more
             alarms.check_step(metrics, warming_up=False, warn=said.append)
         assert alarms.collapsed_since is None  # nothing is lost, so that no run ends of it
         return [text.startswith("all advantages have been 0") for text in said] == [True]
@@ -243,6 +243,7 @@ def test_scores_that_are_always_alike() -> None:
     assert not alike([0.0] * (ZERO_ADVANTAGE_STEPS - 1))
     assert not alike([0.0] * ZERO_ADVANTAGE_STEPS, advantage=0.1)
     assert not alike([0.0] + [1.0] * ZERO_ADVANTAGE_STEPS)  # it has solved its task
+    assert not alike([0.0] * ZERO_ADVANTAGE_STEPS, **{"distillation/loss": 0.1})  # it learns from a teacher
 
 
 def test_a_critics_gradient_hides_no_dead_policy() -> None:

@@ -54,6 +54,8 @@ def by_width(mode: str = "token-mean", scale_factor: float | None = None) -> Agg
 
 def test_the_names_of_the_config_are_those_of_the_algorithms() -> None:
     assert set(keys()[MODE].choices) == set(POLICY_LOSSES)
+    of_distillation = set(keys()["distillation.distillation_loss.loss_mode"].choices)
+    assert of_distillation == {*KL_ESTIMATORS, "full+", "forward_kl_topk"}
     assert set(keys()[f"{ACTOR}.loss_agg_mode"].choices) == {*AGGREGATIONS, "masked_mean_ratio"}
     for key in (f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"):
         assert set(keys()[key].choices) == {*KL_ESTIMATORS, "full+"}
@@ -70,7 +72,7 @@ def actor_of(config: RunConfig, policy: PreTrainedModel | None = None) -> Learne
     policy = policy or load_policy(
         config.actor_rollout_ref.model, inputs.model_path, CPU, None, seed=config.trainer.seed
     )
-    reference = load_reference(config, inputs.model_path, policy, CPU)
+    reference = load_reference(config, inputs.reference_path, policy, CPU)
     return build_actor(
         config, actor_engine(config, policy, reference, inputs.tokenizer, 3, Path("unused")), total_steps=3
     )

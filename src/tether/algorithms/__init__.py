@@ -23,6 +23,7 @@ from tether.algorithms.aggregation import (
     masked_mean_ratio,
     merge_metrics,
 )
+from tether.algorithms.distillation import distillation_loss
 from tether.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKLController,
@@ -31,7 +32,7 @@ from tether.algorithms.kl import (
     apply_kl_penalty,
     kl_penalty,
 )
-from tether.algorithms.logits import entropy_from_logits, full_kl, sum_pi_squared
+from tether.algorithms.logits import entropy_from_logits, forward_kl_topk, full_kl, sum_pi_squared
 from tether.algorithms.masking import count_valid, masked_mean, masked_sum, masked_var, masked_whiten, select
 from tether.algorithms.pf_ppo import pf_ppo_indices
 from tether.algorithms.policy_losses import (
@@ -78,9 +79,11 @@ __all__ = [
     "apply_kl_penalty",
     "count_valid",
     "discounted_sums",
+    "distillation_loss",
     "entropy_from_logits",
     "episodic_gae",
     "explained_variance",
+    "forward_kl_topk",
     "full_kl",
     "importance_metrics",
     "importance_weights",

@@ -38,15 +38,16 @@ class Range:
         return math.isfinite(number) and self.low <= number <= self.high and not (self.open and number == self.low)
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a finite number" if self.high == math.inf else f"a number, {self.high:g} or below"
         if self.high < math.inf:
             return f"a number from {self.low:g} to {self.high:g}"
-        if self.low == -math.inf:
-            return "a finite number"
         return f"a number above {self.low:g}" if self.open else f"a number, {self.low:g} or above"
 
 
 Fraction = Annotated[float, Range(0, 1)]
 NonNegative = Annotated[float, Range(0)]
+NonPositive = Annotated[float, Range(high=0)]
 Positive = Annotated[float, Range(0, open=True)]
 AboveOne = Annotated[float, Range(1, open=True)]
 PositiveInt = Annotated[int, Range(1)]

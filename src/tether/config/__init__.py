@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from tether.config.explanations import explain, format_inheritance, format_tree
     from tether.config.integrations import integration_config
     from tether.config.keys import values_of, with_values
-    from tether.config.kl import asks_reference, full_kl_in_loss, full_kl_in_reward, reference_runs_with_actor
+    from tether.config.kl import (
+        asks_reference,
+        full_kl_in_loss,
+        full_kl_in_reward,
+        has_reference,
+        reference_is_policy,
+        reference_model,
+        reference_runs_with_actor,
+    )
     from tether.config.loading.load import LoadedConfig, for_environment, load_config
     from tether.config.loading.overrides import Override
     from tether.config.loading.typos import key_written_as
@@ -53,6 +61,7 @@ __all__ = [
     "format_tree",
     "full_kl_in_loss",
     "full_kl_in_reward",
+    "has_reference",
     "integration_config",
     "key_written_as",
     "live_keys",
@@ -63,6 +72,8 @@ __all__ = [
     "placed",
     "pools",
     "reads_weights",
+    "reference_is_policy",
+    "reference_model",
     "reference_runs_with_actor",
     "replay_of",
     "saved_values",
@@ -92,7 +103,15 @@ _FOUND_IN = {
         "tether.config.explanations": ("explain", "format_inheritance", "format_tree"),
         "tether.config.integrations": ("integration_config",),
         "tether.config.keys": ("values_of", "with_values"),
-        "tether.config.kl": ("asks_reference", "full_kl_in_loss", "full_kl_in_reward", "reference_runs_with_actor"),
+        "tether.config.kl": (
+            "asks_reference",
+            "full_kl_in_loss",
+            "full_kl_in_reward",
+            "has_reference",
+            "reference_is_policy",
+            "reference_model",
+            "reference_runs_with_actor",
+        ),
         "tether.config.loading.load": ("LoadedConfig", "for_environment", "load_config"),
         "tether.config.loading.overrides": ("Override",),
         "tether.config.loading.typos": ("key_written_as",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tether.config.kl import asks_reference, full_kl_in_loss, reference_runs_with_actor
+from tether.config.kl import asks_reference, full_kl_setting, reference_is_policy, reference_runs_with_actor
 from tether.config.placement import PATH, Placement, parse_placements
 from tether.config.problems import Problem
 from tether.config.schema.root import RunConfig
@@ -180,11 +180,11 @@ def _wrongly_separate(cfg: RunConfig, devices_by_model: Mapping[str, range]) -> 
         key = dict(_separate_pools(cfg)).get("sampler", f"{PATH}.{NAMES['sampler']}")
         what = "has separate devices; with actor_rollout_ref.actor.strategy=megatron it shares the actor's"
         return Problem(key, what, "give both the same devices, or sample with vLLM or SGLang")
-    if "reference" in separate and settings.model.lora_rank:
+    if "reference" in separate and reference_is_policy(cfg):
         what = f"is separate from the actor, whose model it shares ({LORA}={settings.model.lora_rank})"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
     if "reference" in separate and reference_runs_with_actor(cfg):
-        key = "actor_rollout_ref.actor.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
-        what = f"is separate from the actor, which computes the KL on both models together ({key}=full)"
+        setting = "=".join(full_kl_setting(cfg))
+        what = f"is separate from the actor, which computes the KL on both models together ({setting})"
         return Problem(f"{PATH}.inference", what, "give it the devices of the actor")
     return None

@@ -1,19 +1,59 @@
-"""Whether a run penalises the KL from the reference, in the loss or the reward, and how the KL is computed."""
+"""Whether a run takes a KL from the reference, in the loss or the reward, and how it is computed.
+
+With distillation the reference is the teacher.
+"""
 
 from __future__ import annotations
 
 from tether.config.schema.root import RunConfig
 
+OVER_VOCABULARY = ("full", "forward_kl_topk")
+"""Kinds of KL that compare distributions, not the probabilities of sampled tokens."""
+
+
+def kl_in_loss(cfg: RunConfig) -> str | None:
+    """Return the kind of the KL in the loss; None without one."""
+    if cfg.distillation.enabled:
+        return cfg.distillation.distillation_loss.loss_mode
+    actor = cfg.actor_rollout_ref.actor
+    return actor.kl_loss_type if actor.use_kl_loss else None
+
 
 def full_kl_in_loss(cfg: RunConfig) -> bool:
     """Whether the loss has a KL of full distributions."""
-    actor = cfg.actor_rollout_ref.actor
-    return actor.use_kl_loss and actor.kl_loss_type == "full"
+    return kl_in_loss(cfg) in OVER_VOCABULARY
 
 
 def full_kl_in_reward(cfg: RunConfig) -> bool:
     """Whether the reward has a KL of full distributions."""
     return cfg.algorithm.use_kl_in_reward and cfg.algorithm.kl_penalty == "full"
+
+
+def full_kl_setting(cfg: RunConfig) -> tuple[str, str]:
+    """Return the key that asks for a KL of full distributions, and its value."""
+    kind = kl_in_loss(cfg)
+    if kind is None or kind not in OVER_VOCABULARY:
+        return "algorithm.kl_penalty", cfg.algorithm.kl_penalty
+    distills = cfg.distillation.enabled
+    return "distillation.distillation_loss.loss_mode" if distills else "actor_rollout_ref.actor.kl_loss_type", kind
+
+
+def reference_model(cfg: RunConfig) -> tuple[str, str]:
+    """Return the key that names the model of the reference, and its value."""
+    teacher = cfg.distillation.teacher_models.teacher_model.model_path
+    if cfg.distillation.enabled and teacher is not None:
+        return "distillation.teacher_models.teacher_model.model_path", teacher
+    return "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
+
+
+def has_reference(cfg: RunConfig) -> bool:
+    """Whether a KL from the reference is taken."""
+    return cfg.algorithm.use_kl_in_reward or kl_in_loss(cfg) is not None
+
+
+def reference_is_policy(cfg: RunConfig) -> bool:
+    """Whether the reference is the policy without its adapter."""
+    return cfg.actor_rollout_ref.model.lora_rank > 0 and not cfg.distillation.enabled
 
 
 def reference_runs_with_actor(cfg: RunConfig) -> bool:
@@ -24,4 +64,4 @@ def reference_runs_with_actor(cfg: RunConfig) -> bool:
 def asks_reference(cfg: RunConfig) -> bool:
     """Whether a KL is estimated from the reference's log-probs of the sampled tokens."""
     in_reward = cfg.algorithm.use_kl_in_reward and not full_kl_in_reward(cfg)
-    return in_reward or (cfg.actor_rollout_ref.actor.use_kl_loss and not full_kl_in_loss(cfg))
+    return in_reward or (kl_in_loss(cfg) is not None and not full_kl_in_loss(cfg))

@@ -532,7 +532,9 @@ class Alarms:
         learned = progress > 0 and progress >= KEPT_PROGRESS * best
         self._watch(
             "alike",
-            metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0 and not learned,
+            metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
+            and not learned
+            and "distillation/loss" not in metrics,
             ZERO_ADVANTAGE_STEPS,
             f"all advantages have been 0 for {ZERO_ADVANTAGE_STEPS} steps, and the score is {score:.3g} (first "
             f"{self.first_score:.3g}): the responses to a prompt, or episodes of a group, have equal scores, and "

@@ -127,6 +127,20 @@ ACTOR: Mapping[str, MetricInfo] = {
     ),
     "actor/kl_loss": MetricInfo("KL to the reference policy in the loss, in nats per token.", "rises slowly"),
     "actor/kl_coef": MetricInfo("Weight of the KL loss."),
+    "distillation/loss": MetricInfo("Loss of distillation from the teacher.", when="with distillation.enabled"),
+    "distillation/kl": MetricInfo(
+        "KL between policy and teacher, in nats per token, as loss_mode computes it.",
+        "falls",
+        when="with distillation.enabled",
+    ),
+    "distillation/pg_clipfrac": MetricInfo(
+        "Share of tokens whose policy gradient towards the teacher was clipped.",
+        "0 to 0.2",
+        when="with distillation.distillation_loss.use_policy_gradient",
+    ),
+    "distillation/first_update/pg_clipfrac": MetricInfo(
+        "The same at the first optimizer step.", "0", when="with distillation.distillation_loss.use_policy_gradient"
+    ),
     "actor/reward_kl_penalty": MetricInfo(
         "KL to the reference policy taken off the reward, in nats per token.", "rises slowly; below 1"
     ),

@@ -78,6 +78,7 @@ PANELS = (
     Panel("Success", "share of episodes", ("env/success_once", "eval/success_once"), ("training", "test")),
     Panel("Length of an episode", "steps, mean", ("env/episode_len",)),
     Panel("KL to the reference", "nats per token", ("actor/reward_kl_penalty", "actor/kl_loss"), ("reward", "loss")),
+    Panel("KL between policy and teacher", "nats per token", ("distillation/kl",)),
     Panel("KL of one step's update", "nats per token", ("actor/ppo_kl",)),
     Panel("Entropy of the policy", "nats per token", ("actor/entropy",)),
     Panel("Response length", "tokens, mean", ("response_length/mean",)),

@@ -13,8 +13,11 @@ from tether.config import (
     asks_reference,
     device_count,
     full_kl_in_reward,
+    has_reference,
     models_of,
     placed,
+    reference_is_policy,
+    reference_model,
     reference_runs_with_actor,
     uses_megatron,
 )
@@ -266,8 +269,10 @@ class Planner:
             critic = config.critic.model
             sizes = self._sizes(critic.path, "critic.model.path", critic.override_config)
             results["critic"] = self._model("critic", sizes, config.critic)
-        if (asks_reference(config) or reference_runs_with_actor(config)) and not settings.model.lora_rank:
-            results["reference"] = self._model("reference", self.policy, settings.ref)
+        if has_reference(config) and not reference_is_policy(config):
+            key, teacher = reference_model(config)
+            sizes = self._sizes(teacher, key) if config.distillation.enabled else self.policy
+            results["reference"] = self._model("reference", sizes, settings.ref)
         path = config.reward_model.model.path
         if "reward_model" in models_of(config) and path:
             sizes = self._sizes(path, "reward_model.model.path")
@@ -637,7 +642,7 @@ class Planner:
         for name, phase in (("reference", "ref"), ("critic", "values"), ("reward_model", "reward_model")):
             if name in models:
                 seconds[phase] = self._forward(name)
-        if config.actor_rollout_ref.model.lora_rank and asks_reference(config):
+        if reference_is_policy(config) and asks_reference(config):
             seconds["ref"] = self._forward("actor")
         if "critic" in models:
             seconds["update_critic"] = self._update("critic", config.critic)

@@ -24,7 +24,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.batch import KeptTokens, Prompt, RolloutBatch, TrainBatch
 from tether.checkpoints import sha256_of
-from tether.config import DRAW, NO_DRAW, LoadedConfig, RunConfig, changes_since, stored_weights, uses_megatron
+from tether.config import (
+    DRAW,
+    NO_DRAW,
+    LoadedConfig,
+    RunConfig,
+    changes_since,
+    reference_model,
+    stored_weights,
+    uses_megatron,
+)
 from tether.config.schema import AlgorithmConfig
 from tether.distributed.groups import RankGroups, build_groups
 from tether.integrations import integration
@@ -320,6 +329,8 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
         identity["actor_rollout_ref.model.path"] = object_fingerprint(held(str(inputs.model_path)))
     if isinstance(inputs.model_path, Path):
         identity["actor_rollout_ref.model.path"] = model_fingerprint(inputs.model_path)
+    if config.distillation.enabled and isinstance(inputs.reference_path, Path):
+        identity[reference_model(config)[0]] = model_fingerprint(inputs.reference_path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
     if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too

@@ -9,7 +9,17 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from tether.config import LoadedConfig, RunConfig, device_count, placed, reads_weights, saved_values, values_of
+from tether.config import (
+    LoadedConfig,
+    RunConfig,
+    device_count,
+    full_kl_in_loss,
+    placed,
+    reads_weights,
+    reference_model,
+    saved_values,
+    values_of,
+)
 from tether.config.schema import ModelConfig
 from tether.runtime.cache import cache_dir
 from tether.runtime.objects import is_object
@@ -34,6 +44,8 @@ class Inputs:
 
     model_path: Path | str
     critic_path: Path | str
+    reference_path: Path | str
+    """Where the reference's model is, which is the teacher with distillation."""
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     validation: PromptDataset | None
@@ -51,12 +63,16 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """
     model, data = config.actor_rollout_ref.model, config.data
     model_path = resolve_model_path(model.path, cache_dir(), weights=reads_weights(config, "actor", "reference"))
-    critic_path = model_path
+    critic_path = reference_path = model_path
     if config.critic.enable:
         of_files = reads_weights(config, "critic")
         critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
-    _check_heads(config, model_path, critic_path)
+    if config.distillation.enabled:
+        reference_path = resolve_model_path(reference_model(config)[1], cache_dir())
+    _check_heads(config, model_path, reference_path, critic_path)
     tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
+    if config.distillation.enabled:
+        _check_teacher(config, tokenizer, model_path, reference_path)
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
     train = build_dataset(
         data, agent, tokenizer, data.train_files, data.train_max_samples, shuffle=data.shuffle, tools=tools
@@ -78,7 +94,7 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     for path in dict.fromkeys((model_path, critic_path)):
         for prompts in datasets:
             check_vocabulary(path, prompts, trust_remote_code=model.trust_remote_code)
-    return Inputs(model_path, critic_path, tokenizer, train, validation)
+    return Inputs(model_path, critic_path, reference_path, tokenizer, train, validation)
 
 
 def check_adapters(config: RunConfig, inputs: Inputs) -> None:
@@ -93,7 +109,7 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
             check_adapter(section, settings, path)
 
 
-def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
+def _check_heads(config: RunConfig, policy: Path | str, reference: Path | str, critic: Path | str) -> None:
     """Refuse a number of devices that does not divide the attention heads.
 
     Raises:
@@ -101,7 +117,7 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
     """
     roles = (
         ("actor_rollout_ref.actor", "actor", policy),
-        ("actor_rollout_ref.ref", "reference", policy),
+        ("actor_rollout_ref.ref", "reference", reference),
         ("critic", "critic", critic),
     )
     for role, model, path in roles:
@@ -118,6 +134,35 @@ def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> N
                 f"{key}={ranks}: the {heads} attention heads of {path} cannot be split among {ranks} devices. "
                 f"Set it to {' or '.join(fits)}."
             )
+
+
+def _check_teacher(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, policy: Path | str, teacher: Path | str
+) -> None:
+    """Refuse a teacher that does not know the policy's tokens by the same ids.
+
+    Raises:
+        ValueError: the message names the teacher and the difference.
+    """
+    model = config.actor_rollout_ref.model
+    named = "=".join(reference_model(config))
+    mine, theirs = tokenizer.get_vocab(), build_tokenizer(config.data, model, teacher).get_vocab()
+    if different := sorted({token for token, _ in mine.items() ^ theirs.items()}):
+        raise ValueError(
+            f"{named}: its tokenizer differs from the policy's in {len(different)} tokens, such as {different[0]!r}, "
+            "and the teacher scores the policy's tokens. Take one with the same tokenizer."
+        )
+    own, other = (
+        load_config(path, trust_remote_code=model.trust_remote_code).get_text_config().vocab_size
+        for path in (policy, teacher)
+    )
+    if other < own or (other != own and full_kl_in_loss(config)):
+        needs = "as many" if full_kl_in_loss(config) else "at least as many"
+        mode = f"distillation.distillation_loss.loss_mode={config.distillation.distillation_loss.loss_mode}"
+        raise ValueError(
+            f"{named}: its vocabulary has {other} entries, and {mode} needs {needs} as the policy's {own}. Take "
+            "another teacher."
+        )
 
 
 def check_vocabulary(path: Path | str, rows: PromptDataset | ExampleDataset, *, trust_remote_code: bool) -> None:

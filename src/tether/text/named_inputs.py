@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tether.config import Problem, RunConfig, reads_weights, stored_weights
+from tether.config import Problem, RunConfig, reads_weights, reference_model, stored_weights
 from tether.config.schema import CriticModelConfig, ModelConfig
 from tether.config.support.live_keys import is_own_function
 from tether.runtime.cache import cache_dir
@@ -239,6 +239,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     yield "actor_rollout_ref.model.tokenizer_path", model.tokenizer_path, partial(_model, weights=False)
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
+    if config.distillation.enabled:
+        yield *reference_model(config), _model
     for section, settings in trained_sections(config).items():
         if settings.lora_adapter_path is not None:
             check = partial(_adapter, section, settings)

@@ -259,7 +259,7 @@ def _engines(
         if replays(config):
             follow_choice(policy)
     if "reference" in names or ("actor" in names and reference_runs_with_actor(config)):
-        reference = load_reference(config, sources.model_path, policy, sources.device, unread=sharded)
+        reference = load_reference(config, sources.reference_path, policy, sources.device, unread=sharded)
     if "actor" in names:
         assert policy is not None
         engines = _policy_engines(config, policy, reference, sources, make, names, sharded=sharded)

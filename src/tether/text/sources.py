@@ -23,6 +23,7 @@ class Sources:
 
     model_path: Path | str
     critic_path: Path | str
+    reference_path: Path | str
     tokenizer: PreTrainedTokenizerBase
     checkpoint: Path | None
     device: torch.device
@@ -74,4 +75,4 @@ class RankSampler:
 
 def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **fields: Any) -> Sources:
     """Return the sources of a run's models; `fields` are the other fields."""
-    return Sources(inputs.model_path, inputs.critic_path, inputs.tokenizer, checkpoint, **fields)
+    return Sources(inputs.model_path, inputs.critic_path, inputs.reference_path, inputs.tokenizer, checkpoint, **fields)

@@ -82,7 +82,7 @@ def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = la
         schedule = _schedule(config, len(train))
         profiler = build_profiler(trainer, schedule)
         incidents, steps = store.root / "incidents", schedule.total_steps
-        sources = Sources(model_path, model_path, tokenizer, checkpoint, start.device, steps, incidents)
+        sources = Sources(model_path, model_path, model_path, tokenizer, checkpoint, start.device, steps, incidents)
         learner = _learner(config, build_policy_engine(config, sources, groups))
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
         resources.callback(loggers.close)

@@ -58,7 +58,9 @@ TEXT_PANELS = (
     TrendPanel(
         "KL and entropy",
         (
-            TrendChart("KL in nats per token", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
+            TrendChart(
+                "KL in nats per token", ("actor/ppo_kl", "actor/reward_kl_penalty", "actor/kl_loss", "distillation/kl")
+            ),
             TrendChart("entropy in nats per token", ("actor/entropy",)),
         ),
     ),
@@ -552,7 +554,7 @@ def derived(values: Mapping[str, Numbers]) -> dict[str, Numbers]:
 
 
 NEEDS = {
-    "ref_log_probs": "actor_rollout_ref.actor.use_kl_loss or algorithm.use_kl_in_reward",
+    "ref_log_probs": "actor_rollout_ref.actor.use_kl_loss, algorithm.use_kl_in_reward or distillation.enabled",
     "values": "algorithm.adv_estimator=gae, which trains a critic",
     "new_log_probs": "an update by the policy; rows that PF-PPO draws again, and steps of critic warm-up, have none",
     "old_log_probs": "algorithm.rollout_correction.bypass_mode=False, or another step",

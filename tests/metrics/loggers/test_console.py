@@ -156,7 +156,7 @@ def test_the_first_step_counts_for_the_time_left_only_until_there_is_another(mon
 FULL = METRICS | {
     "actor/reward_kl_penalty": 0.02, "actor/entropy": 1.2, "actor/grad_norm": 1.3, "critic/grad_norm": 8.9,
     "critic/vf_explained_var": 0.44, "perf/env_steps": 1e6, "perf/sps": 2e4,
-    "train/loss": 1.1,
+    "train/loss": 1.1, "distillation/kl": 0.3,
 }  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from tests.text.learning.test_packing import example
 from tether.batch import TrainBatch, filled
 from tether.loop.engine import LossSizes
-from tether.text.learning.losses import Aggregation, CriticLoss, PolicyLoss, PolicyOutputs, TokenSelection, ValueOutputs
+from tether.text.learning.losses import (
+    Aggregation,
+    CriticLoss,
+    Distillation,
+    PolicyLoss,
+    PolicyOutputs,
+    TokenSelection,
+    ValueOutputs,
+)
 
 SIZES = LossSizes(num_tokens=6, num_sequences=4)  # of a mini-batch of which `example` is half
 MASK = [[True, False, True], [True, False, False]]
@@ -86,6 +94,19 @@ def test_the_kl_over_the_vocabulary_is_the_models() -> None:
     term = PolicyLoss(kl_coef=0.2, kl_kind="full")(outputs, batch(), SIZES)
     assert term.shares["actor/kl_loss"].item() == pytest.approx(1.5 / 6)
     assert term.loss.item() == pytest.approx(sum(POLICY) / 6 + 0.2 * 1.5 / 6)
+
+
+def test_distillation_is_added_to_the_policy_loss_or_stands_alone() -> None:
+    """k1 is d = log 1.5, 1 and 0; as an advantage, -d with ratios 1.5, 1 and 0.5: d x 1.5, 1 and 0."""
+    d = (math.log(1.5), 1.0, 0.0)
+    beside = PolicyLoss(distillation=Distillation("k2", coefficient=0.2))(OUTPUTS, batch(), SIZES)
+    assert beside.shares["distillation/loss"].item() == pytest.approx(sum(x**2 for x in d) / 2 / 6)
+    assert beside.loss.item() == pytest.approx(sum(POLICY) / 6 + 0.2 * sum(x**2 for x in d) / 2 / 6)
+    by_gradient = Distillation("k1", None, use_policy_gradient=True, clip_ratio_high=0.6)
+    alone = PolicyLoss(distillation=by_gradient)(OUTPUTS, batch(), SIZES)
+    assert alone.loss.item() == pytest.approx((1.5 * d[0] + d[1]) / 6)
+    assert float(alone.metrics["distillation/kl"]) == pytest.approx(sum(d) / 3)
+    assert alone.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)  # measured all the same
 
 
 def test_selected_tokens_reach_the_policy_loss() -> None:

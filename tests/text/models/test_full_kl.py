@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.models.test_log_probs import HEADS, LargestTensor, make_head
-from tether.algorithms import full_kl
-from tether.text.models.full_kl import full_kl_of_hidden
+from tether.algorithms import forward_kl_topk, full_kl
+from tether.text.models.full_kl import TopK, forward_kl_of_hidden, full_kl_of_hidden
 from tether.text.models.output import LmHead, logits_of
 
 
@@ -42,6 +42,24 @@ def test_values_and_gradients_equal_the_plain_formula(kind, chunk_size):
     ref_hidden, g = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     ours = full_kl_of_hidden(hidden, head, ref_hidden, ref_head, temperature=0.7, chunk_size=chunk_size)
     want = plain(hidden, head, ref_hidden, ref_head, 0.7)
+    torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-13)
+    leaves = leaves_of(hidden, head)
+    found, expected = (torch.autograd.grad(kl @ g, leaves) for kl in (ours, want))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("chunk_size", [2, 7, 100])
+def test_the_forward_kl_equals_the_plain_formula(kind, chunk_size):
+    torch.manual_seed(0)
+    head, ref_head = make_head(11, 4, **HEADS[kind]), make_head(11, 3, bias=True, scale=0.5)
+    hidden = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    ref_hidden, g = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    ours = forward_kl_of_hidden(
+        hidden, head, ref_hidden, ref_head, TopK(4, -3.0), temperature=0.7, chunk_size=chunk_size
+    )
+    logits = (logits_of(*pair) / 0.7 for pair in ((hidden, head), (ref_hidden, ref_head)))
+    want = forward_kl_topk(*logits, topk=4, log_prob_min_clamp=-3.0)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-13)
     leaves = leaves_of(hidden, head)
     found, expected = (torch.autograd.grad(kl @ g, leaves) for kl in (ours, want))

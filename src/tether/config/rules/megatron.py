@@ -7,7 +7,7 @@ from typing import Any
 
 from tether.config.devices import device_count, devices_of, misplaced, uses_megatron
 from tether.config.keys import show, values_of
-from tether.config.kl import full_kl_in_loss, reference_runs_with_actor
+from tether.config.kl import full_kl_setting, has_reference, reference_runs_with_actor
 from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
@@ -146,8 +146,8 @@ def reference_is_not_beside_the_policy(cfg: RunConfig) -> Problem | None:
     """The KL over the vocabulary runs both models on one micro-batch, and a pipeline has one of them at a time."""
     if not uses_megatron(cfg) or not reference_runs_with_actor(cfg):
         return None
-    key = f"{ACTOR}.kl_loss_type" if full_kl_in_loss(cfg) else "algorithm.kl_penalty"
-    what = f"full runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"
+    key, kind = full_kl_setting(cfg)
+    what = f"{kind} runs the reference beside the policy, which a pipeline ({ACTOR}.strategy=megatron) cannot"
     return Problem(key, what, "set it to low_var_kl, or another estimator from sampled tokens")
 
 
@@ -164,12 +164,8 @@ def _has_critic(cfg: RunConfig) -> bool:
     return cfg.critic.enable
 
 
-def _has_reference(cfg: RunConfig) -> bool:
-    return cfg.algorithm.use_kl_in_reward or cfg.actor_rollout_ref.actor.use_kl_loss
-
-
 REFERENCE = "actor_rollout_ref.ref"
-ROLES: tuple[tuple[str, Condition], ...] = ((REFERENCE, _has_reference), ("critic", _has_critic))
+ROLES: tuple[tuple[str, Condition], ...] = ((REFERENCE, has_reference), ("critic", _has_critic))
 MEGATRON_RULES: tuple[Rule, ...] = (
     *(rule(role, when) for role, when in ROLES for rule in (same_engine, same_layout)),
     *(weights_of_megatron(role, when) for role, when in ((ACTOR, lambda cfg: True), *ROLES)),

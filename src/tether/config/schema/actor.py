@@ -149,7 +149,7 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
-    """The frozen reference: used with algorithm.use_kl_in_reward or actor.use_kl_loss."""
+    """The frozen reference of algorithm.use_kl_in_reward and actor.use_kl_loss, or the teacher of distillation."""
 
     log_prob_micro_batch_size: Annotated[Positive | None, AliasOf(".log_prob_micro_batch_size_per_gpu")] = None
     """verl's older key, over all devices; here the same as log_prob_micro_batch_size_per_gpu, of each device."""

@@ -14,6 +14,7 @@ from tether.control.envs.config import EnvConfig
 from tether.control.policies.config import PolicyConfig
 from tether.loop.config import ClusterConfig, RayKwargsConfig, TrainerConfig
 from tether.text.data.config import DataConfig, SftConfig
+from tether.text.learning.config import DISTILLS, DistillationConfig
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 
@@ -26,7 +27,9 @@ class ActorRolloutRefConfig(Section):
     ref: Annotated[
         RefConfig,
         ActsIf(
-            "actor_rollout_ref.actor.use_kl_loss", on=(True,), other=ActsIf("algorithm.use_kl_in_reward", on=(True,))
+            "actor_rollout_ref.actor.use_kl_loss",
+            on=(True,),
+            other=ActsIf("algorithm.use_kl_in_reward", on=(True,), other=DISTILLS),
         ),
     ]
     rollout: RolloutConfig
@@ -42,6 +45,7 @@ class RunConfig(Section):
     actor_rollout_ref: ActorRolloutRefConfig
     critic: Annotated[CriticConfig, ActsIf("critic.enable", on=(True,))]
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     custom_reward_function: Annotated[CustomRewardFunctionConfig, ActsIf("custom_reward_function.path", off=(None,))]
     reward_model: RewardModelConfig
     trainer: TrainerConfig

@@ -36,6 +36,7 @@ def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
         _both_kls,
         _own_aggregation,
         _no_lower_clip,
+        _idle_critic,
     )
     single_notes = [_clip_ratio(settings, values), _parity(settings, values), *(check(values) for check in checks)]
     all_notes = (*single_notes, *_idle(settings, values))
@@ -127,6 +128,14 @@ def _no_lower_clip(values: Mapping[str, Any]) -> str | None:
     if low <= 1 or mode not in CLIPS_RATIOS:
         return None
     return f"{ACTOR}.clip_ratio_low={low}: nothing is clipped below, as no ratio of probabilities is below 1 - {low:g}"
+
+
+def _idle_critic(values: Mapping[str, Any]) -> str | None:
+    rewards = "distillation.distillation_loss.use_task_rewards"
+    if not values["critic.enable"] or not values["distillation.enabled"] or values[rewards]:
+        return None
+    estimator = f"algorithm.adv_estimator={values['algorithm.adv_estimator']}"
+    return f"{rewards}=False: nothing learns from the critic that {estimator} trains; grpo has none"
 
 
 def _parity(settings: Settings, values: Mapping[str, object]) -> str | None:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tether.config.keys import show
+from tether.config.keys import sections, show
 from tether.config.problems import Problem
 from tether.config.secrets import masked
 
@@ -61,8 +61,12 @@ def unread_keys() -> Mapping[str, Unread]:
 def unread(path: str) -> Unread | None:
     """Return the row of a key or of the mapping around it; None if verl has no such key, or it is read here."""
     names = path.split(".")
-    prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    return next((row for key in prefixes if (row := unread_keys().get(key))), None)
+    for key in (".".join(names[:count]) for count in range(len(names), 0, -1)):
+        if row := unread_keys().get(key):
+            return row
+        if key in sections():  # a name that this section lacks is misspelled, whatever the row of a section above it
+            return None
+    return None
 
 
 def is_unread_section(path: str) -> bool:
@@ -93,15 +97,18 @@ def unread_problems(unread_values: Mapping[str, Any], values: Mapping[str, objec
     """
     leaves = dict(leaf for path, value in unread_values.items() for leaf in _leaves(path, value))
     all_values = {**values, **leaves}
-    problems = []
+    problems: list[Problem] = []
+    refused_above: list[Unread] = []  # a mapping that is refused is one problem, however many keys it has
     for path, value in leaves.items():
         row = unread(path)
-        if row is None or not row.refused or row.why_idle(all_values):
+        if row is None or not row.refused or row.why_idle(all_values) or row in refused_above:
             continue
         fine = [all_values.get(str(item)[2:-1]) if str(item).startswith("${") else item for item in row.fine]
         if value not in (None, *fine):
             what = f"{_shown(path, value)} is refused: {row.why}"
             problems.append(Problem(path, what, f"leave it out, or set {_alternatives(fine)}"))
+            if path not in unread_keys():
+                refused_above.append(row)
     return problems
 
 

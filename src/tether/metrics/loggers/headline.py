@@ -36,6 +36,7 @@ HEADLINES = (
     Headline("val", ("eval/return", HELD_OUT_LOSS), ".3f"),
     Headline("ref kl", ("actor/reward_kl_penalty",), ".4f"),
     Headline("kl loss", ("actor/kl_loss",), ".4f"),
+    Headline("teacher kl", ("distillation/kl",), ".4f"),
     Headline("ppo kl", ("actor/ppo_kl",), ".4f"),
     Headline("length", ("response_length/mean", "env/episode_len"), ".1f"),
     Headline("entropy", ("actor/entropy",), ".3f"),
@@ -53,7 +54,7 @@ LABELS = tuple(headline.label for headline in HEADLINES)
 """Labels in display order."""
 OPTIONAL_LABELS = (
     "critic grad", "actor grad", "kl loss", "ppo kl", "entropy", "ref kl", "steps/s", "length", "env steps",
-    "loss",
+    "teacher kl", "loss",
 )  # fmt: skip
 """Labels that are dropped on a narrow screen, in this order."""
 

@@ -21,6 +21,8 @@ from tether.config import (
     device_count,
     full_kl_in_loss,
     full_kl_in_reward,
+    has_reference,
+    reference_is_policy,
     reference_runs_with_actor,
     replay_of,
 )
@@ -30,7 +32,6 @@ from tether.config.schema import (
     CriticModelConfig,
     ModelConfig,
     RefConfig,
-    RolloutCorrectionConfig,
 )
 from tether.loop.engine import Engine, Learner, LossSpec, UpdatePlan
 from tether.loop.run import loss_by_step, optimizer_options, policy_loss_options, selection_options
@@ -39,10 +40,12 @@ from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
+from tether.text.learning.config import DistillationConfig
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import (
     Aggregation,
     CriticLoss,
+    Distillation,
     PolicyForward,
     PolicyLoss,
     PolicyOutputs,
@@ -56,6 +59,7 @@ from tether.text.learning.packing import Experts, MicroBatching
 from tether.text.loading import DTYPES, on_device
 from tether.text.models.critic import load_critic
 from tether.text.models.expert_choice import experts_per_token
+from tether.text.models.full_kl import TopK
 from tether.text.models.layers import enable_gradient_checkpointing
 from tether.text.models.load import load_causal_lm, load_config
 from tether.text.models.save import adapter_folder, save_tokenizer, write_model
@@ -116,11 +120,11 @@ def sequence_ranks(config: RunConfig, role: Role) -> int:
 
 
 def reference_ranks(config: RunConfig) -> int:
-    """Return the same for the reference, which is the policy's model with LoRA, and replicated on every rank for a full
+    """Return the same for the reference, which may be the policy's model, and is replicated on every rank for a full
     KL.
     """
     settings = config.actor_rollout_ref
-    if settings.model.lora_rank:
+    if reference_is_policy(config):
         return sequence_ranks(config, settings.actor)
     return 1 if reference_runs_with_actor(config) else sequence_ranks(config, settings.ref)
 
@@ -306,9 +310,10 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
             config.actor_rollout_ref.model.use_remove_padding,
             with_entropy=actor.entropy_coeff != 0 or old_log_probs_from(config) != "recomputed",
             with_full_kl=full_kl_in_loss(config),
+            forward_kl=_forward_kl(config.distillation),
             experts=UPDATED[replay_of(config)[1]],
         ),
-        _policy_loss(actor, config.algorithm.rollout_correction, config.data.max_response_length),
+        _policy_loss(config, actor),
         TokenSelection(actor.policy_loss.loss_mode, selection) if selection else None,
     )
 
@@ -316,21 +321,21 @@ def _actor_loss(config: RunConfig, actor: ActorConfig) -> LossSpec[TrainBatch, P
 def load_reference(
     config: RunConfig, path: Path | str, policy: PreTrainedModel | None, device: torch.device, *, unread: bool = False
 ) -> ReferenceModel | None:
-    """Load the policy that training started from; None if no KL uses it.
+    """Load the teacher, or the policy that training started from; None if no KL uses it.
 
-    With LoRA it is the policy with its adapter disabled, otherwise a separate frozen model.
+    With LoRA that policy is the trained one with its adapter disabled, otherwise it is a separate frozen model.
     """
     settings = config.actor_rollout_ref
-    if not (config.algorithm.use_kl_in_reward or settings.actor.use_kl_loss):
+    if not has_reference(config):
         return None
-    if settings.model.lora_rank:
+    if reference_is_policy(config):
         assert policy is not None, "both are on the same devices"
         return ReferenceModel(policy, during=_lora().adapter_off)
     model = load_causal_lm(
         path,
         dtype=DTYPES[settings.ref.fsdp_config.dtype],
         trust_remote_code=settings.model.trust_remote_code,
-        override_config=settings.model.override_config,
+        override_config=None if config.distillation.enabled else settings.model.override_config,
         lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
     return ReferenceModel(on_device(model, device))
@@ -421,7 +426,31 @@ def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, 
     )
 
 
-def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
+def _forward_kl(distillation: DistillationConfig) -> TopK | None:
+    """Return the options of the KL over the teacher's most probable tokens; None if another one is taken."""
+    options = distillation.distillation_loss
+    if not distillation.enabled or options.loss_mode != "forward_kl_topk":
+        return None
+    return TopK(options.topk, options.log_prob_min_clamp)
+
+
+def _distillation(distillation: DistillationConfig) -> Distillation | None:
+    """Return the loss of distillation; None without a teacher."""
+    options = distillation.distillation_loss
+    if not distillation.enabled:
+        return None
+    return Distillation(
+        options.loss_mode,
+        options.distillation_loss_coef if options.use_task_rewards else None,
+        options.loss_max_clamp,
+        options.use_policy_gradient,
+        options.clip_ratio_low,
+        options.clip_ratio_high,
+    )
+
+
+def _policy_loss(config: RunConfig, actor: ActorConfig) -> PolicyLoss:
+    correction, width = config.algorithm.rollout_correction, config.data.max_response_length
     name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
     required, configured = REQUIRED_AGGREGATION.get(name), actor.loss_agg_mode
     aggregation = Aggregation(required or configured or "token-mean", actor.loss_scale_factor, width)
@@ -433,6 +462,7 @@ def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width:
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,
+        distillation=_distillation(config.distillation),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import reduce
 
-from tether.config.devices import device_count, misplaced
-from tether.config.kl import full_kl_in_reward
+from tether.config.devices import device_count, misplaced, uses_megatron
+from tether.config.kl import full_kl_in_loss, full_kl_in_reward
 from tether.config.problems import Problem
 from tether.config.router_replay import replay_of
 from tether.config.rules.megatron import MEGATRON_RULES
@@ -380,6 +380,61 @@ ROUTER_REPLAY_RULES: tuple[Rule, ...] = (
 )
 
 
+DISTILLATION = "distillation.distillation_loss"
+
+
+def distillation_has_a_teacher(cfg: RunConfig) -> Problem | None:
+    """The teacher must be named."""
+    if not cfg.distillation.enabled or cfg.distillation.teacher_models.teacher_model.model_path is not None:
+        return None
+    key = "distillation.teacher_models.teacher_model.model_path"
+    return Problem(key, "missing with distillation.enabled=True", "give a larger model with the policy's tokenizer")
+
+
+def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
+    """The teacher is loaded in place of the policy's first weights."""
+    keys = {
+        f"{ACTOR}.use_kl_loss": cfg.actor_rollout_ref.actor.use_kl_loss,
+        "algorithm.use_kl_in_reward": cfg.algorithm.use_kl_in_reward,
+    }
+    key = next((key for key, on in keys.items() if on), None)
+    if not cfg.distillation.enabled or key is None:
+        return None
+    what = "True takes a KL from the first policy, and with distillation.enabled=True the teacher is the reference"
+    return Problem(key, what, f"leave {key} out")
+
+
+def distillation_has_a_gradient(cfg: RunConfig) -> Problem | None:
+    """Some kinds of KL say nothing as a loss, others nothing as an advantage."""
+    options, key = cfg.distillation.distillation_loss, f"{DISTILLATION}.loss_mode"
+    switch = f"{DISTILLATION}.use_policy_gradient"
+    if not cfg.distillation.enabled:
+        return None
+    if options.loss_mode in ("kl", "k1") and not options.use_policy_gradient:
+        what = f"{options.loss_mode} has an expected gradient of 0, whatever the teacher is"
+        return Problem(key, what, f"set {switch}=True, or take {options.loss_mode}+")
+    if full_kl_in_loss(cfg) and options.use_policy_gradient:
+        what = f"{options.loss_mode} is the same whichever token was sampled, so it is no advantage ({switch}=True)"
+        return Problem(key, what, f"set {switch}=False, or take k1")
+    return None
+
+
+def distillation_runs_on_fsdp(cfg: RunConfig) -> Problem | None:
+    """Megatron's reference has the policy's layers."""
+    if not cfg.distillation.enabled or not uses_megatron(cfg):
+        return None
+    what = f"True is not supported with {ACTOR}.strategy=megatron"
+    return Problem("distillation.enabled", what, f"set {ACTOR}.strategy=fsdp")
+
+
+DISTILLATION_RULES = (
+    distillation_has_a_teacher,
+    the_teacher_is_the_only_reference,
+    distillation_has_a_gradient,
+    distillation_runs_on_fsdp,
+)
+
+
 LEARNING_RULES: tuple[Rule, ...] = (
     at_most(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
     at_most("critic.ppo_mini_batch_size", "data.train_batch_size", when=_critic_has_its_own_size),
@@ -401,4 +456,5 @@ LEARNING_RULES: tuple[Rule, ...] = (
     *OFF_POLICY_RULES,
     *MEGATRON_RULES,
     *ROUTER_REPLAY_RULES,
+    *DISTILLATION_RULES,
 )

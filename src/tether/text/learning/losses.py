@@ -21,7 +21,9 @@ from tether.algorithms import (
     TOKEN_SELECTIONS,
     Max,
     Mean,
+    TokenLoss,
     aggregate_loss,
+    distillation_loss,
     kl_penalty,
     masked_mean_ratio,
     value_loss,
@@ -32,7 +34,7 @@ from tether.loop.engine import LossSizes, LossTerm
 from tether.loop.own_functions import policy_loss
 from tether.text.learning.packing import Experts, TokenRows, token_rows
 from tether.text.models.expert_choice import ExpertChoice, recorded_choice
-from tether.text.models.full_kl import full_kl_of_hidden
+from tether.text.models.full_kl import TopK, forward_kl_of_hidden, full_kl_of_hidden
 from tether.text.models.output import (
     LogProbs,
     hidden_states,
@@ -68,7 +70,7 @@ def _states(model: PreTrainedModel, rows: TokenRows, choice: ExpertChoice | None
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """The policy that the KL is taken to: a frozen model, or the trained one without its adapter."""
+    """The policy that the KL is taken to: a frozen model, such as a teacher, or the trained one without its adapter."""
 
     model: PreTrainedModel
     during: Callable[[PreTrainedModel], AbstractContextManager[object]] = nullcontext
@@ -92,6 +94,8 @@ class PolicyForward:
     with_full_kl: bool = False
     """Whether to compute the KL over the whole vocabulary. The reference runs on the same micro-batch as the policy, so
     that neither its hidden states nor its logits are ever stored for a whole batch."""
+    forward_kl: TopK | None = None
+    """The options of the KL from the reference to the policy, which is then computed instead."""
     experts: Experts = "chosen"
     """How a mixture's experts are chosen; the reference's routers always choose themselves."""
 
@@ -149,9 +153,10 @@ class PolicyForward:
         assert reference, "the full KL needs a reference"
         with torch.no_grad(), reference.during(reference.model):
             ref_states = _states(reference.model, rows)[rows.predicts]
-        return full_kl_of_hidden(
-            states, lm_head_of(model), ref_states, lm_head_of(reference.model), temperature=self.temperature
-        )
+        pair = (states, lm_head_of(model), ref_states, lm_head_of(reference.model))
+        if self.forward_kl is not None:
+            return forward_kl_of_hidden(*pair, self.forward_kl, temperature=self.temperature)
+        return full_kl_of_hidden(*pair, temperature=self.temperature)
 
 
 @dataclass(frozen=True)
@@ -234,8 +239,42 @@ class Aggregation:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """The loss of distillation from the reference, which is the teacher."""
+
+    kl_kind: str = "k3"
+    coefficient: float | None = 1.0
+    """The weight beside the policy loss; None for distillation alone."""
+    loss_max_clamp: float | None = None
+    use_policy_gradient: bool = False
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+
+    def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, old_log_probs: Tensor) -> TokenLoss:
+        """Compute the loss of each token."""
+        return distillation_loss(
+            _token_kl(self.kl_kind, outputs, batch),
+            outputs.log_probs,
+            old_log_probs,
+            batch.response_mask,
+            loss_max_clamp=self.loss_max_clamp,
+            use_policy_gradient=self.use_policy_gradient,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
+            rollout_is_weights=batch.rollout_is_weights,
+        )
+
+
+def _token_kl(kind: str, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:
+    """Return the KL of each token: that over the vocabulary if the forward pass computed it, or else an estimate."""
+    if outputs.full_kl is not None:
+        return outputs.full_kl
+    return kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), kind, batch.response_mask)
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
-    """Policy loss, minus the entropy bonus, plus the KL to the reference."""
+    """Policy loss, minus the entropy bonus, plus the KL to the reference or the loss of distillation."""
 
     name: str = "vanilla"
     options: Mapping[str, object] = field(default_factory=dict)
@@ -246,6 +285,7 @@ class PolicyLoss:
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "low_var_kl"
+    distillation: Distillation | None = None
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
         """Compute the loss as a `tether.loop.engine.LossFunction`; needs `advantages`.
@@ -269,6 +309,12 @@ class PolicyLoss:
         total = self.aggregation(token_loss.loss, mask, sizes)
         penalty = self.penalty_aggregation or self.aggregation
         shares = {"actor/pg_loss": total}
+        if self.distillation is not None:
+            taught = self.distillation(outputs, batch, old_log_probs)
+            metrics |= taught.metrics
+            shares["distillation/loss"] = self.aggregation(taught.loss, mask, sizes)
+            weight = self.distillation.coefficient
+            total = shares["distillation/loss"] if weight is None else total + weight * shares["distillation/loss"]
         if outputs.entropy is not None:
             metrics["actor/entropy"] = Mean.of(outputs.entropy, mask)
         if self.entropy_coeff:
@@ -276,16 +322,11 @@ class PolicyLoss:
             entropy = penalty(outputs.entropy, mask, sizes)
             total = total - self.entropy_coeff * entropy
         if self.kl_coef:
-            kl = penalty(self._kl(outputs, batch), mask, sizes)
+            kl = penalty(_token_kl(self.kl_kind, outputs, batch), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
             metrics["actor/kl_coef"] = Max(torch.tensor(self.kl_coef, dtype=torch.float64))
         return LossTerm(total, metrics, shares)
-
-    def _kl(self, outputs: PolicyOutputs, batch: TrainBatch) -> Tensor:
-        if self.kl_kind == "full":
-            return filled(outputs.full_kl)
-        return kl_penalty(outputs.log_probs, filled(batch.ref_log_probs), self.kl_kind, batch.response_mask)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ the temperature, p = softmax(z) and q = softmax(r)::
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from tether.algorithms import forward_kl_topk
 from tether.kernels import LogitTransform, VocabularyChunks, default_chunk_size, matmul_dtype
-from tether.text.models.output import LmHead
+from tether.text.models.output import LmHead, logits_of
 from tether.types import AutogradContext
 
 
@@ -59,6 +62,45 @@ def full_kl_of_hidden(
             chunk_size or default_chunk_size(hidden),
         )
     return kl
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The options of `tether.algorithms.forward_kl_topk`."""
+
+    topk: int
+    log_prob_min_clamp: float | None = None
+
+
+def forward_kl_of_hidden(
+    hidden: Tensor,
+    head: LmHead,
+    ref_hidden: Tensor,
+    ref_head: LmHead,
+    options: TopK,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 256,
+) -> Tensor:
+    """Return `tether.algorithms.forward_kl_topk` of each position [N], in at least float32.
+
+    The arguments are those of `full_kl_of_hidden`, except that `chunk_size` counts positions: their logits are computed
+    together, and again in the backward pass.
+    """
+
+    def of_chunk(hidden: Tensor, weight: Tensor, bias: Tensor | None, ref_hidden: Tensor) -> Tensor:
+        logits = logits_of(hidden, replace(head, weight=weight, bias=bias)) / temperature
+        with torch.no_grad():
+            ref_logits = logits_of(ref_hidden, ref_head) / temperature
+        return forward_kl_topk(logits, ref_logits, **vars(options))
+
+    chunks = zip(hidden.split(chunk_size), ref_hidden.split(chunk_size), strict=True)
+    # Weight and bias are arguments, as a checkpoint has to keep them until the backward pass of a sharded model.
+    kl = [
+        checkpoint(of_chunk, mine, head.weight, head.bias, theirs, use_reentrant=False, preserve_rng_state=False)
+        for mine, theirs in chunks
+    ]
+    return torch.cat(kl)
 
 
 class _FullKL(torch.autograd.Function):
