@@ -1,4 +1,4 @@
-"""On-policy distillation in whole runs: the teacher stands in the place of the reference, and the policy approaches it."""
+"""On-policy distillation in whole runs: the teacher takes the place of the reference; the policy approaches it."""
 
 from pathlib import Path
 
