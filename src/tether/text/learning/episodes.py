@@ -147,7 +147,8 @@ class EpisodeCollector(Collector):
             noise = replace(key, samples=tuple(call.episode.noise(context) for call, context in group))
             once = replace(sampling, n=1, max_new_tokens=limit, max_length=self.max_length)
             rollout = self.engine.generate([context.token_ids for _, context in group], once, noise)
-            for (call, context), turn in zip(group, _turns(rollout), strict=True):
+            asked_for = limit < sampling.max_new_tokens
+            for (call, context), turn in zip(group, _turns(rollout, asked_for, self.max_length), strict=True):
                 call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
 
     def _outcome(self, episode: Episode, played: Played) -> RewardOutcome | None:
@@ -189,9 +190,17 @@ def _with_counts(outcome: RewardOutcome, episode: Episode) -> RewardOutcome:
     return Score(outcome.value, outcome.extra | counts)
 
 
-def _turns(rollout: RolloutBatch) -> Iterator[SampledTurn]:
-    """Yield each row of a rollout of single turns."""
+def _turns(rollout: RolloutBatch, limit_asked_for: bool, max_length: int) -> Iterator[SampledTurn]:
+    """Yield each row of a rollout of single turns.
+
+    Args:
+        rollout: the rollout.
+        limit_asked_for: whether the calls asked for the limit on new tokens.
+        max_length: maximum number of tokens of prompt and response.
+    """
     assert rollout.policy_version is not None
+    total = rollout.prompt_length + rollout.response_length
+    truncated = rollout.truncated & ((total == max_length) | (not limit_asked_for))
     kept = None if rollout.kept is None else list(zip(rollout.kept.count, rollout.kept.words, strict=True))
     for row, length in enumerate(rollout.response_length.tolist()):
         versions = [int(rollout.policy_version[row])] * length
@@ -202,6 +211,7 @@ def _turns(rollout: RolloutBatch) -> Iterator[SampledTurn]:
             log_probs=rollout.rollout_log_probs[row, :length].tolist(),
             versions=versions,
             ended=not bool(rollout.truncated[row]),
+            truncated=bool(truncated[row]),
             kept=None if kept is None else (kept[row][0][:length], kept[row][1]),
         )
 
@@ -225,6 +235,7 @@ class _Row:
     versions: list[int] = field(default_factory=list)
     kept_counts: list[Tensor] = field(default_factory=list)
     kept_words: list[Tensor] = field(default_factory=list)
+    truncated: bool = True
 
     def read(self, ids: Sequence[int], version: int) -> None:
         """Append what the policy read before a turn that weights of this version sampled."""
@@ -240,6 +251,7 @@ class _Row:
         self.mask += [True] * len(turn.token_ids)
         self.log_probs += turn.log_probs
         self.versions += turn.versions
+        self.truncated = turn.truncated
         if turn.kept is not None:
             self.kept_counts.append(turn.kept[0])
             self.kept_words.append(turn.kept[1])
@@ -261,7 +273,7 @@ def assemble(branches: Sequence[Sequence[RecordedCall]], n: int, filler: int) ->
         shared = [tokens[0] for tokens in takewhile(lambda tokens: len({*tokens}) == 1, columns)] or [filler]
         prompts += [shared] * n
         rows += [_row(branch, len(shared), filler) for branch in group]
-    return _as_batch(prompts, rows, [bool(branch) and branch[-1].turn.ended for branch in branches], n)
+    return _as_batch(prompts, rows, n)
 
 
 def _row(branch: Sequence[RecordedCall], prompt_length: int, filler: int) -> _Row:
@@ -274,7 +286,7 @@ def _row(branch: Sequence[RecordedCall], prompt_length: int, filler: int) -> _Ro
     return row
 
 
-def _as_batch(prompts: Sequence[Sequence[int]], rows: Sequence[_Row], ended: Sequence[bool], n: int) -> RolloutBatch:
+def _as_batch(prompts: Sequence[Sequence[int]], rows: Sequence[_Row], n: int) -> RolloutBatch:
     def padded(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
         return pad_sequence([torch.tensor(column, dtype=dtype) for column in columns], batch_first=True)
 
@@ -294,7 +306,7 @@ def _as_batch(prompts: Sequence[Sequence[int]], rows: Sequence[_Row], ended: Seq
         response_length=torch.tensor([len(row.token_ids) for row in rows]),
         response_mask=mask,
         rollout_log_probs=padded([row.log_probs for row in rows], torch.float32),
-        truncated=~torch.tensor(ended),
+        truncated=torch.tensor([row.truncated for row in rows]),
         policy_version=versions.masked_fill(~mask, int(newest)).amin(dim=-1),
         token_versions=versions if len(versions[mask].unique()) > 1 else None,
         kept=kept,

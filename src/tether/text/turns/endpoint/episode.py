@@ -47,7 +47,9 @@ class SampledTurn:
     versions: list[int]
     """Version of the weights that sampled each token."""
     ended: bool
-    """Whether the policy ended its turn itself, and not a limit."""
+    """Whether the policy ended its turn itself."""
+    truncated: bool = False
+    """Whether a limit of the run cut the turn, and not one that the call asked for."""
     kept: tuple[Tensor, Tensor] | None = None
     """The row's `count` and `words` of `tether.batch.KeptTokens`."""
 

@@ -118,7 +118,7 @@ def serve(channel: Channel) -> None:
 def _function(program: str) -> Callable[[Play], Played]:
     function = definition(program, KEY)
     if not callable(function):
-        raise ValueError(f"{KEY}={program}: is a {type(function).__name__}, not a function")
+        raise ValueError(f"{KEY}={program}: is of type {type(function).__name__}, not a function")
 
     def play(episode: Play) -> Played:
         os.environ.update(episode.environment)
