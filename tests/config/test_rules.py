@@ -737,6 +737,8 @@ NOT_VERLS = {
     "servers_sample_where_their_addresses_are",
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
+    *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),
+    *("experts_of_programs_are_not_recorded", "turns_of_programs_end"),
 }
 """About keys, names or options that verl does not have or does not read."""
 

@@ -20,7 +20,7 @@ from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.turns.config import EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
-from tether.text.turns.endpoint.endpoint import Endpoint
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.tools import FORMATS
 
 PLAYERS = Path(__file__).parents[1] / "turns/endpoint/players.py"
@@ -39,7 +39,7 @@ def collector(model: PreTrainedModel) -> Iterator[EpisodeCollector]:
     options = EndpointConfig(program=f"{PLAYERS}:play", reward="program", timeout=4.0, max_calls=6)
     chat = Chat(tokenizer(), frozenset({END}), FORMATS["hermes"], None, {})
     rewards = LocalRewards(lambda *_: 0.0, 1.0)
-    with Endpoint(options, num_workers=4, chat=chat) as endpoint:
+    with AgentEndpoint(options, num_workers=4, chat=chat) as endpoint:
         yield EpisodeCollector(engine, rewards, tokenizer(), 1.0, endpoint=endpoint, max_length=60)
 
 

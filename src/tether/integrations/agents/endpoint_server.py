@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tether.text.turns.endpoint.episode import Episode, PendingCall
+from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
 from tether.text.turns.endpoint.protocol import (
-    Answer,
     CallRefused,
     ChatRequest,
+    Completion,
     TextRequest,
     chat_chunks,
     chat_completion,
@@ -51,7 +51,7 @@ class EndpointServer:
 
     def __init__(
         self,
-        episode_of: Callable[[str], Episode | None],
+        episode_of: Callable[[str], AgentEpisode | None],
         submit: Callable[[PendingCall], None],
         *,
         model: str,
@@ -90,7 +90,7 @@ class EndpointServer:
         )
 
     def _answering(
-        self, handle: Callable[[Episode, Request], Awaitable[Response]]
+        self, handle: Callable[[AgentEpisode, Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint that finds the episode of a request and turns refusals into errors of OpenAI's form."""
 
@@ -107,11 +107,11 @@ class EndpointServer:
 
         return endpoint
 
-    async def _models(self, episode: Episode, request: Request) -> Response:
+    async def _models(self, episode: AgentEpisode, request: Request) -> Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tether"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, episode: Episode, request: Request) -> Response:
+    async def _chat(self, episode: AgentEpisode, request: Request) -> Response:
         episode.count_call()
         body = await self._body(request)
         answer = await self._answer(episode, parse_chat(body, self._model))
@@ -121,19 +121,19 @@ class EndpointServer:
         with_usage = (body.get("stream_options") or {}).get("include_usage") is True
         return _stream(chat_chunks(answer, index, self._model, with_usage=with_usage))
 
-    async def _text(self, episode: Episode, request: Request) -> Response:
+    async def _text(self, episode: AgentEpisode, request: Request) -> Response:
         episode.count_call()
         body = await self._body(request)
         answer = await self._answer(episode, parse_text(body, self._model))
         completion = text_completion(answer, next(self._indices), self._model)
         return _stream(iter([completion])) if body.get("stream") else JSONResponse(completion)
 
-    async def _answer(self, episode: Episode, request: ChatRequest | TextRequest) -> Answer:
+    async def _answer(self, episode: AgentEpisode, request: ChatRequest | TextRequest) -> Completion:
         call = PendingCall(episode, request)
         self._submit(call)
         return await asyncio.wrap_future(call.answer)
 
-    async def _reward(self, episode: Episode, request: Request) -> Response:
+    async def _reward(self, episode: AgentEpisode, request: Request) -> Response:
         if not self._takes_rewards:
             raise CallRefused("the run's reward function scores the episodes (endpoint.reward=function)")
         reward = (await self._body(request)).get("reward")
@@ -153,7 +153,7 @@ class EndpointServer:
         return parse_json(b"".join(chunks))
 
 
-async def _unknown(episode: Episode, request: Request) -> Response:
+async def _unknown(episode: AgentEpisode, request: Request) -> Response:
     what = f"{request.method} {request.url.path[:80]} is not supported"
     raise CallRefused(what, status=404, code="unknown_url")
 

@@ -34,8 +34,15 @@ from tether.text.rewards.outcome import (
     summarize,
 )
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
-from tether.text.turns.endpoint.endpoint import Endpoint
-from tether.text.turns.endpoint.episode import Context, Episode, PendingCall, RecordedCall, SampledTurn, num_sampled
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
+from tether.text.turns.endpoint.episode import (
+    AgentEpisode,
+    Context,
+    PendingCall,
+    RecordedCall,
+    SampledTurn,
+    num_sampled,
+)
 from tether.text.turns.endpoint.programs import Played
 from tether.text.turns.endpoint.protocol import CallRefused
 
@@ -50,7 +57,7 @@ OTHER_BEGINNING = "its first call begins with another token than those of the ot
 class EpisodeCollector(Collector):
     """Lets programs play episodes against the policy, and scores them."""
 
-    endpoint: Endpoint
+    endpoint: AgentEndpoint
     max_length: int
     """Maximum number of tokens that a call reads and samples."""
 
@@ -66,7 +73,7 @@ class EpisodeCollector(Collector):
         requests: dict[int, RewardRequest] = {}
         outcomes: dict[int, RewardOutcome] = {}
 
-        def end(episode: Episode, played: Played) -> None:
+        def end(episode: AgentEpisode, played: Played) -> None:
             row = episode.row
             branches[row] = episode.main_branch()
             requests[row] = self._request(episode.prompt, branches[row])
@@ -102,10 +109,10 @@ class EpisodeCollector(Collector):
 
     def _play(
         self,
-        programs: dict[int, Episode],
+        programs: dict[int, AgentEpisode],
         sampling: SamplingParams,
         key: NoiseKey,
-        on_ended: Callable[[Episode, Played], None],
+        on_ended: Callable[[AgentEpisode, Played], None],
     ) -> None:
         """Answer calls until all programs have ended.
 
@@ -151,7 +158,7 @@ class EpisodeCollector(Collector):
             for (call, context), turn in zip(group, _turns(rollout, asked_for, self.max_length), strict=True):
                 call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
 
-    def _outcome(self, episode: Episode, played: Played) -> RewardOutcome | None:
+    def _outcome(self, episode: AgentEpisode, played: Played) -> RewardOutcome | None:
         """Return the outcome of an episode that has ended; None if the reward function scores it.
 
         A program that fails after a limit has cut its episode is no error.
@@ -175,7 +182,7 @@ class EpisodeCollector(Collector):
         return RewardRequest(prompt.data_source, "\n".join(turns), prompt.ground_truth, extra, dialogue)
 
 
-def _with_counts(outcome: RewardOutcome, episode: Episode) -> RewardOutcome:
+def _with_counts(outcome: RewardOutcome, episode: AgentEpisode) -> RewardOutcome:
     """Add numbers about an episode to its score, for metrics."""
     if not isinstance(outcome, Score):
         return outcome

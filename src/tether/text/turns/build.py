@@ -15,7 +15,7 @@ from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelCo
 from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.endpoint.chat import Chat
-from tether.text.turns.endpoint.endpoint import Endpoint
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
 
@@ -86,7 +86,7 @@ def check_agents(
 
 def build_endpoint(
     rollout: RolloutConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> Endpoint | None:
+) -> AgentEndpoint | None:
     """Start the server and the processes of programs that play episodes; return None without any.
 
     Args:
@@ -103,7 +103,7 @@ def build_endpoint(
     template = dated_template(tokenizer, data.chat_template, data.chat_template_date)
     kwargs = dict(data.apply_chat_template_kwargs)
     chat = Chat(tokenizer, ends, FORMATS[rollout.multi_turn.format], template, kwargs)
-    return Endpoint(rollout.agent.endpoint, num_workers=rollout.agent.num_workers, chat=chat)
+    return AgentEndpoint(rollout.agent.endpoint, num_workers=rollout.agent.num_workers, chat=chat)
 
 
 def build_conversations(

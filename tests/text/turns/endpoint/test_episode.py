@@ -9,8 +9,8 @@ from tests.runs.turn_run import CALL, ID, tokenizer
 from tether.batch import Prompt
 from tether.text.learning.episodes import assemble, with_other_beginnings
 from tether.text.turns.endpoint.chat import Chat
-from tether.text.turns.endpoint.episode import Episode, RecordedCall, SampledTurn
-from tether.text.turns.endpoint.protocol import Answer, CallRefused, ChatRequest, TextRequest
+from tether.text.turns.endpoint.episode import AgentEpisode, RecordedCall, SampledTurn
+from tether.text.turns.endpoint.protocol import CallRefused, ChatRequest, Completion, TextRequest
 from tether.text.turns.tools import FORMATS
 
 END, UNK = ID["<|im_end|>"], ID["<unk>"]
@@ -22,9 +22,9 @@ class Talk:
 
     def __init__(self, max_calls: int = 9) -> None:
         self.chat = Chat(tokenizer(), frozenset({END}), FORMATS["hermes"], None, {})
-        self.episode = Episode(0, Prompt([1], "game", None), 0, max_calls)
+        self.episode = AgentEpisode(0, Prompt([1], "game", None), 0, max_calls)
 
-    def ask(self, request: ChatRequest | TextRequest, sampled: list[int], *, ended: bool = True) -> Answer:
+    def ask(self, request: ChatRequest | TextRequest, sampled: list[int], *, ended: bool = True) -> Completion:
         context = self.episode.context(request, self.chat, 200)
         turn = SampledTurn(sampled, [-float(token) for token in sampled], [1] * len(sampled), ended)
         return self.episode.record(context, turn, self.chat)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tether.text.turns.endpoint.protocol import (
-    Answer,
     CallRefused,
     ChatRequest,
+    Completion,
     TextRequest,
     chat_chunks,
     chat_completion,
@@ -79,7 +79,7 @@ def test_what_is_not_supported_is_an_error_of_the_call() -> None:
 
 
 def test_answers_have_the_layout_of_openai() -> None:
-    answer = Answer("", "tool_calls", 3, 2, (CALL,))
+    answer = Completion("", "tool_calls", 3, 2, (CALL,))
     whole = chat_completion(answer, 7, "policy")
     assert whole["choices"][0]["message"] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -89,5 +89,5 @@ def test_answers_have_the_layout_of_openai() -> None:
     ]  # fmt: skip
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
-    assert text_completion(Answer("a", "stop", 1, 1), 7, "policy")["choices"][0]["text"] == "a"
+    assert text_completion(Completion("a", "stop", 1, 1), 7, "policy")["choices"][0]["text"] == "a"
     json.dumps([whole, chunks])

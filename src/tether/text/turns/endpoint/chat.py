@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tether.text.data.prompts import decode
-from tether.text.turns.endpoint.protocol import Answer, ChatRequest, TextRequest
+from tether.text.turns.endpoint.protocol import ChatRequest, Completion, TextRequest
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools.call_formats import Call, before_calls
 from tether.types import JsonObject, Message
@@ -89,7 +89,7 @@ class Chat:
 
     def answer(
         self, request: ChatRequest | TextRequest, read: Sequence[int], sampled: Sequence[int], *, ended: bool
-    ) -> Answer:
+    ) -> Completion:
         """Return the answer to a request.
 
         Args:
@@ -105,7 +105,7 @@ class Chat:
             if found and not any(call.problem for call in found):  # the program gets broken calls as text
                 text, reason = before_calls(text), "tool_calls"
                 calls = tuple(_openai_call(call, index, [*read, *sampled]) for index, call in enumerate(found))
-        return Answer(text, reason, len(read), len(sampled), calls)
+        return Completion(text, reason, len(read), len(sampled), calls)
 
 
 def _openai_call(call: Call, index: int, token_ids: Sequence[int]) -> JsonObject:

@@ -11,14 +11,14 @@ from tether.integrations import integration
 from tether.text.rewards.outcome import plain
 from tether.text.turns.config import EndpointConfig
 from tether.text.turns.endpoint.chat import Chat
-from tether.text.turns.endpoint.episode import Episode, PendingCall
+from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
 from tether.text.turns.endpoint.programs import Play, Played, ProgramPool
 
 QUIET_SECONDS = 0.05
 """Time without a further call after which the calls so far are sampled."""
 
 
-class Endpoint:
+class AgentEndpoint:
     """Plays episodes.
 
     Args:
@@ -33,7 +33,7 @@ class Endpoint:
     def __init__(self, options: EndpointConfig, *, num_workers: int, chat: Chat) -> None:
         assert options.program is not None
         self.options, self.chat, self._num_workers = options, chat, num_workers
-        self._open: dict[str, Episode] = {}  # by API key; the server's thread reads it
+        self._open: dict[str, AgentEpisode] = {}  # by API key; the server's thread reads it
         self._calls: queue.SimpleQueue[PendingCall] = queue.SimpleQueue()
         self._programs = ProgramPool(options.program, num_workers=num_workers, timeout=options.timeout)
         self._server = integration("agents", "endpoint_server").EndpointServer(
@@ -49,14 +49,14 @@ class Endpoint:
         self._programs.close()
         self._server.close()
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> AgentEndpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextmanager
-    def playing(self, prompts: Sequence[Prompt], first_sample: int) -> Iterator[dict[int, Episode]]:
+    def playing(self, prompts: Sequence[Prompt], first_sample: int) -> Iterator[dict[int, AgentEpisode]]:
         """Start a program for each row of a batch, and return the episodes by the index of their program.
 
         With the end of the block the calls of programs that still run are refused.
@@ -66,7 +66,7 @@ class Endpoint:
             first_sample: index of the first row in its step.
         """
         episodes = [
-            Episode(row, prompt, first_sample + row, self.options.max_calls) for row, prompt in enumerate(prompts)
+            AgentEpisode(row, prompt, first_sample + row, self.options.max_calls) for row, prompt in enumerate(prompts)
         ]
         self._open.update({episode.key: episode for episode in episodes})
         try:
@@ -75,7 +75,7 @@ class Endpoint:
             for episode in episodes:
                 self.end(episode)
 
-    def _play(self, episode: Episode) -> Play:
+    def _play(self, episode: AgentEpisode) -> Play:
         prompt = episode.prompt
         row = {
             "data_source": prompt.data_source,
@@ -90,7 +90,7 @@ class Endpoint:
         }
         return Play(plain(row), environment)
 
-    def end(self, episode: Episode) -> None:
+    def end(self, episode: AgentEpisode) -> None:
         """Refuse all further calls of an episode."""
         episode.is_over = True
         self._open.pop(episode.key, None)

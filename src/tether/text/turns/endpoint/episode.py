@@ -28,7 +28,7 @@ import numpy as np
 
 from tether.batch import Prompt
 from tether.text.turns.endpoint.chat import Chat
-from tether.text.turns.endpoint.protocol import Answer, CallRefused, ChatRequest, TextRequest
+from tether.text.turns.endpoint.protocol import CallRefused, ChatRequest, Completion, TextRequest
 from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Context:
 
 
 @dataclass(eq=False)
-class Episode:
+class AgentEpisode:
     """An episode of a program with a row of the data.
 
     The server's thread counts calls and sets the reward; the sampler's thread does everything else.
@@ -192,7 +192,7 @@ class Episode:
         digest.update(f"{self.sample} {self._repeats[ids]}".encode())
         return int.from_bytes(digest.digest()) >> 1  # an int64
 
-    def record(self, context: Context, turn: SampledTurn, chat: Chat) -> Answer:
+    def record(self, context: Context, turn: SampledTurn, chat: Chat) -> Completion:
         """Record the answer to a call and return it for the program."""
         request = context.request
         answer = chat.answer(request, context.token_ids, turn.token_ids, ended=turn.ended)
@@ -230,9 +230,9 @@ def num_sampled(calls: Sequence[RecordedCall]) -> int:
 class PendingCall:
     """A call that waits for its answer."""
 
-    episode: Episode
+    episode: AgentEpisode
     request: ChatRequest | TextRequest
-    answer: Future[Answer] = field(default_factory=Future)
+    answer: Future[Completion] = field(default_factory=Future)
 
 
 def _history(tools: Sequence[JsonObject], messages: Sequence[Message]) -> Iterator[bytes]:

@@ -84,7 +84,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What the policy answered to a call."""
 
     content: str
@@ -215,13 +215,13 @@ def _arguments(arguments: object) -> object:
         return arguments
 
 
-def chat_completion(answer: Answer, index: int, model: str) -> JsonObject:
+def chat_completion(answer: Completion, index: int, model: str) -> JsonObject:
     """Return the body of an answer of /chat/completions; `index` is unique in the run."""
     choice = {"index": 0, "message": _assistant(answer), "logprobs": None, "finish_reason": answer.finish_reason}
     return _envelope("chat.completion", index, model, [choice]) | {"usage": _usage(answer)}
 
 
-def chat_chunks(answer: Answer, index: int, model: str, *, with_usage: bool) -> Iterator[JsonObject]:
+def chat_chunks(answer: Completion, index: int, model: str, *, with_usage: bool) -> Iterator[JsonObject]:
     """Yield the events of a stream of /chat/completions."""
     message = _assistant(answer)
     calls = [{"index": position, **call} for position, call in enumerate(answer.tool_calls)]
@@ -235,13 +235,13 @@ def chat_chunks(answer: Answer, index: int, model: str, *, with_usage: bool) -> 
         yield _envelope("chat.completion.chunk", index, model, []) | {"usage": _usage(answer)}
 
 
-def text_completion(answer: Answer, index: int, model: str) -> JsonObject:
+def text_completion(answer: Completion, index: int, model: str) -> JsonObject:
     """Return the body of an answer of /completions, which is also the only event of its stream."""
     choice = {"index": 0, "text": answer.content, "logprobs": None, "finish_reason": answer.finish_reason}
     return _envelope("text_completion", index, model, [choice]) | {"usage": _usage(answer)}
 
 
-def _assistant(answer: Answer) -> JsonObject:
+def _assistant(answer: Completion) -> JsonObject:
     if not answer.tool_calls:
         return {"role": "assistant", "content": answer.content}
     return {"role": "assistant", "content": answer.content or None, "tool_calls": list(answer.tool_calls)}
@@ -251,6 +251,6 @@ def _envelope(kind: str, index: int, model: str, choices: Sequence[JsonObject]) 
     return {"id": f"call-{index}", "object": kind, "created": int(time.time()), "model": model, "choices": choices}
 
 
-def _usage(answer: Answer) -> JsonObject:
+def _usage(answer: Completion) -> JsonObject:
     read, sampled = answer.prompt_tokens, answer.completion_tokens
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
