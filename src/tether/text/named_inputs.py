@@ -292,8 +292,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     program = rollout.agent.endpoint.program
     if rollout.agent.plays_endpoint and program:
-        check = _definition if is_own_function(program) else _command
-        yield "actor_rollout_ref.rollout.agent.endpoint.program", program, check
+        key = "actor_rollout_ref.rollout.agent.endpoint.program"
+        yield key, program, _definition if is_own_function(program) else _command
     yield from _of_both(config)
 
 

@@ -69,7 +69,8 @@ class RecordedCall:
 
     def path(self) -> list[RecordedCall]:
         """Return the calls of the branch that ends here, in order."""
-        calls, call = list[RecordedCall](), self
+        calls: list[RecordedCall] = []
+        call: RecordedCall | None = self
         while call is not None:
             calls.append(call)
             call = call.continues

@@ -194,7 +194,7 @@ def _message(message: Any, index: int) -> JsonObject:
 def _content(content: object, name: str) -> str:
     if content is None or isinstance(content, str):
         return _encodable(content or "")
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
         _refuse(name, content, "it has to be a text, or a list of parts of the type text")
     return _encodable("".join(part["text"] for part in parts))
