@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tether.text.rewards.outcome import is_float32
 from tether.text.turns.endpoint.episode import AgentEpisode, PendingCall
 from tether.text.turns.endpoint.protocol import (
     CallRefused,
@@ -34,6 +34,8 @@ from tether.text.turns.endpoint.protocol import (
 )
 from tether.types import JsonObject
 
+KEEP_ALIVE_SECONDS = 3600
+"""Time for which an unused connection stays open, so that a program that works between two calls keeps it."""
 SHUTDOWN_SECONDS = 1
 """Time for open connections to end with the server."""
 
@@ -66,7 +68,11 @@ class EndpointServer:
         self._socket.listen()
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         config = uvicorn.Config(
-            self._app(), log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+            self._app(),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
@@ -137,7 +143,7 @@ class EndpointServer:
         if not self._takes_rewards:
             raise CallRefused("the run's reward function scores the episodes (endpoint.reward=function)")
         reward = (await self._body(request)).get("reward")
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not isinstance(reward, int | float) or not is_float32(reward):
             raise CallRefused(f"reward={reward!r:.80}: it has to be a finite number", param="reward")
         episode.reward = float(reward)
         return JSONResponse({"reward": episode.reward})

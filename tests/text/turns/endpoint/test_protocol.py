@@ -33,7 +33,7 @@ def refusal(parse: object, *arguments: object, **body: object) -> CallRefused:
 
 
 def test_what_clients_send_is_read() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b\ud800"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
         {"role": "developer", "content": parts, "name": "d"},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]},
@@ -44,7 +44,7 @@ def test_what_clients_send_is_read() -> None:
     called = {**CALL, "function": {"name": "ask", "arguments": {"a": 1}}}
     assert read == ChatRequest(
         (
-            {"role": "system", "content": "ab?", "name": "d"},
+            {"role": "system", "content": "ab", "name": "d"},
             {"role": "assistant", "content": "", "tool_calls": [called]},
             {"role": "tool", "content": "7", "tool_call_id": "1"},
         ),
@@ -72,6 +72,7 @@ def test_what_is_not_supported_is_an_error_of_the_call() -> None:
         error = refusal(chat, **body)
         assert (error.param, error.status) == (param, 404 if param == "model" else 400)
         assert error.body["error"]["type"] == "invalid_request_error"
+    assert parse_json(b'{"a": ["\\uD83D", "\\ud83d\\ude00", "\\\\ud"]}') == {"a": ["?", "\U0001f600", "\\ud"]}
     for prompt in (None, "", [], ["a", "b"], [[1], [2]], [True]):
         assert refusal(parse_text, {"model": "policy", "prompt": prompt}, "policy").param == "prompt"
     for body in (b"", b"[1]", b"{", b"\xff", b"[" * 10**6):

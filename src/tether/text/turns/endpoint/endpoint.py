@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,11 @@ class AgentEndpoint:
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
         }
+        no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        direct = f"{no_proxy},127.0.0.1" if no_proxy else "127.0.0.1"
         environment = {
+            "NO_PROXY": direct,
+            "no_proxy": direct,
             "OPENAI_BASE_URL": self._server.url,
             "OPENAI_API_KEY": episode.key,
             "OPENAI_MODEL": self.options.model,

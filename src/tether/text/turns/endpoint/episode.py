@@ -147,7 +147,7 @@ class AgentEpisode:
                 continues, read = self._read_chat(request, chat)
             else:
                 continues, read = self._read_text(request.prompt, chat)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CallRefused(str(error), param="messages") from error
         token_ids = [*(continues.token_ids() if continues else ()), *read]
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < chat.vocabulary:

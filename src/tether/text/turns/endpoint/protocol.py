@@ -104,6 +104,8 @@ def parse_json(body: bytes) -> JsonObject:
     """
     try:
         value = json.loads(body)
+        if b"\\ud" in body.lower():  # possibly half a character, which no tokenizer accepts
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the body is not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -137,7 +139,7 @@ def parse_text(body: JsonObject, model: str) -> TextRequest:
     _check_parameters(body, model)
     prompt = body.get("prompt")
     if isinstance(prompt, str) and prompt:
-        return TextRequest(_encodable(prompt), _max_tokens(body))
+        return TextRequest(prompt, _max_tokens(body))
     if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
         _refuse("prompt", prompt, "it has to be one text or one list of token ids, and not empty")
     return TextRequest(tuple(prompt), _max_tokens(body))
@@ -193,16 +195,11 @@ def _message(message: Any, index: int) -> JsonObject:
 
 def _content(content: object, name: str) -> str:
     if content is None or isinstance(content, str):
-        return _encodable(content or "")
+        return content or ""
     parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
         _refuse(name, content, "it has to be a text, or a list of parts of the type text")
-    return _encodable("".join(part["text"] for part in parts))
-
-
-def _encodable(text: str) -> str:
-    """Replace half characters, which no tokenizer accepts."""
-    return text.encode("utf-8", "replace").decode()
+    return "".join(part["text"] for part in parts)
 
 
 def _arguments(arguments: object) -> object:
