@@ -26,6 +26,7 @@ TEACHER, DISTILLATION = "distillation.teacher_models.teacher_model.model_path", 
 DISTILLS = ["distillation.enabled=True", f"{TEACHER}=large"]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
+PROGRAM = [f"{ROLLOUT}.agent.default_agent_loop=endpoint", f"{ROLLOUT}.agent.endpoint.program=agent.py:play"]
 CASES = {
     "rollouts_record_what_is_replayed": (
         [f"{REPLAY}=R3"],
@@ -211,6 +212,36 @@ CASES = {
         f"{ROLLOUT}.multi_turn.interaction_config_path",
         "multi_turn.enable=False leaves out",
         [f"{ROLLOUT}.multi_turn.enable=True"],
+    ),
+    "an_endpoint_has_a_program": (
+        [f"{ROLLOUT}.agent.default_agent_loop=endpoint"],
+        f"{ROLLOUT}.agent.endpoint.program",
+        "missing, and actor_rollout_ref.rollout.agent.default_agent_loop=endpoint needs it",
+        [f"{ROLLOUT}.agent.endpoint.program=agent.py:play"],
+    ),
+    "programs_hold_their_conversations": (
+        [*PROGRAM, f"{ROLLOUT}.multi_turn.enable=True"],
+        f"{ROLLOUT}.multi_turn.enable",
+        "whose programs hold their conversations themselves",
+        [f"{ROLLOUT}.multi_turn.enable=False"],
+    ),
+    "programs_score_alone": (
+        [*PROGRAM, f"{ROLLOUT}.agent.endpoint.reward=program", "custom_reward_function.path=reward.py"],
+        f"{ROLLOUT}.agent.endpoint.reward",
+        "program leaves the score to the program, and custom_reward_function.path is set",
+        [f"{ROLLOUT}.agent.endpoint.reward=function"],
+    ),
+    "experts_of_programs_are_not_recorded": (
+        [*PROGRAM, f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"],
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+        "experts are not recorded with",
+        [f"{ROLLOUT}.enable_rollout_routing_replay=False", "actor_rollout_ref.actor.router_replay.mode=disabled"],
+    ),
+    "turns_of_programs_end": (
+        [*PROGRAM, f"{ROLLOUT}.ignore_eos=True"],
+        f"{ROLLOUT}.ignore_eos",
+        "default_agent_loop=endpoint asks for several",
+        [f"{ROLLOUT}.ignore_eos=False"],
     ),
     "turns_end": (
         [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.ignore_eos=True"],
@@ -735,6 +766,8 @@ NOT_VERLS = {
     "servers_sample_where_their_addresses_are",
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
+    *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),
+    *("experts_of_programs_are_not_recorded", "turns_of_programs_end"),
 }
 """About keys, names or options that verl does not have or does not read."""
 

@@ -74,6 +74,8 @@ def test_a_sample_depends_on_its_key_alone(bench: Bench) -> None:
     assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == together
     alone = engine.generate(PROMPTS[2:], SAMPLING, replace(KEY, first_sample=4))
     assert rows_of(alone) == together[4:]
+    named = engine.generate(PROMPTS[::-1], SAMPLING, replace(KEY, samples=(4, 5, 2, 3, 0, 1)))
+    assert rows_of(named) == [*together[4:], *together[2:4], *together[:2]]
     assert rows_of(engine.generate(PROMPTS, SAMPLING, replace(KEY, step=2))) != together
     assert rows_of(engine.generate(PROMPTS, SAMPLING, replace(KEY, seed=6))) != together
 

@@ -166,6 +166,11 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.agent.default_agent_loop={folder / 'tools.py'}:Say",
         f"{ROLLOUT}.agent.num_workers=1",
     ]
+    program = [
+        f"{ROLLOUT}.agent.default_agent_loop=endpoint",
+        f"{ROLLOUT}.agent.endpoint.program=echo 1",
+        f"{ROLLOUT}.agent.num_workers=1",
+    ]
     sampled = [f"{VALIDATION}.do_sample=True", f"{VALIDATION}.temperature=1"]
     teacher = f"distillation.teacher_models.teacher_model.model_path={folder / 'model2'}"
     taught = ["distillation.enabled=True", "algorithm.use_kl_in_reward=False", teacher]
@@ -211,6 +216,7 @@ def text_context(folder: Path) -> dict[str, list[str]]:
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=vllm"] for name in SERVED},
         **{f"{ROLLOUT}.{name}": [f"{ROLLOUT}.name=sglang"] for name in BY_SGLANG},
         **dict.fromkeys((key for key in keys() if key.startswith((f"{TURNS}.", f"{ROLLOUT}.agent."))), turns),
+        **dict.fromkeys((key for key in keys() if key.startswith(f"{ROLLOUT}.agent.endpoint.")), program),
         f"{TURNS}.enable": turns[2:],
         **{key: taught for key in keys() if key.startswith("distillation.")},
         "distillation.enabled": taught[1:],
@@ -270,6 +276,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.max_model_len": ["65"],
         **{f"{model}.fsdp_config.fsdp_size": ["1"] for model in SHARDED},
         f"{ROLLOUT}.agent.default_agent_loop": [f"{folder / 'tools2.py'}:Say"],
+        f"{ROLLOUT}.agent.endpoint.program": ["echo 2"],
         f"{TURNS}.tool_config_path": [f"{folder / 'tools.yaml'}"],
         f"{TURNS}.interaction_config_path": [f"{folder / 'tools.yaml'}"],
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],

@@ -11,7 +11,7 @@ from functools import cache
 from types import ModuleType
 
 INTEGRATIONS = {
-    "agents": "tools of MCP servers, and environments of the verifiers package",
+    "agents": "tools of MCP servers, environments of the verifiers package, a server with OpenAI's API",
     "hubs": "published datasets, and models of the package registry",
     "megatron": "training with Megatron-core",
     "reward_models": "training of reward models",

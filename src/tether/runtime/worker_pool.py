@@ -107,6 +107,17 @@ class WorkerPool(Generic[Answer]):
             queue.append((index, payload))
             self._changed.notify_all()
 
+    def answered(self) -> set[int]:
+        """Return the requests whose answers `take` returns at once.
+
+        Raises:
+            WorkersFailed: a worker could not be restarted.
+            Interrupted: a signal came, and a request takes long.
+        """
+        with self._changed:
+            self._wait_for(lambda: True)
+            return set(self._done)
+
     def take(self, index: int) -> Answer:
         """Wait for one answer and remove it.
 

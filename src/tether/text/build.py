@@ -2,7 +2,7 @@
 
 1. `build_inputs`: models, tokenizer and prompts, all checked; `look_at_servers`: servers that are there already.
 2. `build_groups`: processes of several devices. `build_rewards`: what scores.
-3. `build_roles`: policy, critic, reference and sampler. `_collector`: samples and scores.
+3. `build_roles`: policy, critic, reference and sampler. `build_collector`: samples and scores.
 4. `_rollouts`: makes the batch of a step. `_sampling_ahead`: samples while the policy learns.
 5. The trainer: rewards are shaped, advantages estimated, the batch corrected and filtered.
 6. `preflight`: what is checked before the first step.
@@ -71,6 +71,7 @@ from tether.text.learning.advantages import (
 )
 from tether.text.learning.build import check_router_replay
 from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.collectors import build_collector
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.off_policy import (
@@ -96,7 +97,6 @@ from tether.text.rewards.outcome import (
     RewardRequest,
     Score,
 )
-from tether.text.rewards.service import Rewards
 from tether.text.roles import build_roles
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
@@ -104,7 +104,7 @@ from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParam
 from tether.text.servers.build import look_at_servers
 from tether.text.sources import sources_of
 from tether.text.start import start_run
-from tether.text.turns.build import build_conversations, build_tool_pool, scored_by_environments
+from tether.text.turns.build import build_tool_pool
 from tether.text.turns.config import MultiTurnConfig
 from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
 
@@ -149,7 +149,8 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         steps, incidents = schedule.total_steps, directory / "incidents"
         sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
         roles = build_roles(config, sources, SamplingParams.from_config(rollout), directory, resources, groups)
-        collector = _collector(config, inputs, roles.sampler, rewards, tools)
+        datasets = list(filter(None, (inputs.train, inputs.validation)))
+        collector = build_collector(config, roles.sampler, rewards, inputs.tokenizer, datasets, tools, resources)
         loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
         resources.callback(loggers.close)
         source = PromptSource(inputs.train, sampler)
@@ -194,22 +195,6 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         check = partial(preflight, partial(sample_responses, source, rollouts, chat_format), learners)
         about = [*_about(config, inputs, groups, learners), *formats_line(config, start.formats)]
         return Run(loaded, trainer, directory, checkpoint, resources.pop_all(), tuple(about), check)
-
-
-def _collector(
-    config: RunConfig, inputs: Inputs, sampler: RolloutEngine, rewards: Rewards, tools: ToolPool | None
-) -> Collector:
-    """Build what samples responses, in conversations if there are turns, and scores them."""
-    conversations = build_conversations(
-        config.actor_rollout_ref.rollout,
-        config.data,
-        tools,
-        inputs.tokenizer,
-        sampler.eos_token_ids,
-        list(filter(None, (inputs.train, inputs.validation))),
-        environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
-    )
-    return Collector(sampler, rewards, inputs.tokenizer, config.reward_model.max_error_rate, conversations)
 
 
 def _rollouts(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +42,7 @@ from tether.text.rewards.judge import NUMBER, Judge
 from tether.text.rewards.router import check_source, check_truth, has_tests
 from tether.text.rewards.sandbox import ProgramOptions, Server
 from tether.text.sampling.config import SERVERS, RolloutConfig
-from tether.text.turns.config import AgentConfig, MultiTurnConfig
+from tether.text.turns.config import AGENT, ENDPOINT, AgentConfig, MultiTurnConfig
 from tether.text.turns.tools import LIBRARY, EnvironmentSpec, ToolSpec, class_problem, read_environments, read_tools
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ def agent_problem(rollout: RolloutConfig, row: Row, interactions: Sequence[str] 
         interactions: names of `interactions_of`; None: unknown.
     """
     name = row.agent_name
+    if name is not None and rollout.agent.plays_endpoint:
+        return f"`agent_name` is {name!r}, but a program plays every row ({AGENT}={ENDPOINT}). Drop the column"
     if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
         own_class = "or your own class: FILE.py:CLASS"
         return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own_class}"
@@ -288,6 +292,10 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
     if is_own_function(rollout.agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
+    program = rollout.agent.endpoint.program
+    if rollout.agent.plays_endpoint and program:
+        key = "actor_rollout_ref.rollout.agent.endpoint.program"
+        yield key, program, _definition if is_own_function(program) else _command
     yield from _of_both(config)
 
 
@@ -369,6 +377,8 @@ def _packages(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield each optional package that the configuration requires: (key, import name, extra of tether)."""
     if config.trainer.devices > 1:
         yield "trainer.n_gpus_per_node", "ray", "ray"
+    if config.actor_rollout_ref.rollout.agent.plays_endpoint:
+        yield from ((AGENT, package, "endpoint") for package in ("starlette", "uvicorn"))
     yield from (("trainer.logger", name, name) for name in config.trainer.logger if name in LOGGER_PACKAGES)
     adapted = [section for section, settings in trained_sections(config).items() if settings.lora_rank > 0]
     yield from ((f"{section}.lora_rank", "peft", "lora") for section in adapted)
@@ -443,9 +453,16 @@ def _programs(reward: RewardModelConfig, _: str) -> None:
         raise ValueError(str(error).removeprefix(PROGRAMS).lstrip(".: ")) from None
 
 
+def _command(command: str) -> None:
+    """Check that the program of a command exists."""
+    words = shlex.split(command)
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(f"{command!r}: there is no program {words[0] if words else ''!r} to run")
+
+
 def _rules_score(rollout: RolloutConfig, reward: RewardModelConfig, custom: CustomRewardFunctionConfig) -> bool:
     """Whether only rules score the replies."""
-    others = reward.enable or reward.parts or custom.path
+    others = reward.enable or reward.parts or custom.path or rollout.agent.program_scores
     return not (others or rollout.multi_turn.enable or is_own_function(rollout.agent.default_agent_loop))
 
 

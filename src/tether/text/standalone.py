@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from tether.config import LoadedConfig, RunConfig, with_values
 from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
-from tether.text.data.prompts import PromptDataset, decode
+from tether.text.data.prompts import decode
 from tether.text.inputs import build_dataset, build_tokenizer
 from tether.text.learning.build import build_critic, critic_engine, load_value_model, update_plan
 from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.collectors import build_collector
 from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.losses import CriticLoss
@@ -34,10 +35,8 @@ from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.build import build_rewards, check_rewards, check_scoring
 from tether.text.rewards.outcome import RewardRequest
 from tether.text.rewards.service import Rewards
-from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
-from tether.text.turns.build import build_conversations, build_tool_pool, check_agents, scored_by_environments
-from tether.text.turns.conversations import Conversations
+from tether.text.turns.build import build_tool_pool, check_agents, scored_by_environments
 from tether.text.turns.tools import ToolPool
 
 
@@ -55,7 +54,8 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         )
     set_threads(config.trainer.num_threads)
     tokenizer = build_tokenizer(config.data, config.actor_rollout_ref.model, model)
-    with build_tool_pool(config.actor_rollout_ref.rollout, config.data) or nullcontext() as tools:
+    with ExitStack() as resources:
+        tools = _tools(config, resources)
         data = config.data
         agent = config.actor_rollout_ref.rollout.agent.default_agent_loop
         dataset = build_dataset(
@@ -66,31 +66,16 @@ def build_evaluator(loaded: LoadedConfig, model: Path | str) -> Iterator[tuple[E
         check_scoring(config.reward_model, tokenizer)
         dtype, trusted = config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.model.trust_remote_code
         engine = load_engine(model, resolve_device(config.trainer.device), dtype, trust_remote_code=trusted)
-        conversations = _conversations(config, engine, tokenizer, dataset, tools)
         evaluation = Evaluation(
             dataset, SamplingParams.for_validation(config.actor_rollout_ref.rollout), data.val_batch_size
         )
-        with build_rewards(config) as rewards:
-            rate = config.reward_model.max_error_rate
-            yield evaluation, Collector(engine, rewards, tokenizer, rate, conversations)
+        rewards = resources.enter_context(build_rewards(config))
+        yield evaluation, build_collector(config, engine, rewards, tokenizer, [dataset], tools, resources)
 
 
-def _conversations(
-    config: RunConfig,
-    engine: NativeEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: PromptDataset,
-    tools: ToolPool | None,
-) -> Conversations | None:
-    return build_conversations(
-        config.actor_rollout_ref.rollout,
-        config.data,
-        tools,
-        tokenizer,
-        engine.eos_token_ids,
-        [dataset],
-        environments_score_alone=scored_by_environments(config.custom_reward_function, config.reward_model),
-    )
+def _tools(config: RunConfig, resources: ExitStack) -> ToolPool | None:
+    tools = build_tool_pool(config.actor_rollout_ref.rollout, config.data)
+    return resources.enter_context(tools) if tools else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,8 @@ def build_reward_trial(
     tokenizer = None
     if samples or not scores_texts_alone(config):
         tokenizer = build_tokenizer(config.data, model, resolve_model_path(model.tokenizer_path, cache_dir()))
-    with build_tool_pool(config.actor_rollout_ref.rollout, config.data) or nullcontext() as tools:
+    with ExitStack() as resources:
+        tools = _tools(config, resources)
         data = config.data
         agent = rollout.agent.default_agent_loop
         dataset = build_dataset(
@@ -147,6 +133,8 @@ def build_reward_trial(
             and all(row_agent(rollout.agent, prompt).environment for prompt in dataset)
         ):
             raise ValueError("every row is scored by its environment alone, so there is no reward to check")
+        if rollout.agent.program_scores:
+            raise ValueError("the program scores its episodes, so there is no reward to check")
         check_rewards(config, dataset)
         if tokenizer:
             check_scoring(config.reward_model, tokenizer)
@@ -158,8 +146,8 @@ def build_reward_trial(
                 path = resolve_model_path(model.path, cache_dir())
                 device, trusted = resolve_device(config.trainer.device), model.trust_remote_code
                 engine = load_engine(path, device, rollout.dtype, trust_remote_code=trusted)
-                conversations = _conversations(config, engine, tokenizer, dataset, tools)
-                collector = Collector(engine, rewards, tokenizer, 1.0, conversations)
+                collector = build_collector(config, engine, rewards, tokenizer, [dataset], tools, resources)
+                collector = replace(collector, max_error_rate=1.0)
                 sampled_prompts = prompts[: max(1, samples // rollout.n)]
                 key = NoiseKey(config.trainer.seed, step=0)
                 scored = collector.collect(
@@ -169,7 +157,8 @@ def build_reward_trial(
             cut: Callable[[str], str] = str
             if tokenizer and models_read_replies(config.reward_model):
                 cut = partial(_cut, tokenizer, data.max_response_length)
-            yield RewardTrial(prompts, rewards, sampled, rollout.n, tools is not None, cut)
+            in_turns = tools is not None or rollout.agent.plays_endpoint
+            yield RewardTrial(prompts, rewards, sampled, rollout.n, in_turns, cut)
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, limit: int, text: str) -> str:

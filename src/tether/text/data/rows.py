@@ -22,6 +22,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from tether.text.data.columns import Columns, naming_advice
+from tether.text.turns.config import ENDPOINT
 from tether.types import ExtraInfo, JsonObject
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
         name: `agent_name` of the row, or the default.
         extra_info: `extra_info` of the row.
     """
-    if name == SINGLE_TURN:
+    if name in (SINGLE_TURN, ENDPOINT):
         return RowAgent(False, None)
     if name == TOOL_AGENT:
         wanted = extra_info.get("interaction_kwargs")

@@ -63,10 +63,11 @@ class RolloutFiles:
         rewards = torch.where(mask, filled(batch.token_level_rewards), 0.0)
         for row, outcome in enumerate(experience.outcomes):
             prompt, length = experience.prompt_of(row), int(rollout.response_length[row])
+            prompt_ids = rollout.prompt_ids[row, : int(rollout.prompt_length[row])].tolist()
             response = rollout.response_ids[row, :length].tolist()
             score = experience.report.scores[row]
             record = {
-                "input": decode(self.tokenizer, prompt.token_ids),
+                "input": decode(self.tokenizer, prompt_ids),
                 "output": decode(self.tokenizer, response),
                 "gts": prompt.ground_truth,
                 "score": None if math.isnan(score) else score,
@@ -74,7 +75,7 @@ class RolloutFiles:
                 "data_source": prompt.data_source,
                 "index": prompt.index,
                 "uid": int(rollout.uid[row]),
-                "prompt_ids": prompt.token_ids.tolist(),
+                "prompt_ids": prompt_ids,
                 "response_ids": response,
                 "response_mask": mask[row, :length].long().tolist(),
                 "rewards": rewards[row, :length].tolist(),

@@ -349,6 +349,8 @@ def check_rewards(config: RunConfig, prompts: PromptDataset) -> None:
         prompts.check_rows(lambda row: check_has_part(sections, row.data_source))
     rules = next((section for section in sections.values() if isinstance(section, RulesPart)), None)
     asks_rules = rules is not None if sections else not config.reward_model.enable
+    if config.actor_rollout_ref.rollout.agent.program_scores:
+        return
     if not asks_rules or config.custom_reward_function.path is not None:
         return
     sources: set[str] = set()

@@ -160,6 +160,9 @@ class Generation:
         self._version = version
         self._versions: Tensor | None = None  # of each token, once weights have changed
         self._num_rows = len(prompts) * sampling.n
+        # One sample more than rows, for the free slots.
+        samples = [*(key.sample(row) for row in range(self._num_rows)), 0]
+        self._samples = torch.tensor(samples, dtype=torch.int64, device=self._device)
         self._num_started = 0
         self._num_finished = 0
         self._num_tokens = 0
@@ -394,7 +397,7 @@ class Generation:
     def _sample(self, logits: Tensor, slots: slice) -> _Outcome:
         """Sample a token for each of these slots, on the device alone."""
         row, count = self._row[slots], self._count[slots]
-        noise = uniform(self._key.seed, self._key.step, self._key.first_sample + row, count)
+        noise = uniform(self._key.seed, self._key.step, self._samples[row], count)
         token, log_prob, candidates = sample_tokens(
             logits, noise, self._sampling, with_candidates=self._kept is not None
         )
@@ -460,7 +463,7 @@ class Generation:
     def _raise_not_finite(self, row: int) -> None:
         n = self._sampling.n
         raise ValueError(
-            f"sample {self._key.first_sample + row} (response {row % n} to prompts[{row // n}]), token "
+            f"sample {self._key.sample(row)} (response {row % n} to prompts[{row // n}]), token "
             f"{int(self._count[self._row == row][0]) - 1}: the model's logits are NaN or infinite. "
             "If it has been trained, it diverged: start again, or resume from an earlier checkpoint, with a lower "
             "actor_rollout_ref.actor.optim.lr. Otherwise its weights are damaged, or too large for "

@@ -89,12 +89,17 @@ class ParityProbe:
         Raises:
             ValueError: sampler and trainer disagree by more than rounding explains.
         """
-        if self._verified_at is None and sampling != self._sampling:
+        if self._verified_at is None and not self._is_same(sampling):
             self.verify(prompts, key)
         rollout = self._engine.generate(prompts, sampling, key, on_finished, on_progress, responder)
-        if sampling == self._sampling and self._is_due(key.step):
+        if self._is_same(sampling) and self._is_due(key.step):
             self._verify(lambda rows: rollout[:rows], prompts, key)
         return rollout
+
+    def _is_same(self, sampling: SamplingParams) -> bool:
+        """Return whether tokens are sampled as in training, whatever the number and the length of the responses."""
+        sizes = self._sampling
+        return sizes == replace(sampling, n=sizes.n, max_new_tokens=sizes.max_new_tokens, max_length=sizes.max_length)
 
     def verify(self, prompts: Sequence[Sequence[int] | TokenIds], key: NoiseKey) -> None:
         """Compare now, on one response to each of the first prompts.

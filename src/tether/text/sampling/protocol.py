@@ -78,6 +78,12 @@ class NoiseKey:
     step: int
     first_sample: int = 0
     """Response r of prompt p is sample ``first_sample + p * n + r`` of the step."""
+    samples: tuple[int, ...] | None = None
+    """The sample of each row of the result, in place of those from `first_sample` on."""
+
+    def sample(self, row: int) -> int:
+        """Return the sample of a row of the result."""
+        return self.first_sample + row if self.samples is None else self.samples[row]
 
 
 @dataclass(frozen=True)

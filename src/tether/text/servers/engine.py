@@ -244,14 +244,14 @@ class ServedEngine:
 
     def _conversation(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> Conversation:
         request = self._first_request(prompt, sampling, key, row)
-        return Conversation(request, key, key.first_sample + row, self.api.name)
+        return Conversation(request, key, key.sample(row), self.api.name)
 
     def _first_request(self, prompt: TokenIds, sampling: SamplingParams, key: NoiseKey, row: int) -> GenerateRequest:
         return GenerateRequest(
             prompt_ids=prompt.tolist(),
             sampling=sampling,
             max_tokens=sampling.room(len(prompt)),
-            seed=seed_of(key.seed, key.step, self.api.name, key.first_sample + row),
+            seed=seed_of(key.seed, key.step, self.api.name, key.sample(row)),
             stop_token_ids=self._stop_token_ids(sampling),
             return_kept_tokens=self._returns_kept_tokens(sampling),
         )

@@ -14,6 +14,8 @@ from tether.text.named_inputs import agent_problem, interactions_of, row_agent
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits
+from tether.text.turns.endpoint.chat import Chat
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
 
@@ -80,6 +82,28 @@ def check_agents(
 
     prompts.check_rows(check)
     return agents
+
+
+def build_endpoint(
+    rollout: RolloutConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> AgentEndpoint | None:
+    """Start the server and the processes of programs that play episodes; return None without any.
+
+    Args:
+        rollout: section of sampling.
+        data: section of the prompts.
+        tokenizer: tokenizer of the policy.
+        ends: ids of the stop tokens.
+
+    Raises:
+        ValueError: the program cannot be loaded, or the chat template cannot be used.
+    """
+    if not rollout.agent.plays_endpoint:
+        return None
+    template = dated_template(tokenizer, data.chat_template, data.chat_template_date)
+    kwargs = dict(data.apply_chat_template_kwargs)
+    chat = Chat(tokenizer, ends, FORMATS[rollout.multi_turn.format], template, kwargs)
+    return AgentEndpoint(rollout.agent.endpoint, num_workers=rollout.agent.num_workers, chat=chat)
 
 
 def build_conversations(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tether.config.schema.section import ActsIf, Count, NullIsUnset, Positive, PositiveFloat, Section
+from tether.config.schema.section import ActsIf, Count, Name, NullIsUnset, Positive, PositiveFloat, Section
 
+AGENT = "actor_rollout_ref.rollout.agent.default_agent_loop"
+ENDPOINT = "endpoint"
+"""Agent whose rows a program plays against an OpenAI-compatible server."""
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 NATIVE = ActsIf("actor_rollout_ref.rollout.name", on=("native",))
 
@@ -15,7 +18,10 @@ class MultiTurnConfig(Section):
 
     enable: bool = False
     """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
-    format: Literal["hermes", "llama3_json"] = "hermes"
+    format: Annotated[
+        Literal["hermes", "llama3_json"],
+        ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,))),
+    ] = "hermes"
     """The format in which the model calls tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
     tool_config_path: str | None = None
     """YAML file of the tools, in verl's layout."""
@@ -39,12 +45,41 @@ class MultiTurnConfig(Section):
     """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
 
 
+class EndpointConfig(Section):
+    """`rollout.agent.endpoint`: programs that play episodes against an OpenAI-compatible server. tether's own keys."""
+
+    program: str | None = None
+    """What plays an episode with a row: a command, or a Python function, FILE.py:NAME."""
+    reward: Literal["function", "program"] = "function"
+    """What scores an episode: the run's reward function, or the program, by its result or by POST /v1/reward."""
+    model: Name = "policy"
+    """Name of the policy in requests."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that an episode may take; then its program is killed."""
+    max_calls: Positive = 64
+    """Calls of an episode that are answered; further ones are errors."""
+    max_request_bytes: Positive = 4194304
+    """Bytes of a request; a longer one is an error."""
+
+
 class AgentConfig(Section):
     """`rollout.agent`: who answers the policy between its turns."""
 
     default_agent_loop: str = "single_turn_agent"
-    """Agent of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS."""
+    """Agent of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS;
+    or endpoint, where a program plays every row."""
     num_workers: Annotated[
-        Positive, NullIsUnset(), ActsIf("actor_rollout_ref.rollout.multi_turn.enable", on=(True,))
+        Positive, NullIsUnset(), ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)))
     ] = 8
-    """Processes that run tools and environments."""
+    """Processes that run tools and environments, or programs of the endpoint."""
+    endpoint: Annotated[EndpointConfig, ActsIf(AGENT, on=(ENDPOINT,))]
+
+    @property
+    def plays_endpoint(self) -> bool:
+        """Return whether programs play the rows against an OpenAI-compatible server."""
+        return self.default_agent_loop == ENDPOINT
+
+    @property
+    def program_scores(self) -> bool:
+        """Return whether these programs score their episodes."""
+        return self.plays_endpoint and self.endpoint.reward == "program"

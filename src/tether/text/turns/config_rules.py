@@ -9,9 +9,10 @@ from tether.config.problems import Problem
 from tether.config.rules.shapes import Rule, needs
 from tether.config.schema.root import RunConfig
 from tether.text.sampling.config import SERVERS
+from tether.text.turns.config import ENDPOINT
 
 ROLLOUT = "actor_rollout_ref.rollout"
-AGENTS = ("single_turn_agent", "tool_agent")
+AGENTS = ("single_turn_agent", "tool_agent", ENDPOINT)
 OWN_CLASS = r".+\.py:\w+"
 
 
@@ -22,7 +23,7 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
         choices = ", ".join(AGENTS)
         return Problem(key, f"{name} is no agent", f"set it to {choices}, or to a class of your own: FILE.py:CLASS")
     turns = cfg.actor_rollout_ref.rollout.multi_turn
-    if name != AGENTS[0] and not turns.enable:
+    if name not in (AGENTS[0], ENDPOINT) and not turns.enable:
         what = f"{name} answers in turns, which {ROLLOUT}.multi_turn.enable=False switches off"
         return Problem(key, what, f"set {ROLLOUT}.multi_turn.enable=True, or leave {key} out")
     if name == AGENTS[1] and not turns.tool_config_path and not turns.interaction_config_path:
@@ -31,22 +32,54 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def programs_play(cfg: RunConfig) -> Problem | None:
+    """An endpoint has a program, which holds the conversations itself, and nothing else answers or scores its rows."""
+    rollout, reward = cfg.actor_rollout_ref.rollout, cfg.reward_model
+    endpoint, agent = f"{ROLLOUT}.agent.endpoint", f"{ROLLOUT}.agent.default_agent_loop={ENDPOINT}"
+    if not rollout.agent.plays_endpoint:
+        return None
+    if not rollout.agent.endpoint.program:
+        fix = "give a command, such as 'python agent.py', or a function: FILE.py:NAME"
+        return Problem(f"{endpoint}.program", f"missing, and {agent} needs it", fix)
+    if rollout.multi_turn.enable:
+        what = f"True contradicts {agent}, whose programs hold their conversations themselves"
+        return Problem(f"{ROLLOUT}.multi_turn.enable", what, "leave it out")
+    if rollout.enable_rollout_routing_replay:
+        what = f"True: experts are not recorded with {agent}"
+        return Problem(f"{ROLLOUT}.enable_rollout_routing_replay", what, "leave it out")
+    scorers = {
+        "custom_reward_function.path": cfg.custom_reward_function.path,
+        "reward_model.enable": reward.enable,
+        "reward_model.parts": reward.parts,
+    }
+    for key, value in scorers.items():
+        if rollout.agent.program_scores and value:
+            what = f"program leaves the score to the program, and {key} is set"
+            return Problem(f"{endpoint}.reward", what, f"set it to function, or leave {key} out")
+    return None
+
+
 def turns_end(cfg: RunConfig) -> Problem | None:
     """A turn ends with an end-of-sequence token."""
     rollout = cfg.actor_rollout_ref.rollout
-    if not rollout.multi_turn.enable or not rollout.ignore_eos:
+    if not rollout.ignore_eos or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None
-    what = f"True lets no turn end, and {ROLLOUT}.multi_turn.enable=True asks for several"
+    what = f"True lets no turn end, and {_asks_for_turns(cfg)} asks for several"
     return Problem(f"{ROLLOUT}.ignore_eos", what, f"leave {ROLLOUT}.ignore_eos out")
 
 
 def ranks_sample_one_turn(cfg: RunConfig) -> Problem | None:
     """The driver process calls tools, so it samples with servers or, on one device, natively."""
     rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
-    if not rollout.multi_turn.enable or devices == 1 or rollout.name in SERVERS:
+    if devices == 1 or rollout.name in SERVERS or not (rollout.multi_turn.enable or rollout.agent.plays_endpoint):
         return None
-    what = f"{rollout.name} samples conversations ({ROLLOUT}.multi_turn.enable=True) on one device, not on {devices}"
+    what = f"{rollout.name} samples conversations ({_asks_for_turns(cfg)}) on one device, not on {devices}"
     return Problem(f"{ROLLOUT}.name", what, f"set it to vllm or sglang, or {_devices_key(cfg)}=1")
+
+
+def _asks_for_turns(cfg: RunConfig) -> str:
+    agent = f"{ROLLOUT}.agent.default_agent_loop={ENDPOINT}"
+    return agent if cfg.actor_rollout_ref.rollout.agent.plays_endpoint else f"{ROLLOUT}.multi_turn.enable=True"
 
 
 def _devices_key(cfg: RunConfig) -> str:
@@ -55,6 +88,7 @@ def _devices_key(cfg: RunConfig) -> str:
 
 TURN_RULES: tuple[Rule, ...] = (
     agents_are_known,
+    programs_play,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,

@@ -59,6 +59,22 @@ class TurnTemplate:
         """
         return self._after(prompt, turns)[1:]
 
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation and of the opening of the policy's turn.
+
+        Control tokens are text, but for those of the assistant.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        if not self._control.inside([message for message in messages if message["role"] != "assistant"]):
+            return self._ids(messages)
+        broken, mark = self._control.broken(messages)
+        pairs = zip(messages, broken, strict=True)
+        text = self._write([old if old["role"] == "assistant" else new for old, new in pairs])
+        ids: list[int] = self._control.tokenize_broken(text, mark).tolist()
+        return ids
+
     def turn_end(self, role: str) -> int:
         """Return the token with which the template ends a turn that `role` replies to.
 
@@ -144,7 +160,7 @@ class TurnTemplate:
             replies, broken_by = self._control.broken(replies)
         turns, mark = [*before, replies], "TURN"
         template = self._chat_template or str(self._tokenizer.chat_template)
-        texts = [template, *(str(message.get("content")) for messages in (prompt, *turns) for message in messages)]
+        texts = [template, *(str(message) for messages in (prompt, *turns) for message in messages)]
         while any(mark in text for text in texts):
             mark += "N"
         conversation = list(prompt) or [_user("?")]

@@ -25,6 +25,13 @@ def after_thought(text: str) -> str:
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
+def before_calls(text: str) -> str:
+    """Return what a turn with calls has before the first of them, reasoning included."""
+    reasoning, end, answer = text.rpartition("</think>")
+    said, tag, _ = answer.partition("<tool_call>")
+    return (reasoning + end + (said if tag else "")).rstrip()
+
+
 def hermes(text: str) -> list[Call]:
     """Parse calls of Qwen and Hermes models: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     return [_call(inner) for inner in _HERMES.findall(after_thought(text))]

@@ -1,0 +1,321 @@
+"""Samples the calls of programs that play episodes, and makes one row of each episode.
+
+The calls that wait are one batch for the engine. When a program has ended, the main branch of its episode is scored and
+becomes the row: of all that the policy read and sampled there, `response_mask` selects what it sampled. The rows of one
+prompt of the data share the tokens with which their first calls begin; these are the prompt of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, takewhile
+
+import torch
+from tensordict import NonTensorStack
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tether.batch import KeptTokens, Prompt, RolloutBatch
+from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.worker_pool import WorkersFailed
+from tether.text.data.prompts import decode
+from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.rewards.outcome import (
+    Dialogue,
+    RewardError,
+    RewardFailure,
+    RewardOutcome,
+    RewardRequest,
+    Score,
+    check_error_rate,
+    is_float32,
+    summarize,
+)
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
+from tether.text.turns.endpoint.episode import (
+    AgentEpisode,
+    Context,
+    PendingCall,
+    RecordedCall,
+    SampledTurn,
+    num_sampled,
+)
+from tether.text.turns.endpoint.programs import Played
+from tether.text.turns.endpoint.protocol import CallRefused
+
+POLL_SECONDS = 0.05
+"""Interval of checks for programs that have ended while no call waits."""
+NO_CALL = "the program made no call that the policy could answer"
+NO_REWARD = "the program gave no reward: a finite number sent to /v1/reward, returned, or as its last line of output"
+OTHER_BEGINNING = "its first call begins with another token than those of the other episodes of its row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeCollector(Collector):
+    """Lets programs play episodes against the policy, and scores them."""
+
+    endpoint: AgentEndpoint
+    max_length: int
+    """Maximum number of tokens that a call reads and samples."""
+
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> ScoredResponses:
+        rows = [prompt for prompt in prompts for _ in range(sampling.n)]
+        branches: dict[int, list[RecordedCall]] = {}
+        requests: dict[int, RewardRequest] = {}
+        outcomes: dict[int, RewardOutcome] = {}
+
+        def end(episode: AgentEpisode, played: Played) -> None:
+            row = episode.row
+            branches[row] = episode.main_branch()
+            requests[row] = self._request(episode.prompt, branches[row])
+            if (outcome := self._outcome(episode, played)) is not None:
+                outcomes[row] = outcome
+            else:
+                self.rewards.submit(row, requests[row])
+            if on_progress:
+                on_progress(len(requests), len(rows))
+
+        with self.endpoint.playing(rows, key.first_sample) as programs:
+            episodes = list(programs.values())
+            self._play(programs, sampling, key, end)
+        start = time.perf_counter()
+        left = [row for row in range(len(rows)) if row not in outcomes]
+        outcomes |= zip(left, self.rewards.collect(), strict=True)
+        waited = time.perf_counter() - start
+        in_order = [branches[row] for row in range(len(rows))]
+        for row in with_other_beginnings(in_order, sampling.n):
+            in_order[row], outcomes[row] = [], RewardError(OTHER_BEGINNING)
+        counted = [_with_counts(outcomes[episode.row], episode) for episode in episodes]
+        report = summarize([requests[row] for row in range(len(rows))], counted, self.rewards.durations or [0.0])
+        check_error_rate(report, self.max_error_rate)
+        rollout = assemble(in_order, sampling.n, filler=min(self.engine.eos_token_ids, default=0))
+        rollout.truncated = rollout.truncated | torch.tensor([bool(episode.cut_by) for episode in episodes])
+        texts = [self._text(branch) for branch in in_order]
+        return ScoredResponses(prompts, rollout, texts, counted, report, waited)
+
+    def _text(self, branch: Sequence[RecordedCall]) -> str:
+        """Return everything after the first prompt of a branch."""
+        ids = branch[-1].token_ids()[len(branch[0].read) :] if branch else []
+        return decode(self.tokenizer, ids, skip_special_tokens=True)
+
+    def _play(
+        self,
+        programs: dict[int, AgentEpisode],
+        sampling: SamplingParams,
+        key: NoiseKey,
+        on_ended: Callable[[AgentEpisode, Played], None],
+    ) -> None:
+        """Answer calls until all programs have ended.
+
+        Raises:
+            RewardFailure: processes of programs can no longer be started.
+        """
+        running, last_progress = dict(programs), time.monotonic()
+        while running:
+            calls = self.endpoint.calls(len(running), POLL_SECONDS)
+            self._answer(calls, sampling, key)
+            try:
+                ended = self.endpoint.take_ended(running)
+            except WorkersFailed as error:
+                raise RewardFailure(str(error)) from error
+            for program, played in ended.items():
+                episode = running.pop(program)
+                self.endpoint.end(episode)
+                on_ended(episode, played)
+            if calls or ended:
+                last_progress = time.monotonic()
+            give_up_if_interrupted(last_progress, "no program made a call or ended")
+
+    def _answer(self, calls: Sequence[PendingCall], sampling: SamplingParams, key: NoiseKey) -> None:
+        """Answer calls, all that have the same limit of tokens in one batch."""
+        accepted: list[tuple[int, PendingCall, Context]] = []
+        for call in calls:
+            if not call.answer.set_running_or_notify_cancel():  # the server is closing
+                continue
+            try:
+                context = call.episode.context(call.request, self.endpoint.chat, self.max_length)
+            except CallRefused as refusal:
+                call.answer.set_exception(refusal)
+                continue
+            limit = min(call.request.max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+            accepted.append((limit, call, context))
+        accepted.sort(key=lambda item: item[0])
+        for limit, items in groupby(accepted, key=lambda item: item[0]):
+            group = [(call, context) for _, call, context in items]
+            noise = replace(key, samples=tuple(call.episode.noise(context) for call, context in group))
+            once = replace(sampling, n=1, max_new_tokens=limit, max_length=self.max_length)
+            rollout = self.engine.generate([context.token_ids for _, context in group], once, noise)
+            asked_for = limit < sampling.max_new_tokens
+            for (call, context), turn in zip(group, _turns(rollout, asked_for, self.max_length), strict=True):
+                call.answer.set_result(call.episode.record(context, turn, self.endpoint.chat))
+
+    def _outcome(self, episode: AgentEpisode, played: Played) -> RewardOutcome | None:
+        """Return the outcome of an episode that has ended; None if the reward function scores it.
+
+        A program that fails after a limit has cut its episode is no error.
+        """
+        if not episode.calls or (played.error and not episode.cut_by):
+            return RewardError(played.error or NO_CALL)
+        if self.endpoint.options.reward == "function":
+            return None
+        reward = played.reward if episode.reward is None else episode.reward
+        if reward is None or not is_float32(reward):
+            return RewardError(played.error or NO_REWARD)
+        return Score(reward)
+
+    def _request(self, prompt: Prompt, branch: Sequence[RecordedCall]) -> RewardRequest:
+        """Return the arguments of a reward function: what the policy said, one turn per line, and the conversation."""
+        turns = [decode(self.tokenizer, call.turn.token_ids, skip_special_tokens=True) for call in branch]
+        conversation = [dict(message) for message in branch[-1].conversation] if branch else []
+        extra = {**prompt.extra_info, "num_turns": len(branch), "conversation": conversation}
+        read = branch[0].read if branch else []
+        dialogue = Dialogue(prompt.messages, read, branch[-1].token_ids()[len(read) :] if branch else [])
+        return RewardRequest(prompt.data_source, "\n".join(turns), prompt.ground_truth, extra, dialogue)
+
+
+def _with_counts(outcome: RewardOutcome, episode: AgentEpisode) -> RewardOutcome:
+    """Add numbers about an episode to its score, for metrics."""
+    if not isinstance(outcome, Score):
+        return outcome
+    sampled, trained = num_sampled(episode.calls), num_sampled(episode.main_branch())
+    counts = {
+        "calls": float(len(episode.calls)),
+        "branches": float(len(episode.branches())),
+        "dropped_tokens": float(sampled - trained),
+        "cut_by_call_limit": float(episode.cut_by == "calls"),
+        "cut_by_length_limit": float(episode.cut_by == "length"),
+    }
+    return Score(outcome.value, outcome.extra | counts)
+
+
+def _turns(rollout: RolloutBatch, limit_asked_for: bool, max_length: int) -> Iterator[SampledTurn]:
+    """Yield each row of a rollout of single turns.
+
+    Args:
+        rollout: the rollout.
+        limit_asked_for: whether the calls asked for the limit on new tokens.
+        max_length: maximum number of tokens of prompt and response.
+    """
+    assert rollout.policy_version is not None
+    total = rollout.prompt_length + rollout.response_length
+    truncated = rollout.truncated & ((total == max_length) | (not limit_asked_for))
+    kept = None if rollout.kept is None else list(zip(rollout.kept.count, rollout.kept.words, strict=True))
+    for row, length in enumerate(rollout.response_length.tolist()):
+        versions = [int(rollout.policy_version[row])] * length
+        if rollout.token_versions is not None:
+            versions = rollout.token_versions[row, :length].tolist()
+        yield SampledTurn(
+            token_ids=rollout.response_ids[row, :length].tolist(),
+            log_probs=rollout.rollout_log_probs[row, :length].tolist(),
+            versions=versions,
+            ended=not bool(rollout.truncated[row]),
+            truncated=bool(truncated[row]),
+            kept=None if kept is None else (kept[row][0][:length], kept[row][1]),
+        )
+
+
+def with_other_beginnings(branches: Sequence[Sequence[RecordedCall]], n: int) -> list[int]:
+    """Return the rows whose first call begins with another token than that of the first row of their prompt."""
+    rows: list[int] = []
+    for first in range(0, len(branches), n):
+        tokens = {row: branches[row][0].read[0] for row in range(first, first + n) if branches[row]}
+        rows += [row for row, token in tokens.items() if token != next(iter(tokens.values()))]
+    return rows
+
+
+@dataclass
+class _Row:
+    """The response of a row."""
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept_counts: list[Tensor] = field(default_factory=list)
+    kept_words: list[Tensor] = field(default_factory=list)
+    truncated: bool = True
+
+    def read(self, ids: Sequence[int], version: int) -> None:
+        """Append what the policy read before a turn that weights of this version sampled."""
+        self.token_ids += ids
+        self.mask += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [version] * len(ids)
+        self.kept_counts.append(torch.zeros(len(ids), dtype=torch.int32))
+
+    def sample(self, turn: SampledTurn) -> None:
+        """Append a turn of the policy."""
+        self.token_ids += turn.token_ids
+        self.mask += [True] * len(turn.token_ids)
+        self.log_probs += turn.log_probs
+        self.versions += turn.versions
+        self.truncated = turn.truncated
+        if turn.kept is not None:
+            self.kept_counts.append(turn.kept[0])
+            self.kept_words.append(turn.kept[1])
+
+
+def assemble(branches: Sequence[Sequence[RecordedCall]], n: int, filler: int) -> RolloutBatch:
+    """Return a rollout with a row for each branch, which has nothing to learn from where a branch is empty.
+
+    Args:
+        branches: calls of the rows; those of a prompt follow one another and begin with the same token.
+        n: rows per prompt.
+        filler: the only token of an empty row.
+    """
+    prompts: list[list[int]] = []
+    rows: list[_Row] = []
+    for first in range(0, len(branches), n):
+        group = branches[first : first + n]
+        columns = zip(*(branch[0].read for branch in group if branch), strict=False)
+        shared = [tokens[0] for tokens in takewhile(lambda tokens: len({*tokens}) == 1, columns)] or [filler]
+        prompts += [shared] * n
+        rows += [_row(branch, len(shared), filler) for branch in group]
+    return _as_batch(prompts, rows, n)
+
+
+def _row(branch: Sequence[RecordedCall], prompt_length: int, filler: int) -> _Row:
+    row = _Row()
+    for index, call in enumerate(branch):
+        row.read(call.read[0 if index else prompt_length :], call.turn.versions[0])
+        row.sample(call.turn)
+    if not branch:
+        row.read([filler], version=0)
+    return row
+
+
+def _as_batch(prompts: Sequence[Sequence[int]], rows: Sequence[_Row], n: int) -> RolloutBatch:
+    def padded(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        return pad_sequence([torch.tensor(column, dtype=dtype) for column in columns], batch_first=True)
+
+    mask = padded([row.mask for row in rows], torch.bool)
+    versions = padded([row.versions for row in rows], torch.int64)
+    newest = versions.max()
+    words = [torch.cat([torch.zeros(0, dtype=torch.int32), *row.kept_words]) for row in rows]
+    kept = None
+    if any(row.kept_words for row in rows):
+        counts = pad_sequence([torch.cat(row.kept_counts) for row in rows], batch_first=True)
+        kept = KeptTokens(count=counts, words=NonTensorStack(*words), batch_size=[len(rows)])
+    return RolloutBatch(
+        uid=torch.arange(len(rows)) // n,
+        prompt_ids=padded(prompts, torch.int64),
+        prompt_length=torch.tensor([len(prompt) for prompt in prompts]),
+        response_ids=padded([row.token_ids for row in rows], torch.int64),
+        response_length=torch.tensor([len(row.token_ids) for row in rows]),
+        response_mask=mask,
+        rollout_log_probs=padded([row.log_probs for row in rows], torch.float32),
+        truncated=torch.tensor([row.truncated for row in rows]),
+        policy_version=versions.masked_fill(~mask, int(newest)).amin(dim=-1),
+        token_versions=versions if len(versions[mask].unique()) > 1 else None,
+        kept=kept,
+        batch_size=[len(rows)],
+    )

@@ -1,0 +1,187 @@
+"""The programs that play episodes: commands, or Python functions, in processes that are killed with their children.
+
+A program finds the policy in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``OPENAI_MODEL``. A command reads the row as
+JSON from its standard input; a function gets it as its argument. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from tether.runtime.channel import Channel
+from tether.runtime.event_loop import finished
+from tether.runtime.guard import end_descendants
+from tether.runtime.printable import print_harmlessly, printable
+from tether.runtime.user_files import definition, place_of, words_of
+from tether.runtime.worker_pool import Work, WorkerPool
+from tether.types import JsonObject
+
+KEY = "actor_rollout_ref.rollout.agent.endpoint.program"
+OWN_FUNCTION = r".+\.py:\w+"
+MAX_ANSWER = 1 << 16
+"""Maximum bytes of what a process reports about an episode."""
+TAIL_BYTES = 1 << 12
+"""Bytes of a command's output that are kept: its end."""
+STARTUP_SECONDS = 300.0
+"""Timeout to import the file of a function."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a program ended."""
+
+    reward: float | None = None
+    """What a function returned, or the number in the last line of a command's output."""
+    error: str = ""
+    """Reason why the program failed."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """One episode to be played."""
+
+    row: JsonObject
+    """The row, of plain Python values."""
+    environment: Mapping[str, str]
+    """The variables with the address of the policy."""
+
+
+class ProgramPool(WorkerPool[Played]):
+    """Processes that play episodes, each one at a time.
+
+    Args:
+        program: a command, or a function FILE.py:NAME.
+        num_workers: number of processes.
+        timeout: maximum seconds of an episode.
+
+    Raises:
+        ValueError: the function cannot be loaded.
+    """
+
+    def __init__(self, program: str, *, num_workers: int, timeout: float) -> None:
+        work = Work(
+            serve="tether.text.turns.endpoint.programs:serve",
+            begin=lambda about: (program, timeout),
+            name="program",
+            load=_load,
+            failed=lambda reason, _: Played(error=reason),
+            limit=MAX_ANSWER,
+            longest_beat=timeout,
+        )
+        self._next_index = 0
+        super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=STARTUP_SECONDS)
+
+    def start(self, play: Play) -> int:
+        """Queue an episode and return its index, for which `take` returns how it ended."""
+        self._next_index += 1
+        self.put(self._next_index, pickle.dumps(play))
+        return self._next_index
+
+
+def _load(answer: bytes) -> Played:
+    match json.loads(answer):
+        case [float() | int() | None as reward, str(error)]:
+            return Played(reward, error)
+    raise ValueError("not the report of an episode")
+
+
+def serve(channel: Channel) -> None:
+    """Play episodes until the trainer is gone. The first message has the program and the timeout of an episode."""
+    first = channel.receive()
+    if first is None:
+        return
+    program, timeout = pickle.loads(first)
+    print_harmlessly()
+    try:
+        play = _function(program) if re.fullmatch(OWN_FUNCTION, program) else _command(program)
+    except ValueError as error:
+        channel.send(json.dumps(str(error)).encode())
+        return
+    channel.send(json.dumps({}).encode())
+    while (message := channel.receive()) is not None:
+        for payload in pickle.loads(message):
+            channel.beat(timeout)  # marks the episode as begun: one that ends this process is not repeated
+            played = play(pickle.loads(payload))
+            channel.send(json.dumps([played.reward, played.error]).encode())
+
+
+def _function(program: str) -> Callable[[Play], Played]:
+    function = definition(program, KEY)
+    if not callable(function):
+        raise ValueError(f"{KEY}={program}: is of type {type(function).__name__}, not a function")
+
+    def play(episode: Play) -> Played:
+        os.environ.update(episode.environment)
+        process = os.getpid()
+        try:
+            result = finished(function(episode.row))
+            return Played(None if result is None else float(result))
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything, including SystemExit
+            return Played(error=f"the program failed: {words_of(error)[:500]}{place_of(error)}")
+        finally:
+            if os.getpid() != process:
+                os._exit(0)  # the function forked, and the copy returned from the call
+
+    return play
+
+
+def _command(program: str) -> Callable[[Play], Played]:
+    words = shlex.split(program)
+
+    def play(episode: Play) -> Played:
+        with tempfile.TemporaryFile() as row:
+            row.write(json.dumps(episode.row).encode())
+            row.seek(0)
+            try:
+                process = subprocess.Popen(
+                    words,
+                    stdin=row,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**os.environ, **episode.environment},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return Played(error=f"the program cannot be started: {error}")
+        output, errors = _Tail(process.stdout), _Tail(process.stderr)
+        code = process.wait()
+        end_descendants(os.getppid(), spared=(os.getpid(),))  # what the program started and left behind
+        if code:
+            return Played(error=f"the program ended with exit code {code}: {errors.last_line()}")
+        try:
+            return Played(float(output.last_line()))
+        except ValueError:
+            return Played()
+
+    return play
+
+
+class _Tail:
+    """The end of what a process writes, read by a thread so that the process never waits."""
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        assert stream is not None
+        self._stream, self._content = stream, b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._stream:
+            while chunk := self._stream.read1(1 << 16):  # type: ignore[attr-defined]
+                self._content = (self._content + chunk)[-TAIL_BYTES:]
+
+    def last_line(self) -> str:
+        """Return the last line, after the end of all processes that write."""
+        self._thread.join()
+        lines = self._content.decode("utf-8", "replace").split("\n")
+        return printable(next((line.strip() for line in reversed(lines) if line.strip()), ""))

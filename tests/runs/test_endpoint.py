@@ -1,0 +1,121 @@
+"""Programs that were not written for tether, through the whole trainer."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_servers import another_server
+from tests.runs.tiny_run import measured, train, write_jsonl
+from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
+from tether.config import load_config
+from tether.text.named_inputs import missing_inputs
+
+AGENT = f"{ROLLOUT}.agent"
+PLAYERS = Path(__file__).parents[1] / "text/turns/endpoint/players.py"
+OPENAI = """
+import openai
+
+def play(row):
+    client, messages = openai.OpenAI(), list(row["prompt"])
+    tool = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
+    for _ in range(3):
+        answer = client.chat.completions.create(model="policy", messages=messages, tools=[tool], max_tokens=4)
+        messages.append(answer.choices[0].message)
+        for call in answer.choices[0].message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": row["ground_truth"]})
+        messages.append({"role": "user", "content": "?"})
+    chunks = client.chat.completions.create(model="policy", messages=messages, max_tokens=4, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return float(row["ground_truth"] in text)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_turn_inputs(tmp_path_factory.mktemp("programs"))
+
+
+def overrides(inputs: Path, run: Path, program: str) -> list[str]:
+    """A run whose rows `program` plays and scores."""
+    turns = ("multi_turn", "agent.default_agent_loop", "custom_reward")
+    kept = [override for override in turn_overrides(inputs, run) if not any(key in override for key in turns)]
+    return [
+        *kept,
+        "data.max_response_length=64",
+        "trainer.total_training_steps=1",
+        f"trainer.rollout_data_dir={run / 'rollouts'}",
+        f"{ROLLOUT}.n=4",
+        f"{AGENT}.default_agent_loop=endpoint",
+        f"{AGENT}.endpoint.program={program}",
+        f"{AGENT}.endpoint.reward=program",
+        f"{AGENT}.num_workers=2",
+    ]
+
+
+def trained_rows(inputs: Path, run: Path, program: str, *more: str) -> list[dict]:
+    """Train for a step; return its rows after a check that the policy learned from the tokens that it sampled."""
+    train([*overrides(inputs, run, program), *more])
+    metrics = measured(run)[1]
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5, "no token is another one than that which was sampled"
+    assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    return [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()]
+
+
+def test_a_command_plays_and_scores(inputs: Path, tmp_path: Path) -> None:
+    row = {"data_source": "ask", "prompt": [{"role": "user", "content": "?"}], "extra_info": {}}
+    players = [row | {"reward_model": {"style": "rule", "ground_truth": name}} for name in ("good", "streams")]
+    data = f"data.train_files={write_jsonl(tmp_path / 'players.jsonl', players)}"
+    rows = trained_rows(inputs, tmp_path / "run", f"{sys.executable} {PLAYERS}", data, f"{ROLLOUT}.n=2")
+    assert sorted((row["gts"], row["score"], row["calls"]) for row in rows) == [
+        ("good", 0.25, 3), ("good", 0.25, 3), ("streams", 1, 2), ("streams", 1, 2),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["branches"] == 1
+        text = [*row["prompt_ids"], *row["response_ids"]]
+        assert text.count(ID["<|im_start|>"]) >= 2 * row["calls"]
+        assert sum(row["rewards"]) == pytest.approx(row["score"])
+
+
+@pytest.mark.slow
+def test_servers_answer_the_calls_of_programs(inputs: Path, tmp_path: Path) -> None:
+    row = {"data_source": "ask", "prompt": [{"role": "user", "content": "?"}], "extra_info": {}}
+    players = [row | {"reward_model": {"style": "rule", "ground_truth": name}} for name in ("good", "forks")]
+    data = f"data.train_files={write_jsonl(tmp_path / 'players.jsonl', players)}"
+    with another_server(inputs / "model", "vllm") as url:
+        served = [data, url, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_timeout=300"]
+        rows = trained_rows(inputs, tmp_path / "run", f"{PLAYERS}:play", *served)
+    assert {(row["gts"], row["calls"], row["branches"]) for row in rows} == {("good", 3, 1), ("forks", 6, 4)}
+
+
+def test_an_unmodified_client_of_openai_plays(inputs: Path, tmp_path: Path) -> None:
+    """With tools and a stream."""
+    pytest.importorskip("openai")
+    (tmp_path / "agent.py").write_text(OPENAI)
+    rows = trained_rows(inputs, tmp_path / "run", f"{tmp_path / 'agent.py'}:play")
+    assert {row["calls"] for row in rows} == {4}
+    assert {row["branches"] for row in rows} <= {1, 2}, "without the tool the prompt of the last call is another one"
+
+
+def test_the_reward_function_scores_what_programs_played(inputs: Path, tmp_path: Path) -> None:
+    """It gets the conversation, as with other conversations."""
+    (tmp_path / "agent.py").write_text(
+        f"import sys; sys.path.append({str(PLAYERS.parent)!r})\nfrom players import good\n"
+        "def play(row): good(list(row['prompt']))\n"
+    )
+    scored = [f"{AGENT}.endpoint.reward=function", f"custom_reward_function.path={inputs / 'reward.py'}"]
+    rows = trained_rows(inputs, tmp_path / "run", f"{tmp_path / 'agent.py'}:play", *scored)
+    assert {row["calls"] for row in rows} == {3}
+    assert all(0.2 <= row["score"] <= 1 for row in rows), "more than one turn pays"
+
+
+def test_a_program_that_cannot_be_run_is_reported_before_anything_is_loaded(inputs: Path, tmp_path: Path) -> None:
+    for program, problem in {
+        "nowhere --fast": "there is no program 'nowhere' to run",
+        "'unclosed": "No closing quotation",
+        f"{tmp_path}/agent.py:play": "no such file",
+        f"{PLAYERS}:plays": "defines no plays",
+    }.items():
+        loaded = load_config(None, overrides(inputs, tmp_path / "run", f'"{program}"'))
+        assert problem in " ".join(map(str, missing_inputs(loaded.config)))

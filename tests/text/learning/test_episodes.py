@@ -1,0 +1,95 @@
+"""Programs that play against the policy: what becomes a row, and what a hostile program costs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.runs.turn_run import ID, WORDS, tokenizer
+from tests.text.sampling.test_native import packed_logits, responses
+from tests.tiny import tiny_model
+from tether.batch import Prompt
+from tether.text.learning.collector import ScoredResponses
+from tether.text.learning.episodes import EpisodeCollector
+from tether.text.models.truncation_record import KeptSets
+from tether.text.rewards.outcome import RewardError, Score
+from tether.text.rewards.service import LocalRewards
+from tether.text.sampling.engine import NativeEngine
+from tether.text.sampling.protocol import NoiseKey, SamplingParams
+from tether.text.turns.config import EndpointConfig
+from tether.text.turns.endpoint.chat import Chat
+from tether.text.turns.endpoint.endpoint import AgentEndpoint
+from tether.text.turns.tools import FORMATS
+
+PLAYERS = Path(__file__).parents[1] / "turns/endpoint/players.py"
+END = ID["<|im_end|>"]
+KEY = NoiseKey(seed=1, step=2)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=len(WORDS), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def collector(model: PreTrainedModel) -> Iterator[EpisodeCollector]:
+    engine = NativeEngine(model, eos_token_ids=frozenset({END}))
+    options = EndpointConfig(program=f"{PLAYERS}:play", reward="program", timeout=4.0, max_calls=6)
+    chat = Chat(tokenizer(), frozenset({END}), FORMATS["hermes"], None, {})
+    rewards = LocalRewards(lambda *_: 0.0, 1.0)
+    with AgentEndpoint(options, num_workers=4, chat=chat) as endpoint:
+        yield EpisodeCollector(engine, rewards, tokenizer(), 1.0, endpoint=endpoint, max_length=60)
+
+
+def played(collector: EpisodeCollector, *players: str, n: int = 1, **sampling: float) -> ScoredResponses:
+    message = {"role": "user", "content": "?"}
+    prompts = [Prompt([ID["?"]], "game", player, messages=(message,)) for player in players]
+    return collector.collect(prompts, SamplingParams(max_new_tokens=8, n=n, **sampling), KEY)
+
+
+def test_a_hostile_program_costs_its_own_row(collector: EpisodeCollector) -> None:
+    alone = played(collector, "good")
+    crowd = (
+        "good", "silent", "crashes", "endless", "sends_100_mb", "asks_for_another_model", "uses_another_key",
+        "disconnects_in_a_stream", "sends_no_json", "streams", "forks", "pays_itself",
+    )  # fmt: skip
+    together = played(collector, *crowd)
+    outcomes = dict(zip(crowd, together.outcomes, strict=True))
+    wrong = {player: outcome for player, outcome in outcomes.items() if isinstance(outcome, RewardError)}
+    assert wrong.keys() == {"silent", "crashes", "endless"}
+    assert wrong["silent"].message == "the program made no call that the policy could answer"
+    assert "RuntimeError: no more" in wrong["crashes"].message
+    assert "gave no answer within the deadline of 4 s" in wrong["endless"].message
+    scores = {player: outcome.value for player, outcome in outcomes.items() if isinstance(outcome, Score)}
+    assert scores == dict.fromkeys(scores, 1.0) | {"good": 0.25, "pays_itself": 0.75}
+    forked = outcomes["forks"]
+    assert isinstance(forked, Score)
+    assert (forked.extra["calls"], forked.extra["branches"]) == (6, 4)
+    # What is sampled does not depend on who else plays.
+    width = int(alone.rollout.response_length[0])
+    assert alone.rollout.response_mask.sum() > 3
+    assert torch.equal(together.rollout.response_ids[0, :width], alone.rollout.response_ids[0])
+
+
+def test_rows_are_what_the_policy_read_and_sampled(collector: EpisodeCollector, model: PreTrainedModel) -> None:
+    """With several branches as well: the log-probs are those of the policy that reads each row from its beginning."""
+    batch = played(collector, "good", "forks", n=2).rollout
+    assert batch.uid.tolist() == [0, 0, 1, 1]
+    logits = packed_logits(model, batch)
+    for row, ids in enumerate(responses(batch)):
+        sampled = batch.response_mask[row, : len(ids)]
+        assert 0 < sampled.sum() < len(ids)
+        found = logits[row].log_softmax(-1)[torch.arange(len(ids)), ids].float()
+        torch.testing.assert_close(found[sampled], batch.rollout_log_probs[row, : len(ids)][sampled], atol=1e-6, rtol=0)
+
+
+def test_the_tokens_that_a_cut_kept_stay_with_their_positions(collector: EpisodeCollector) -> None:
+    batch = played(collector, "good", n=2, top_k=3).rollout
+    assert batch.kept is not None
+    assert torch.equal(batch.kept.count > 0, batch.response_mask)
+    slots = batch.response_mask.flatten().nonzero().flatten()
+    cut = KeptSets.read(batch.kept, slots, len(WORDS)).cut(slice(0, len(WORDS)))
+    assert (~cut).sum(dim=-1).tolist() == [3] * len(slots)
+    assert not cut[torch.arange(len(slots)), batch.response_ids.flatten()[slots]].any()
