@@ -6,7 +6,13 @@ import { adviceBox } from "./advice.js";
 export async function step(overview, state, ask, go) {
   const arguments_ = { run: state.run, step: state.step };
   for (const name of ["where", "text", "sort"]) if (state[name]) arguments_[name] = state[name];
-  const listed = await ask("samples", arguments_);
+  let problem = null;
+  // A filter that is wrong stays in its field, to be corrected.
+  const listed = await ask("samples", arguments_).catch((error) => {
+    if (!arguments_.where && !arguments_.text && !arguments_.sort) throw error;
+    problem = error.message;
+    return ask("samples", { run: state.run, step: state.step });
+  });
   const field = (name, label) => h("input", { class: "wide", placeholder: label, "aria-label": label, value: state[name] ?? "", onchange: (event) => go({ [name]: event.target.value || null }) });
   const rows = listed.rows;
   const named = rows.length && rows[0].response !== undefined;
@@ -24,6 +30,7 @@ export async function step(overview, state, ask, go) {
     state.step ? stepLinks(overview, state, go) : null,
     h("div", { class: "bar" }, field("where", "Filter: reward==0 and length>200"), field("text", "Text in prompt or response"),
       h("button", { onclick: () => go({ step: null, view: "samples" }) }, "all steps")),
+    problem ? h("p", { class: "bad", id: "problem" }, problem) : null,
     h("div", { class: "histograms" }, spread.map(histogram)),
     rows.length > 2 && named ? scatter(rows, open) : null,
     table(columns, rows, { onRow: open, sort: state.sort, onSort: (sort) => go({ sort }) }),
@@ -100,12 +107,12 @@ export async function sample(overview, state, ask, go) {
     facts({ expected: one.ground_truth ?? "not recorded", extracted: one.extra?.pred ?? one.extra?.answer ?? "not returned by the reward (key pred)", reason: one.extra?.reason ?? "not returned by the reward (key reason)", ...Object.fromEntries(extra.filter(([name]) => !["pred", "answer", "reason"].includes(name))) }),
   ];
   if (one.tokens) {
-    shown.push(h("h2", {}, "Tokens"), strip(one, state, go));
+    shown.push(h("h2", {}, "Tokens"), strip(one, state, go, ask));
     Object.entries(one.not_recorded).forEach(([name, needs]) => shown.push(h("p", { class: "faint small" }, `No ${name} in this run. It needs ${needs}.`)));
-    shown.push(h("h2", {}, "Conversation"), ...one.messages.map(turn), turn({ role: "assistant", content: one.response }),
+    shown.push(h("h2", {}, "Conversation"), ...one.turns.map(turn),
       h("details", { id: "exact" }, h("summary", {}, "exact string with special tokens"), text(one.exact_prompt + one.exact_response)),
       h("details", {}, h("summary", {}, "token ids"), text(`prompt: ${one.tokens.prompt_ids.join(" ")}\nresponse: ${one.tokens.ids.join(" ")}`)));
-  } else shown.push(h("p", { class: "faint" }, one.why_no_tokens), h("h2", {}, "Conversation"), turn({ role: "user", content: one.prompt }), turn({ role: "assistant", content: one.response }));
+  } else shown.push(h("p", { class: "faint" }, one.why_no_tokens), h("h2", {}, "Conversation"), ...one.turns.map(turn));
   if (one.cut) shown.push(h("p", { class: "faint" }, `${one.cut} more characters of the response are not recorded; trainer.record_mb bounds them.`));
   if (earlier.length > 1) shown.push(h("h2", {}, `The same prompt through the run: ${earlier.length} samples`),
     chart({ series: [meanByStep(earlier)], label: "step", height: 90, wide: true, onPick: (at) => { const row = earlier.find((other) => other.step === at); return go({ step: row.step, sample: row.row, token: null }); } }),
@@ -118,12 +125,9 @@ function meanByStep(rows) {
   return { name: "mean reward of the prompt", x: [...by.keys()], y: [...by.values()].map((list) => list.reduce((sum, row) => sum + row.reward, 0) / list.length) };
 }
 
-function turn(message) {
-  const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content);
-  const pieces = content.split(/(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$))/);
-  return h("div", { class: "turn" }, h("b", {}, String(message.role)), pieces.map((piece) => piece.startsWith("<think>") ? h("details", {}, h("summary", {}, "thoughts"), text(piece))
-    : piece.startsWith("<tool_call>") ? h("div", {}, h("b", {}, "tool call"), text(piece)) : piece && text(piece)),
-    message.tool_calls ? [h("b", {}, "tool calls"), text(JSON.stringify(message.tool_calls, null, 1))] : null);
+function turn({ role, spans }) {
+  return h("div", { class: "turn" }, h("b", {}, role), spans.map(({ kind, text: words }) => kind === "thought" ? h("details", {}, h("summary", {}, "thoughts"), text(words))
+    : h("div", { "data-kind": kind }, kind === "text" ? null : h("b", {}, kind), text(words))));
 }
 
 const ABOUT_PROMPTS = ["prompts never solved", "reward part is exploited", "format without accuracy", "validation falls"];
