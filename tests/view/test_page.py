@@ -19,7 +19,7 @@ from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
 from tether.view.export import write_page
-from tether.view.queries import prompt_history
+from tether.view.queries import groups, prompt_history
 from tether.view.run import RunFolder, find_runs
 from tether.view.server import make_app
 
@@ -58,6 +58,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         drawn(page)
         return page
 
+    open_page.problems = problems  # type: ignore[attr-defined]
     yield open_page
     for context in contexts:
         context.close()
@@ -97,7 +98,7 @@ def test_a_sample_shows_the_stored_values_and_follows_links_and_keys(opened: Cal
         shown = page.evaluate("[...document.querySelectorAll('#strip span')].map(token => Number(token.dataset.value))")
         assert shown == unpack(raw["values"][name]).tolist()
     assert page.locator("#strip .masked").count() == 3
-    assert [name.split("  ")[0] for name in page.locator("#strip-box .legend span").all_inner_texts()][:2] == [
+    assert [name.split()[0] for name in page.locator("#strip-box .legend span").all_inner_texts()][:2] == [
         "value", "return"
     ]  # fmt: skip
     go(page, f"#step=40&sample={first}&token=3&by=ratio")
@@ -228,7 +229,7 @@ def test_a_fall_is_found_from_the_first_page(opened: Callable[..., Any], planted
     )
     go(page, "#view=tasks")
     assert page.locator("#tasks h3").all_inner_texts() == ["walk", "stand up"]
-    assert "lately 0, of 60 episodes in all" in page.locator("#tasks").inner_text()
+    assert "0 % lately; 60 episodes in all" in page.locator("#tasks").inner_text()
     go(page, "#step=20&sample=0")
     facts = page.locator("main .facts").first.inner_text()
     assert all(words in facts for words in ("task", "walk", "success", "seed", "20"))
@@ -248,9 +249,9 @@ def test_several_runs_are_compared_by_any_metric(opened: Callable[..., Any], pla
     assert "Without this metric by step: lr=1e-05" in page.locator("#compared").inner_text()
 
 
-def test_prompts_and_distributions_of_a_step(opened: Callable[..., Any], planted: Path) -> None:
+def test_prompts_and_distributions_of_a_step(opened: Any, planted: Path) -> None:
     page = opened(planted / "never", "#view=prompts")
-    assert page.locator("#never").inner_text().startswith("2 were never solved: 3, 6 Solved means: acc above 0.5")
+    assert page.locator("#never").inner_text().startswith("2 were never solved: 3, 6. Solved means: acc above 0.5")
     assert "prompts never solved" in page.locator("#advice").inner_text()
     go(page, "#view=step&step=40")
     columns = RunFolder(planted / "never").columns(40)
@@ -261,6 +262,20 @@ def test_prompts_and_distributions_of_a_step(opened: Callable[..., Any], planted
         if name == "reward":
             assert counts == [(columns["reward"] == 0).sum(), (columns["reward"] == 1).sum()]
     assert page.locator("#scatter circle").count() == 32
+    listed = groups(RunFolder(planted / "never"), 40)
+    teaches_nothing = sum(one["without_variance"] and not one["gradient_share"] for one in listed)
+    assert page.get_by_text("none: teaches nothing", exact=True).count() == teaches_nothing > 0
+    page.locator("input[aria-label^=Filter]").fill("lenght>200")
+    page.locator("input[aria-label^=Filter]").press("Enter")
+    until(page, "document.querySelector('#problem')?.textContent.includes('Did you mean length?')")
+    assert page.locator("input[aria-label^=Filter]").input_value() == "lenght>200"
+    assert page.locator("tbody").first.locator("tr").count() == 32
+    page.locator("details summary").first.click()
+    page.evaluate("dispatchEvent(new Event('hashchange'))")
+    page.wait_for_timeout(300)
+    assert page.locator("details").first.evaluate("one => one.open"), "what was unfolded stays so"
+    assert {"400 (Bad Request)" in problem for problem in opened.problems} == {True}  # the answers to that filter
+    opened.problems.clear()
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ export async function tasks(state, ask, go) {
     h("h1", {}, "Success by task, the worst first"),
     h("p", { class: "faint" }, "Share of the episodes that ended in a recorded step and had solved their task; bands are 95 % intervals. A click on a curve opens its step."),
     h("div", { class: "grid", id: "tasks" }, listed.map((one) => h("div", { class: "card" }, h("h3", {}, one.task),
-      h("p", { class: "small faint" }, `lately ${number(one.recent, 3)}${one.episodes ? `, of ${one.episodes} episodes in all` : ""}`),
+      h("p", { class: "small faint" }, `${number(100 * one.recent, 3)} % lately${one.episodes ? `; ${one.episodes} episodes in all` : ""}`),
       chart({ series: [{ name: "success", x: one.steps, y: one.values, low: one.low, high: one.high }], onPick: (step) => go({ view: "step", step }) })))),
   ];
 }

@@ -39,7 +39,7 @@ export async function step(overview, state, ask, go) {
     groups.length ? h("h2", {}, "Groups: who takes which share of the gradient") : null,
     groups.length ? table([{ name: "group" }, { name: "prompt" }, { name: "rewards", show: (row) => row.rewards.map((one) => number(one, 3)).join(", ") }, { name: "mean" },
       { name: "share of gradient", show: (row) => row.gradient_share === undefined ? "-" : `${(100 * row.gradient_share).toFixed(1)} %` },
-      { name: "variance", show: (row) => row.without_variance ? "none: teaches nothing" : "" }], groups, { onRow: (row) => go({ view: "group", group: row.group, sample: null }) }) : null,
+      { name: "variance", show: (row) => row.without_variance ? withoutVariance(row) : "" }], groups, { onRow: (row) => go({ view: "group", group: row.group, sample: null }) }) : null,
     moved.length ? h("h2", {}, "What moved") : null,
     moved.length ? h("p", { class: "faint" }, "Sum of advantage times log-ratio: above 0 the update made rewarded answers likelier and others less likely, below 0 the reverse.") : null,
     moved.length ? table([{ name: "group" }, { name: "prompt" }, { name: "moved" }], [...moved.slice(0, 5), ...moved.slice(5).slice(-5)], { onRow: (row) => go({ view: "group", group: row.group }) }) : null,
@@ -47,6 +47,8 @@ export async function step(overview, state, ask, go) {
   ];
 }
 
+// Equal rewards teach nothing where rewards are compared within a group; with a critic they do.
+const withoutVariance = (group) => group.gradient_share > 0 ? "none" : "none: teaches nothing";
 export const flag = (value) => value === true ? "yes" : value === false ? "" : value;
 
 export function meanings(listed) {
@@ -86,7 +88,7 @@ export async function group(state, ask, go) {
   const one = await ask("group", { run: state.run, step: state.step, group: state.group });
   return [
     h("h1", {}, `Step ${state.step}, group ${one.group}: ${one.rows.length} answers to one prompt`),
-    facts({ "share of the gradient": `${(100 * one.gradient_share).toFixed(1)} %`, variance: one.without_variance ? "none: this group teaches nothing" : "yes", expected: one.rows[0]?.ground_truth }),
+    facts({ "share of the gradient": `${(100 * one.gradient_share).toFixed(1)} %`, variance: one.without_variance ? withoutVariance(one) : "yes", expected: one.rows[0]?.ground_truth }),
     text(one.rows[0]?.prompt),
     h("div", { class: "pair" }, one.rows.map((row) => h("div", { class: "card" }, h("h3", {}, h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: null, sample: row.row }); } }, `sample ${row.row}`)),
       facts({ reward: row.reward, length: row.length, advantage: row.advantage, "share": row.gradient_share }), text(row.response)))),
@@ -140,7 +142,7 @@ export async function prompts(overview, state, ask, go) {
   return [
     h("h1", {}, `${listed.total} training prompts, the hardest first`),
     advice.length ? adviceBox(advice, overview, go) : null,
-    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : ""] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
+    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : "", "."] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
     table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "solved", title: listed.solved_means, show: (row) => row.never ? "never" : `${row.solved} (${(100 * row.solved / row.attempts).toFixed(0)} %)` }, { name: "mean reward", show: (row) => row.mean }, { name: "best reward", show: (row) => row.best }], listed.rows, { onRow: open }),
     listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}; tether view RUN --prompts --json --limit ${listed.total} prints all of them.`) : null,
     parts.length ? h("h2", {}, "Parts of the reward") : null,
