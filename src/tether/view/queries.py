@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,7 +333,9 @@ def samples(
         if step is not None
         else 0,
         "record_more": RECORD_MORE,
-        "not_recorded": {} if run.kind == "text" or not names else _missing(names),
+        "not_recorded": {
+            name: needs for name, needs in EPISODE_NEEDS.items() if run.kind == "control" and name not in names
+        },
     }
 
 
@@ -582,10 +584,6 @@ EPISODE_NEEDS = {
     "seed": "environments that are reset one by one, by env.train.vectorization=sync or subprocess",
 }
 """Column of episodes -> what a run needs for it."""
-
-
-def _missing(names: Collection[str]) -> dict[str, str]:
-    return {name: needs for name, needs in EPISODE_NEEDS.items() if name not in names}
 
 
 def _not_recorded(answer: JsonObject) -> dict[str, str]:

@@ -96,7 +96,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         except (ValueError, KeyError, IndexError) as error:
             return as_json({"error": str(error)}, 400)
 
-    computed: dict[tuple[int, int, int, str], JsonObject] = {}
+    computed: dict[str, JsonObject] = {}
     computing = asyncio.Lock()
 
     async def alternatives(request: Request) -> Response:
@@ -105,7 +105,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         try:
             index, step, row = (int(request.query_params[name]) for name in ("run", "step", "row"))
             needed = request_of(runs[index], step, row)
-            key = index, step, row, str(needed["model"])
+            key = json.dumps(needed)
             async with computing:  # one after the other: each loads a model
                 if key not in computed:
                     computed[key] = await run_in_threadpool(compute_alternatives, needed, step)
