@@ -318,6 +318,12 @@ class EnvBatch:
     """[M, R]"""
     returns: Tensor | None = None
     """[M, R]"""
+    success: Tensor | None = None
+    """[M, T]: whether the task was solved in a step; in the first step of a row, or earlier in its episode. None if the
+    environments do not report it."""
+    seeds: Tensor | None = None
+    """[M, C]: seed with which the episode of a decision was reset; -1: with none, or it is not known. None if the
+    environments are reset together."""
 
     @property
     def chunk(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from tests.runs.golden import STEPS, Golden
 from tests.runs.loops import Text
 from tether.metrics.loggers.jsonl import read_events, read_metrics
-from tether.metrics.records import RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
+from tether.metrics.records import FREE_STEPS, RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
 
 TOKEN_VALUES = {
     "sampler_log_probs", "old_log_probs", "new_log_probs", "ref_log_probs", "entropy", "advantages", "values",
@@ -35,6 +35,7 @@ def test_a_default_run_records_chosen_responses_and_episodes_of_each_step(golden
     if not isinstance(golden.loop, Text):
         for step, record in records(golden.folder, "episodes").items():
             assert columns[step]["length"].sum() == 4 * 16  # environments, and steps of each
+            assert step > 1 or ((columns[step]["seed"] >= 0) == (columns[step]["first"] == 0)).all()
             for row in record["rows"]:
                 assert set(row["values"]) == STEP_VALUES
                 steps = len(unpack(row["values"]["rewards"]))
@@ -56,6 +57,10 @@ def test_a_default_run_records_chosen_responses_and_episodes_of_each_step(golden
             }
             assert len(row["pieces"]) == length
             assert "".join(row["pieces"]) == row["response"]
+            of_tokens = {name: unpack(column) for name, column in row["values"].items()}
+            moved = of_tokens["advantages"] * (of_tokens["new_log_probs"] - of_tokens["old_log_probs"])
+            moved = moved[unpack(row["mask"])].sum()
+            np.testing.assert_allclose(columns[step]["moved"][row["row"]], moved, atol=1e-5)
             assert str(columns[step]["group"][row["row"]]) in texts["prompts"]
             assert "digits" in texts["rows"][row["row"]]["extra"]
 
@@ -92,6 +97,14 @@ def test_a_record_file_survives_crashes_resumes_and_failures(tmp_path: Path) -> 
         raise OSError(28, "No space left on device")
     assert not resumed.is_due
     assert [head.step for head in heads(file)] == [1, 1, 2, 2, 3]
-    RecordFile(tmp_path, 1000, None)
+    fresh = RecordFile(tmp_path, 1000, None)
     assert not file.exists()
+    for step in range(1, FREE_STEPS + 1):
+        assert fresh.is_due, "the first steps are recorded whatever they cost"
+        with fresh.recording(step) as add:
+            add("empty", {})
+        fresh.seconds = 1e6
+    assert not fresh.is_due, "more than 1 % of the time of the run so far"
+    fresh.seconds = 0.0
+    assert fresh.is_due
     assert (tmp_path / f"{RECORDS_FILE}.1").exists()

@@ -285,7 +285,8 @@ def write_control(folder: Path, steps: int = 30, falls: bool = True, pictures: b
         columns = {
             "env": np.arange(4, dtype=np.int32), "first": np.zeros(4, dtype=np.int32), "return": returns,
             "length": lengths, "from_start": np.ones(4, dtype=bool), "terminated": np.full(4, falls),
-            "truncated": np.full(4, not falls),
+            "truncated": np.full(4, not falls), "success": np.array([False, True] * 2) | (not falls),
+            "seed": np.array([step, -1] * 2), "task": np.array([0, 1] * 2, dtype=np.int32),
         }  # fmt: skip
         reasons = {int(np.argmax(returns)): ["best"]}
         reasons.setdefault(int(np.argmin(returns)), []).append("worst")
@@ -299,7 +300,7 @@ def write_control(folder: Path, steps: int = 30, falls: bool = True, pictures: b
         if pictures:
             layout["camera"] = {"kind": "image", "shape": [24, 32, 3]}
         with recorder.recording(step) as add:
-            add("columns", {name: pack(column) for name, column in columns.items()})
+            add("columns", {name: pack(column) for name, column in columns.items()} | {"tasks": ["walk", "stand up"]})
             add("episodes", {"rows": rows, "left_out": 0, "observation": layout, "chunk": 1})
     logger.close()
     return folder

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from tests.runs.golden import Golden
+from tests.runs.loops import Text
 from tests.view.hostile import KINDS, PAYLOADS, write_hostile
 from tests.view.planted import Row, healthy, record_step, text_config, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
-from tether.metrics.records import RecordFile, unpack
+from tether.metrics.records import RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
 from tether.view.export import write_page
+from tether.view.queries import groups, prompt_history
 from tether.view.run import RunFolder, find_runs
 from tether.view.server import make_app
 
@@ -56,6 +58,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         drawn(page)
         return page
 
+    open_page.problems = problems  # type: ignore[attr-defined]
     yield open_page
     for context in contexts:
         context.close()
@@ -95,6 +98,21 @@ def test_a_sample_shows_the_stored_values_and_follows_links_and_keys(opened: Cal
         shown = page.evaluate("[...document.querySelectorAll('#strip span')].map(token => Number(token.dataset.value))")
         assert shown == unpack(raw["values"][name]).tolist()
     assert page.locator("#strip .masked").count() == 3
+    assert [name.split()[0] for name in page.locator("#strip-box .legend span").all_inner_texts()][:2] == [
+        "value", "return"
+    ]  # fmt: skip
+    go(page, f"#step=40&sample={first}&token=3&by=ratio")
+    new, old = (unpack(raw["values"][f"{name}_log_probs"]) for name in ("new", "old"))
+    outside = np.abs(np.exp(new.astype(np.float64) - old) - 1) > 0.2
+    assert page.locator("#strip .clipped").count() == (outside & unpack(raw["mask"])).sum() > 0
+    history = prompt_history(run, int(run.columns(40)["index"][first]))["training"]
+    assert f"The same prompt through the run: {len(history)} samples" in page.locator("main").inner_text()
+    removed = (
+        "[...[...document.querySelectorAll('main .text')].at(-1).childNodes]"
+        ".filter(node => node.tagName !== {}).map(node => node.textContent).join('')"
+    )
+    assert page.evaluate(removed.format("'INS'")) == history[0]["response"]
+    assert page.evaluate(removed.format("'DEL'")) == history[-1]["response"]
     assert page.locator("#strip .here").get_attribute("data-token") == "3"
     page.keyboard.press("j")
     until(page, "document.querySelector('#strip .here')?.dataset.token === '4'")
@@ -115,7 +133,39 @@ def test_a_sample_shows_the_stored_values_and_follows_links_and_keys(opened: Cal
     go(page, f"#step=40&sample={first}")
     page.locator("#strip span").nth(2).hover()
     assert f"id {unpack(raw['response_ids'])[2]}" in page.locator("#tip").inner_text()
+    go(page, f"#step=40&sample={first}&token=3")
+    assert "this run has none; trainer.save_freq saves them" in page.locator("#alternatives").inner_text()
     assert page.locator("#exact .text").evaluate("one => one.textContent") == raw["prompt"] + raw["response"]
+
+
+def test_roles_thoughts_and_calls_are_told_apart(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Of the exact string, as the template of the model wrote it."""
+    folder = write_text(tmp_path / "run", steps=1)
+    records = folder / RECORDS_FILE
+    prompt = "<|im_start|>user\nAdd 2 and 3.<|im_end|>\n<|im_start|>assistant\n"
+    response = (
+        '<think>\nThe tool knows.\n</think>\n\n<tool_call>\n{"name": "add"}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 5.<|im_end|>"
+    )
+    columns, tokens, texts = (read_record(records, head) for head in heads(records))
+    for row in tokens["rows"]:
+        row |= {"prompt": prompt, "response": response}
+        row["values"]["policy_version"] = pack(np.arange(len(row["pieces"]), dtype=np.int32) // 10)
+        texts["rows"][row["row"]] |= {"error": "KeyError: 'answer'", "traceback": "in score, line 3"}
+    records.unlink()
+    with RecordFile(folder, 2_000_000, 0).recording(1) as add:
+        for kind, record in (("columns", columns), ("tokens", tokens), ("texts", texts)):
+            add(kind, {name: value for name, value in record.items() if name not in ("bytes", "step", "kind")})
+    page = opened(folder, f"#step=1&sample={tokens['rows'][0]['row']}")
+    assert page.locator(".turn > b").all_inner_texts() == ["user", "assistant", "tool", "assistant"]
+    turns = page.locator(".turn")
+    assert turns.nth(1).locator("details .text").evaluate("one => one.textContent").startswith("<think>\nThe tool")
+    assert turns.nth(1).locator("[data-kind='tool call']").inner_text().startswith("tool call")
+    assert "5" in turns.nth(2).locator("[data-kind='tool result']").inner_text()
+    assert turns.nth(3).locator("[data-kind=text]").inner_text() == "It is 5."
+    assert page.locator("main > .bad").inner_text() == "KeyError: 'answer'"
+    assert page.locator("main > details .text").first.evaluate("one => one.textContent") == "in score, line 3"
+    assert "policy version" in page.locator("select[aria-label='Colour by'] option").all_inner_texts()
 
 
 def test_what_a_model_writes_is_shown_as_text(opened: Callable[..., Any], tmp_path: Path) -> None:
@@ -171,6 +221,18 @@ def test_a_fall_is_found_from_the_first_page(opened: Callable[..., Any], planted
     )
     assert returns == sorted(returns, reverse=True)
     assert all(page.evaluate("[...document.querySelectorAll('th')].map(one => one.title)"))
+    names = page.locator("th").all_inner_texts()
+    cells = page.locator("tbody tr").first.locator("td").all_inner_texts()
+    shown = dict(zip(names, cells, strict=True))
+    assert (shown["success"], shown["seed"], shown["task"]) == (
+        ("no", "20", "walk") if int(shown["episode"]) % 2 == 0 else ("yes", "-", "stand up")
+    )
+    go(page, "#view=tasks")
+    assert page.locator("#tasks h3").all_inner_texts() == ["walk", "stand up"]
+    assert "0 % lately; 60 episodes in all" in page.locator("#tasks").inner_text()
+    go(page, "#step=20&sample=0")
+    facts = page.locator("main .facts").first.inner_text()
+    assert all(words in facts for words in ("task", "walk", "success", "seed", "20"))
 
 
 def test_several_runs_are_compared_by_any_metric(opened: Callable[..., Any], planted: Path) -> None:
@@ -187,9 +249,9 @@ def test_several_runs_are_compared_by_any_metric(opened: Callable[..., Any], pla
     assert "Without this metric by step: lr=1e-05" in page.locator("#compared").inner_text()
 
 
-def test_prompts_and_distributions_of_a_step(opened: Callable[..., Any], planted: Path) -> None:
+def test_prompts_and_distributions_of_a_step(opened: Any, planted: Path) -> None:
     page = opened(planted / "never", "#view=prompts")
-    assert page.locator("#never").inner_text().startswith("2 were never solved: 3, 6 Solved means: acc above 0.5")
+    assert page.locator("#never").inner_text().startswith("2 were never solved: 3, 6. Solved means: acc above 0.5")
     assert "prompts never solved" in page.locator("#advice").inner_text()
     go(page, "#view=step&step=40")
     columns = RunFolder(planted / "never").columns(40)
@@ -200,6 +262,20 @@ def test_prompts_and_distributions_of_a_step(opened: Callable[..., Any], planted
         if name == "reward":
             assert counts == [(columns["reward"] == 0).sum(), (columns["reward"] == 1).sum()]
     assert page.locator("#scatter circle").count() == 32
+    listed = groups(RunFolder(planted / "never"), 40)
+    teaches_nothing = sum(one["without_variance"] and not one["gradient_share"] for one in listed)
+    assert page.get_by_text("none: teaches nothing", exact=True).count() == teaches_nothing > 0
+    page.locator("input[aria-label^=Filter]").fill("lenght>200")
+    page.locator("input[aria-label^=Filter]").press("Enter")
+    until(page, "document.querySelector('#problem')?.textContent.includes('Did you mean length?')")
+    assert page.locator("input[aria-label^=Filter]").input_value() == "lenght>200"
+    assert page.locator("tbody").first.locator("tr").count() == 32
+    page.locator("details summary").first.click()
+    page.evaluate("dispatchEvent(new Event('hashchange'))")
+    page.wait_for_timeout(300)
+    assert page.locator("details").first.evaluate("one => one.open"), "what was unfolded stays so"
+    assert {"400 (Bad Request)" in problem for problem in opened.problems} == {True}  # the answers to that filter
+    opened.problems.clear()
 
 
 @pytest.mark.slow
@@ -218,6 +294,21 @@ def test_every_page_of_every_kind_of_run_is_drawn(opened: Callable[..., Any], go
                 assert page.evaluate("document.documentElement.scrollWidth") <= width, (folder.name, address)
     page = opened(planted / "compared")
     assert "lr=3e-05, 4 seeds is better" in page.locator(".verdict").inner_text()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_asked_for_alternatives(opened: Callable[..., Any], golden: Golden) -> None:
+    if not isinstance(golden.loop, Text):
+        pytest.skip("a run of a language model")
+    row = RunFolder(golden.folder).record("tokens", 3)["rows"][0]["row"]
+    page = opened(golden.folder, f"#step=3&sample={row}&token=1")
+    page.locator("#alternatives button").click()
+    page.wait_for_selector("#alternatives tbody tr", timeout=120_000)
+    assert "Recomputed from the checkpoint of step 2" in page.locator("#alternatives").inner_text()
+    assert page.locator("#alternatives tbody tr").count() == 8
+    page.keyboard.press("k")
+    until(page, "document.querySelector('#strip .here')?.dataset.token === '0'")
+    until(page, "document.querySelectorAll('#alternatives tbody tr').length === 8")  # without another process
 
 
 @pytest.mark.slow

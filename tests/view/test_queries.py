@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ from typer.testing import CliRunner
 from tests.runs.golden import Golden
 from tests.runs.loops import Text
 from tests.view.planted import healthy, text_config, write_text
+from tether.checkpoints import CheckpointStore
 from tether.commands.cli import app
+from tether.loop.parts import Rollbacks
 from tether.metrics.loggers.jsonl import DISCARDED_FILE, METRICS_FILE, JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RecordFile, pack, unpack
 from tether.view import queries
+from tether.view.alternatives import request_of
 from tether.view.compare import comparison, experiments, mean_curves, verdict
 from tether.view.export import write_page
 from tether.view.expression import matching
@@ -57,6 +61,8 @@ def test_any_run_opens_and_names_what_it_did_not_record(golden: Golden, tmp_path
         row = next(row["row"] for row in queries.samples(run, step=2)["rows"] if row["recorded"])
         first = queries.episode(run, 2, row)
         assert len(first["values"]["td_error"]) == first["length"]
+        assert first["film"] is None
+        assert "env.eval.video_cfg.save_video=True films evaluations" in first["no_film"]
     older = tmp_path / "older"  # of a version that recorded nothing
     older.mkdir()
     (older / METRICS_FILE).write_bytes((golden.folder / METRICS_FILE).read_bytes())
@@ -156,6 +162,69 @@ def test_groups_prompts_and_parts_of_the_reward(planted: Path) -> None:
     assert all(low <= y <= high for low, y, high in zip(curve["low"], curve["y"], curve["high"], strict=True))
 
 
+def test_episodes_have_success_seed_and_task(golden: Golden, planted: Path) -> None:
+    robot = str(planted / "robot")
+    rows = ask(robot, "--step", "20", "--where", "success and seed >= 0 or task == 0")["rows"]
+    assert [(row["row"], row["success"], row["seed"], row["task"]) for row in rows] == [
+        (0, False, 20, "walk"), (2, False, 20, "walk")
+    ]  # fmt: skip
+    one = ask(robot, "--step", "20", "--sample", "0")
+    assert (one["success"], one["seed"], one["task"]) == (False, 20, "walk")
+    assert ask(robot, "--step", "20", "--sort", "seed", "--limit", "1")["rows"][0]["seed"] is None
+    worst, best = ask(robot, "--tasks")
+    assert (worst["task"], worst["recent"], set(worst["values"]), worst["episodes"]) == ("walk", 0.0, {0.0}, 60)
+    assert (best["task"], best["recent"]) == ("stand up", 1.0)
+    assert best["low"][0] < best["values"][0] == best["high"][0] == 1
+    assert "--tasks: " in refusal(str(planted / "never"), "--tasks", "--json")
+    assert "--limit: does not apply to --tasks" in refusal(robot, "--tasks", "--limit", "3", "--json")
+    if not isinstance(golden.loop, Text):  # CartPole reports no success, and its first episodes have the seeds
+        listed = queries.samples(RunFolder(golden.folder), step=1)
+        assert list(listed["not_recorded"]) == ["success"]
+        assert [row["seed"] is not None for row in listed["rows"]] == [row["first"] == 0 for row in listed["rows"]]
+        assert queries.tasks(RunFolder(golden.folder)) == []
+
+
+def test_alternatives_are_those_of_the_checkpoint_that_sampled(golden: Golden, planted: Path) -> None:
+    """The log-probs of the tokens are those of the sampler; without a checkpoint it is said what is missing."""
+    message = "has no checkpoint, from which alternatives are computed; trainer.save_freq saves them"
+    row = str(RunFolder(planted / "never").record("tokens", 40)["rows"][0]["row"])
+    assert message in refusal(str(planted / "never"), "--step", "40", "--sample", row, "--token", "3", "--json")
+    assert "--token: name its step and sample" in refusal(str(planted / "never"), "--token", "3", "--json")
+    if not isinstance(golden.loop, Text):
+        return
+    from tether.commands.likely_tokens import likely_tokens
+
+    run = RunFolder(golden.folder)
+    recorded = run.record("tokens", 3)["rows"][0]
+    request = request_of(run, 3, recorded["row"])
+    assert request.pop("checkpoint") == 2
+    tokens = list(likely_tokens(Path(request.pop("model")), **request))
+    sampled = unpack(recorded["values"]["sampler_log_probs"])
+    np.testing.assert_allclose([one["log_prob"] for one in tokens], sampled, atol=1e-4)
+    for one, id in zip(tokens, request["response_ids"], strict=True):
+        assert one["log_probs"] == sorted(one["log_probs"], reverse=True)
+        assert len(one["ids"]) == len(one["texts"]) == request["count"]
+        assert one["rank"] > len(one["ids"]) or one["ids"][one["rank"] - 1] == id
+    assert request_of(run, 1, run.record("tokens", 1)["rows"][0]["row"])["checkpoint"] == 2
+
+
+@pytest.mark.slow
+def test_alternatives_are_computed_in_a_process_of_their_own(golden: Golden, tmp_path: Path) -> None:
+    if not isinstance(golden.loop, Text):
+        pytest.skip("a run of a language model")
+    row = str(RunFolder(golden.folder).record("tokens", 3)["rows"][0]["row"])
+    chosen = (str(golden.folder), "--step", "3", "--sample", row, "--token")
+    one = ask(*chosen, "1")
+    assert one["source"] == "Recomputed from the checkpoint of step 2, at temperature 1."
+    assert one["token"] == 1
+    assert len(one["ids"]) == 8
+    assert "the response has the tokens 0 to" in refusal(*chosen, "1000", "--json")
+    broken = tmp_path / "run"
+    shutil.copytree(golden.folder, broken)
+    (broken / "global_step_2" / "actor" / "config.json").write_text("{")
+    assert "config.json" in refusal(str(broken), *chosen[1:], "1", "--json")
+
+
 def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None:
     runs = [RunFolder(folder) for folder in find_runs([planted / "compared"])]
     compared = comparison(runs)
@@ -235,6 +304,107 @@ def test_a_run_that_goes_on_resumes_and_is_rewritten_is_followed(tmp_path: Path)
     (tmp_path / "other" / METRICS_FILE).rename(tmp_path / "run" / METRICS_FILE)
     assert run.refresh()
     assert sorted(run.metrics) == [1, 2]
+
+
+def test_what_happens_to_a_run_is_marked_at_its_step(tmp_path: Path) -> None:
+    logger = JsonlLogger(RunInfo(tmp_path, "planted", "run", text_config(), 9))
+    warnings = {
+        "oom": "a micro-batch did not fit into memory; it was split, with the same result",
+        "restart": "http://127.0.0.1:8000 died: exit code 1. It is restarted",
+        "rollback": "trainer.on_collapse=rollback: the run goes back to global_step_2",
+        "alarm": "the entropy fell below 0.01",
+    }
+    counted = {
+        "transfer/server_failures": "restart", "reward/excluded_rows": "dropped",
+        "training/rollout_mismatch_alarm": "alarm", "timing_s/save_checkpoint": "checkpoint",
+    }  # fmt: skip
+    expected = []
+    for step, (kind, text) in enumerate(warnings.items(), start=1):
+        logger.log(step, {"critic/score/mean": 0.0})
+        logger.keep_warning(text)  # of the step after the last one that was logged
+        expected.append((step + 1, kind))
+    for step, (key, kind) in enumerate(counted.items(), start=5):
+        logger.log(step, {key: 1.0})
+        expected.append((step, kind))
+    logger.close()
+    assert [(mark["step"], mark["kind"]) for mark in queries.marks(RunFolder(tmp_path))] == sorted(expected)
+
+
+def record(recorder: RecordFile, step: int, response: str) -> None:
+    with recorder.recording(step) as add:
+        columns = {name: np.zeros(1, dtype=np.int32) for name in ("index", "group", "reward", "length")}
+        add("columns", {name: pack(column) for name, column in columns.items()})
+        add("tokens", {"rows": [], "left_out": 0})
+        add("texts", {"prompts": {}, "rows": [{"response": response}]})
+
+
+def test_steps_that_a_resumed_run_repeats_replace_those_that_were_shown(tmp_path: Path) -> None:
+    """Twice a run resumes from an earlier step, while it is open; its records have the same sizes as before."""
+    logger = JsonlLogger(RunInfo(tmp_path, "planted", "run", text_config(), 9))
+    recorder = RecordFile(tmp_path, 10_000, None)
+    opened: list[RunFolder] = []
+    for resumed_step, letter in ((None, "a"), (2, "b"), (5, "c")):
+        if resumed_step is not None:
+            logger.close()
+            logger = JsonlLogger(RunInfo(tmp_path, "planted", "run", text_config(), 9, resumed_step=resumed_step))
+            recorder = RecordFile(tmp_path, 10_000, resumed_step)
+        for step in range((resumed_step or 0) + 1, {"a": 5, "b": 8, "c": 10}[letter]):
+            logger.log(step, {"critic/score/mean": float(ord(letter))})
+            record(recorder, step, f"{letter} says {step}")
+        opened.append(RunFolder(tmp_path))
+        for run in opened:
+            run.refresh()
+            shown = {step: queries.sample(run, step, 0)["response"] for step in run.steps}
+            assert shown == queries_of(tmp_path)
+    logger.close()
+    assert shown == {
+        1: "a says 1", 2: "a says 2", 3: "b says 3", 4: "b says 4", 5: "b says 5",
+        6: "c says 6", 7: "c says 7", 8: "c says 8", 9: "c says 9",
+    }  # fmt: skip
+    for run in opened:
+        assert run.metrics.keys() == shown.keys()
+        curve = queries.curves(run, ["critic/score/mean"])["critic/score/mean"]
+        assert curve["y"] == [float(ord(text[0])) for text in shown.values()]
+        assert curve["discarded"] == [{"x": [3, 4], "y": [97.0] * 2}, {"x": [6, 7], "y": [98.0] * 2}]
+        spans = [(m["step"], m["until"]) for m in queries.marks(run) if m["kind"] == "discarded"]
+        assert spans == [(3, 4), (6, 7)]
+    JsonlLogger(RunInfo(tmp_path, "planted", "run", text_config(), 9)).close()
+    assert RunFolder(tmp_path).discarded == [], "a fresh run has no branches of an earlier one"
+
+
+def queries_of(folder: Path) -> dict[int, str]:
+    """The responses of a folder that was not open before."""
+    run = RunFolder(folder)
+    return {step: run.record("texts", step)["rows"][0]["response"] for step in run.steps}
+
+
+def test_a_run_that_rolled_back_is_still_a_seed_of_its_experiment(tmp_path: Path) -> None:
+    """A rollback lowers the learning rate, which nobody chose; a rate that somebody chose makes another experiment."""
+
+    def write(seed: int, rates: list[float], message: str) -> RunFolder:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for number, rate in enumerate(rates):
+            config = text_config(actor_rollout_ref__actor__optim__lr=rate, trainer__seed=seed)
+            config["trainer"]["rollback_lr_factor"] = 0.5
+            info = RunInfo(folder, "planted", folder.name, config, 9, resumed_step=2 if number else None)
+            logger = JsonlLogger(info)
+            logger.log(3, {"critic/score/mean": 0.5})
+            logger.keep_warning(message)
+            logger.close()
+        return RunFolder(folder)
+
+    rollback = Rollbacks(CheckpointStore(tmp_path), 3, [], 0.5).message(tmp_path / "global_step_2", 3)
+    runs = [
+        write(1, [1e-3], "nothing"),
+        write(2, [1e-3, 5e-4], rollback),
+        write(3, [1e-3, 5e-4, 2.5e-4], rollback),
+        write(4, [1e-3, 5e-4], "nothing"),
+        write(5, [1e-3, 1e-4], rollback),
+    ]
+    assert experiments(runs) == [[0, 1, 2], [3], [4]]
+    (rates,) = [row for row in comparison(runs)["differences"] if row["key"].endswith("lr")]
+    assert rates["values"] == [1e-3, 1e-3, 1e-3, 5e-4, 1e-4]
 
 
 def test_a_long_run_opens_in_a_second_within_its_memory(tmp_path: Path) -> None:

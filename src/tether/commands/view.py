@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,10 @@ def view(
     sample: Annotated[
         int | None, typer.Option(help="With --json: this sample or episode of the step, in full.")
     ] = None,
+    token: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --json and --sample: what a checkpoint finds likely at this token; loads it."),
+    ] = None,
     where: Annotated[
         str | None, typer.Option(help="With --json: only samples for which this is true: 'reward==0 and length>200'.")
     ] = None,
@@ -48,6 +53,9 @@ def view(
     prompts: Annotated[
         bool, typer.Option("--prompts", help="With --json: the training prompts, those that were never solved first.")
     ] = False,
+    tasks: Annotated[
+        bool, typer.Option("--tasks", help="With --json: the success of each task in a simulator, the worst first.")
+    ] = False,
     key: Annotated[
         list[str] | None, typer.Option("--key", "-k", help="With --json: the values of a metric by step.")
     ] = None,
@@ -59,8 +67,9 @@ def view(
     """
     from tether.view.run import RunFolder, find_runs
 
-    query = Query(step, sample, where, search, sort, limit)
-    given = [*query.given, *(["--prompts"] if prompts else []), *(["--key"] if key else [])]
+    query = Query(step, sample, token, where, search, sort, limit)
+    lists = [name for name, chosen in (("--prompts", prompts), ("--tasks", tasks), ("--key", key)) if chosen]
+    given = [*query.given, *lists]
     if given and not as_json:
         raise ValueError(f"{given[0]}: is for --json, which prints the answer; the page has it as a filter or a link")
     folders = find_runs(runs)
@@ -72,6 +81,8 @@ def view(
             answer = _comparison(opened)
         elif key:
             answer = _curves(opened[0], key, [one for one in given if one != "--key"])
+        elif tasks:
+            answer = _tasks(opened[0], [one for one in given if one != "--tasks"])
         elif prompts:
             answer = _prompts(opened[0], limit, [one for one in given if one not in ("--prompts", "--limit")])
         else:
@@ -82,13 +93,11 @@ def view(
 
         typer.echo(write_page([RunFolder(folder) for folder in folders], export))
     else:
-        try:
-            import starlette  # noqa: F401  # before an address is printed that would lead nowhere
-            import uvicorn  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"tether view needs {error.name}: {pip_install('view')}; --export FILE.html and --json need nothing"
-            ) from error
+        for package in ("starlette", "uvicorn"):  # before an address is printed that would lead nowhere
+            if find_spec(package) is None:
+                raise ValueError(
+                    f"tether view needs {package}: {pip_install('view')}; --export FILE.html and --json need nothing"
+                )
         from tether.view.server import serve
 
         serve(folders, port, typer.echo)
@@ -100,6 +109,7 @@ class Query:
 
     step: int | None
     sample: int | None
+    token: int | None
     where: str | None
     search: str | None
     sort: str | None
@@ -131,6 +141,26 @@ def _prompts(run: RunFolder, limit: int | None, others: list[str]) -> object:
     return answer
 
 
+def _tasks(run: RunFolder, others: list[str]) -> object:
+    from tether.view.queries import tasks
+
+    if others:
+        raise ValueError(f"{others[0]}: does not apply to --tasks, which is about all steps; leave it out")
+    if run.kind != "control":
+        raise ValueError(f"--tasks: {run.folder} is a run of a language model; --prompts lists what it was asked")
+    return tasks(run)
+
+
+def _token(run: RunFolder, step: int, sample: int, token: int) -> object:
+    from tether.view.alternatives import compute_alternatives, request_of
+
+    request = request_of(run, step, sample)
+    if token >= (length := len(request["response_ids"])):
+        raise ValueError(f"--token {token}: the response has the tokens 0 to {length - 1}")
+    answer = compute_alternatives(request, step)
+    return {"source": answer["source"], "token": token, "id": request["response_ids"][token], **answer["tokens"][token]}
+
+
 def _answer(run: RunFolder, query: Query) -> object:
     from tether.view import queries
     from tether.view.advice import advise
@@ -138,10 +168,14 @@ def _answer(run: RunFolder, query: Query) -> object:
     if query.sample is not None:
         if query.step is None:
             raise ValueError("--sample: name its step, too: --step N --sample ROW")
-        others = [one for one in query.given if one not in ("--step", "--sample")]
+        others = [one for one in query.given if one not in ("--step", "--sample", "--token")]
         if others:
             raise ValueError(f"{others[0]}: does not apply to --sample, which is one row; leave it out")
+        if query.token is not None:
+            return _token(run, query.step, query.sample, query.token)
         return (queries.sample if run.kind == "text" else queries.episode)(run, query.step, query.sample)
+    if query.token is not None:
+        raise ValueError("--token: name its step and sample, too: --step N --sample ROW --token INDEX")
     if not query.given:
         return queries.overview(run) | {"advice": advise(run)}
     answer = queries.samples(

@@ -435,6 +435,12 @@ class ShardedCollector:
             name: self._columns([getattr(batch, name) for batch in batches])
             for name in ("actions", "token_level_scores", "terminated", "truncated", "valid", "starts", "state")
         }
+        if seeds := [batch.seeds for batch in batches if batch.seeds is not None]:
+            columns["seeds"] = self._columns(seeds)
+        if any(batch.success is not None for batch in batches):  # those of a rank may not have reported it yet
+            columns["success"] = self._columns(
+                [torch.zeros_like(batch.valid) if batch.success is None else batch.success for batch in batches]
+            )
         names = list(batches[0].obs.keys())
         obs = TensorDict(
             {name: self._columns([batch.obs[name] for batch in batches]) for name in names},

@@ -36,8 +36,8 @@ HEAD_BYTES = 80
 """Bytes that are sure to contain the beginning that `HEAD` matches."""
 MAX_TIME_SHARE = 0.01
 """Share of the time of a run that recording may take."""
-FREE_SECONDS = 0.25
-"""Seconds of recording on top of the share, so that short runs record every step."""
+FREE_STEPS = 10
+"""Steps that are recorded whatever share they take, so that short runs record every step."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class RecordHead:
 
 def pack(array: NDArray[np.generic]) -> JsonObject:
     """Return an array as JSON; bytes, such as those of pictures, are compressed."""
-    array = np.ascontiguousarray(array)
-    if is_bytes := array.dtype == np.uint8:
-        data = zlib.compress(array.tobytes(), 1)
-    else:
-        data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    packed = {"dtype": array.dtype.str.replace(">", "<"), "shape": list(array.shape)}
-    return packed | ({"zlib": True} if is_bytes else {}) | {"data": base64.b64encode(data).decode()}
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    packed: JsonObject = {"dtype": array.dtype.str, "shape": list(array.shape)}
+    data = array.tobytes()
+    if array.dtype == np.uint8:
+        packed["zlib"], data = True, zlib.compress(data, 1)
+    packed["data"] = base64.b64encode(data).decode()
+    return packed
 
 
 def unpack(packed: JsonObject) -> NDArray[np.generic]:
@@ -112,6 +112,8 @@ class RecordFile:
         self._path, self._failed = folder / RECORDS_FILE, False
         self._started: float | None = None
         """Time of the first step."""
+        self._recorded = 0
+        """Number of steps that were recorded."""
         try:
             self._begin(resumed_step)
         except OSError as error:
@@ -135,10 +137,10 @@ class RecordFile:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be recorded: recording stays below 1 % of the time of the run."""
+        """Whether the next step is to be recorded: after the first steps recording stays below 1 % of the time."""
         self._started = self._started or time.monotonic()
-        elapsed = time.monotonic() - self._started
-        return bool(self.max_bytes) and not self._failed and self.seconds <= FREE_SECONDS + MAX_TIME_SHARE * elapsed
+        limit = MAX_TIME_SHARE * (time.monotonic() - self._started)
+        return bool(self.max_bytes) and not self._failed and (self._recorded < FREE_STEPS or self.seconds <= limit)
 
     @contextmanager
     def recording(self, step: int) -> Iterator[Callable[[str, Mapping[str, object]], int]]:
@@ -159,6 +161,7 @@ class RecordFile:
             self._give_up(error)
         finally:
             self.seconds += time.thread_time() - began
+            self._recorded += 1
 
     def _append(self, data: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:

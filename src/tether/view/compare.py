@@ -42,7 +42,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(runs: Sequence[RunFolder]) -> list[JsonObject]:
     """Return the keys of the configuration, and the versions of the code, that are not the same in all runs."""
-    configs = [flat(run.config) | {"(code)": _code(run)} for run in runs]
+    configs = [configured(run) | {"(code)": _code(run)} for run in runs]
     keys = sorted({key for config in configs for key in config})
     rows = [{"key": key, "values": [config.get(key) for config in configs]} for key in keys]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
@@ -53,11 +53,23 @@ def _code(run: RunFolder) -> str | None:
     return f"{starts[-1]['version']} {starts[-1]['code'] or ''}".strip() if starts else None
 
 
+LEARNING_RATE, ROLLBACK_FACTOR = "actor_rollout_ref.actor.optim.lr", "trainer.rollback_lr_factor"
+
+
+def configured(run: RunFolder) -> dict[str, Any]:
+    """Return the configuration of the last start, with the learning rate from before the rollbacks that lowered it."""
+    config, first = flat(run.config), flat(run.first_config)
+    for count in range(1, run.rollbacks + 1):
+        if math.isclose(config[LEARNING_RATE], first[LEARNING_RATE] * first[ROLLBACK_FACTOR] ** count):
+            config[LEARNING_RATE] = first[LEARNING_RATE]
+    return config
+
+
 def experiments(runs: Sequence[RunFolder]) -> list[list[int]]:
     """Return the runs of each experiment, by index: those that differ in their seed, folder and name only."""
     by_identity: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        config = {key: value for key, value in flat(run.config).items() if key not in IGNORED}
+        config = {key: value for key, value in configured(run).items() if key not in IGNORED}
         identity = repr(sorted(config.items(), key=lambda item: item[0])) if config else str(run.folder)
         by_identity.setdefault(identity, []).append(index)
     return list(by_identity.values())

@@ -17,6 +17,7 @@ from tether.metrics.records import unpack
 from tether.observations import Array
 from tether.spelling import did_you_mean
 from tether.types import JsonObject
+from tether.view.conversation import message_turn, shown_turns, split_turns
 from tether.view.expression import matching
 from tether.view.run import RunFolder
 
@@ -27,7 +28,6 @@ Numbers = list[float | None]
 """Numbers of tokens or steps; None where one is not finite."""
 MAX_ROWS = 500
 """Rows of a table that the page asks for at once."""
-INTEGERS = {"index", "group", "length", "truncated", "env", "first", "policy_version"}
 RECORD_MORE = "trainer.record_mb"
 
 
@@ -209,6 +209,8 @@ def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObjec
     for key in keys:
         points = {step: value for step, value in run.series(key).items() if step in at}
         answer[key] = {"step": list(points), "x": [at[step] for step in points], "y": list(points.values())}
+        if axis == "step" and (dropped := _dropped(run, key)):
+            answer[key]["discarded"] = dropped
         low, high = run.series(f"{key}_low"), run.series(f"{key}_high")
         if low and high:
             answer[key] |= {"low": [low.get(s) for s in points], "high": [high.get(s) for s in points]}
@@ -222,16 +224,21 @@ def curves(run: RunFolder, keys: Sequence[str], axis: str = "step") -> JsonObjec
     return answer
 
 
+def _dropped(run: RunFolder, key: str) -> list[JsonObject]:
+    """Return the points of a metric in steps that were dropped, for each branch that a resume left."""
+    known = [[one for one in branch if one.get(key) is not None] for branch in run.discarded]
+    return [{"x": [one["step"] for one in branch], "y": [one[key] for one in branch]} for branch in known if branch]
+
+
 def _validation_size(run: RunFolder, key: str, step: int) -> int:
     """Return the number of validation prompts behind a metric, whose scores are 0 or 1; else 0."""
     source = key.removeprefix("val-core/").rsplit("/", 2)[0]
-    cache = run.__dict__.setdefault("_validation_sizes", {})
+    cache = run.validation_sizes
     if (source, step) not in cache:
         samples = [sample for sample in run.validation(step) if sample["data_source"] == source]
         is_binary = all(sample["reward"] in (0, 1, None) for sample in samples)
         cache[source, step] = len({sample["index"] for sample in samples}) if is_binary else 0
-    size: int = cache[source, step]
-    return size
+    return cache[source, step]
 
 
 def binomial(share: float, count: int) -> tuple[float, float] | None:
@@ -272,10 +279,10 @@ def marks(run: RunFolder) -> list[JsonObject]:
         ):
             if value := record.get(key):
                 events.append({"step": step, "kind": kind, "text": f"{key} = {value:g}: {_meaning(key)['meaning']}"})
-    discarded = sorted({record["step"] for record in run.discarded})
-    if discarded:
-        text = f"steps {discarded[0]} to {discarded[-1]} were done, then dropped by a resume from an earlier step"
-        events.append({"step": discarded[0], "kind": "discarded", "text": text, "until": discarded[-1]})
+    for branch in run.discarded:
+        first, last = branch[0]["step"], branch[-1]["step"]
+        text = f"steps {first} to {last} were done, then dropped by a resume from an earlier step"
+        events.append({"step": first, "kind": "discarded", "text": text, "until": last})
     return sorted(events, key=lambda mark: mark["step"])
 
 
@@ -328,6 +335,9 @@ def samples(
         if step is not None
         else 0,
         "record_more": RECORD_MORE,
+        "not_recorded": {
+            name: needs for name, needs in EPISODE_NEEDS.items() if run.kind == "control" and name not in names
+        },
     }
 
 
@@ -351,6 +361,9 @@ COLUMNS = {
     "first": "step of the rollout at which the segment begins",
     "from_start": "whether it begins with its episode, or the episode began in an earlier rollout",
     "terminated": "whether the task ended the episode, such as by a fall or a success",
+    "success": "whether the task has been solved in the episode so far",
+    "seed": "seed with which the episode was reset; none where its environment went on with its own generator",
+    "task": "the task, as the environment describes it",
 }
 """Column of the table of samples or episodes -> meaning."""
 
@@ -426,12 +439,7 @@ def _sorted(
 
 
 def _texts(run: RunFolder, step: int) -> JsonObject:
-    """Return the record of texts of a step, the last ones of which are kept."""
-    cache: dict[int, JsonObject] = run.__dict__.setdefault("_texts", {})
-    if step not in cache:
-        cache.pop(next(iter(cache)), None) if len(cache) > 8 else None
-        cache[step] = run.record("texts", step) or {"rows": [], "prompts": {}}
-    return cache[step]
+    return run.record("texts", step) or {"rows": [], "prompts": {}}
 
 
 def _contains(run: RunFolder, step: int, row: int, text: str) -> bool:
@@ -454,19 +462,20 @@ def _row(run: RunFolder, step: int, row: int) -> JsonObject:
             answer |= {"prompt": prompt.get("prompt", ""), "response": one["response"], "cut": one.get("cut", 0)}
             answer |= {"ground_truth": prompt.get("ground_truth"), "data_source": prompt.get("data_source")}
             answer |= {name: one[name] for name in ("extra", "error", "traceback") if name in one}
+    else:
+        if "seed" in columns and answer["seed"] < 0:
+            answer["seed"] = None
+        if "task" in columns:
+            answer["task"] = run.task_names(step)[answer["task"]]
     kind = "tokens" if run.kind == "text" else "episodes"
     answer["recorded"] = row in _detailed(run, kind, step)
     return answer
 
 
 def _detailed(run: RunFolder, kind: str, step: int) -> dict[int, JsonObject]:
-    """Return the rows of a step that were recorded in detail, of the last steps that were asked for."""
-    cache: dict[tuple[str, int], dict[int, JsonObject]] = run.__dict__.setdefault("_detailed", {})
-    if (kind, step) not in cache:
-        cache.pop(next(iter(cache)), None) if len(cache) > 8 else None
-        record = run.record(kind, step) or {"rows": []}
-        cache[kind, step] = {row["row" if kind == "tokens" else "segment"]: row for row in record["rows"]}
-    return cache[kind, step]
+    """Return the rows of a step that were recorded in detail, by their index."""
+    rows = (run.record(kind, step) or {"rows": []})["rows"]
+    return {row["row" if kind == "tokens" else "segment"]: row for row in rows}
 
 
 def plain(value: Any) -> Any:
@@ -508,14 +517,23 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
         }
         answer |= {"reasons": one["reasons"], "messages": one["messages"]}
         answer |= {"exact_prompt": one["prompt"], "exact_response": one["response"]}
+        turns = split_turns(one["prompt"] + one["response"])
     else:
         answer["tokens"] = None
+        turns = []
         answer["why_no_tokens"] = (
             f"Of {len(columns['reward'])} responses of this step {len(recorded)} were recorded token by token; "
             f"{RECORD_MORE} bounds how many."
         )
+    if not turns:
+        messages = answer.get("messages") or [{"role": "user", "content": answer.get("prompt")}]
+        messages = [*messages, {"role": "assistant", "content": answer.get("response")}]
+        turns = [message_turn(message) for message in messages]
+    answer["turns"] = shown_turns(turns)
     clip = [run.setting(f"actor_rollout_ref.actor.clip_ratio_{side}") for side in ("low", "high")]
     answer["clip"] = clip if None not in clip else [0.2, 0.2]
+    # It was sampled with the weights after the step before.
+    answer["checkpoint"] = min(run.checkpoints, key=lambda at: (abs(at - (step - 1)), at), default=None)
     answer["gamma"] = run.setting("algorithm.gamma")
     answer["not_recorded"] = _not_recorded(answer)
     return answer
@@ -561,6 +579,13 @@ NEEDS = {
     "entropy": "a policy that is evaluated before its update",
 }
 """Value of a token -> what a run needs for it."""
+
+
+EPISODE_NEEDS = {
+    "success": "an environment that reports success or is_success in its infos",
+    "seed": "environments that are reset one by one, by env.train.vectorization=sync or subprocess",
+}
+"""Column of episodes -> what a run needs for it."""
 
 
 def _not_recorded(answer: JsonObject) -> dict[str, str]:
@@ -764,11 +789,45 @@ def _base64(array: Array) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
+TASK_WINDOW = 10
+"""Recorded steps of a task whose mean success orders the tasks."""
+
+
 def tasks(run: RunFolder) -> list[JsonObject]:
-    """Return the success of each task over time, the worst first; empty if the run reports no tasks."""
-    series_by_task = []
+    """Return the success of each task over time, the worst first; empty if the run reports none.
+
+    It is the share of the episodes that ended in a recorded step, with Wilson's interval, and each metric that an
+    environment reports of a task.
+    """
+    solved: dict[str, dict[int, tuple[int, int]]] = {}
+    for step in run.steps if run.kind == "control" else ():
+        columns = run.columns(step)
+        if "success" not in columns:
+            continue
+        ended = columns["terminated"] | columns["truncated"]
+        names = run.task_names(step) or [str(run.setting("env.train.id") or "all episodes")]
+        index = columns.get("task", np.zeros(len(ended), dtype=np.int32))
+        for task in np.unique(index[ended]):
+            of_task = columns["success"][ended & (index == task)]
+            solved.setdefault(names[task], {})[step] = int(of_task.sum()), len(of_task)
+    listed: list[JsonObject] = []
+    for task, by_step in solved.items():
+        limits = [binomial(right / count, count) or (0.0, 1.0) for right, count in by_step.values()]
+        recent = list(by_step.values())[-TASK_WINDOW:]
+        listed.append(
+            {
+                "task": task,
+                "steps": list(by_step),
+                "values": [right / count for right, count in by_step.values()],
+                "low": [low for low, _ in limits],
+                "high": [high for _, high in limits],
+                "episodes": sum(count for _, count in by_step.values()),
+                "recent": sum(right for right, _ in recent) / sum(count for _, count in recent),
+            }
+        )
     for key in run.keys:
         match = re.fullmatch(r"(env|eval)/info/(.*success.*|task.*)|val-core/(.+)/mean@1", key)
         if match and (series := run.series(key)):
-            series_by_task.append({"task": key, "steps": list(series), "values": list(series.values())})
-    return sorted(series_by_task, key=lambda one: one["values"][-1])
+            values = list(series.values())
+            listed.append({"task": key, "steps": list(series), "values": values, "recent": values[-1]})
+    return sorted(listed, key=lambda one: one["recent"])

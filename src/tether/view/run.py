@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,13 @@ from tether.metrics.records import RECORDS_FILE, RecordHead, heads, read_record,
 from tether.observations import Array
 from tether.runtime.run_lock import owner_of
 from tether.types import JsonObject
+
+ROLLBACK = re.compile(r"goes back to .* \(rollback \d+ of \d+\)")
+"""The warning about a rollback."""
+MAX_HELD_RECORDS = 12
+"""Records of texts, tokens and episodes that are held in memory."""
+TAIL = 64
+"""Bytes before the end of what was read that are compared, to notice that a file was written anew."""
 
 
 class LineFile:
@@ -47,7 +54,7 @@ class LineFile:
         for line in data.splitlines(keepends=True):
             lines.append((offset, line))
             offset += len(line)
-        self._end, self.tail = offset, lines[-1][1][-64:] if lines else (b"" if is_new else self.tail)
+        self._end, self.tail = offset, lines[-1][1][-TAIL:] if lines else (b"" if is_new else self.tail)
         return is_new, lines
 
 
@@ -66,15 +73,23 @@ class RunFolder:
             raise ValueError(f"{folder}: no run here; name the folder of a run, or a folder of such folders")
         self.folder = folder
         self._metrics, self._events = LineFile(folder / METRICS_FILE), LineFile(folder / EVENTS_FILE)
-        self._validation = LineFile(folder / SAMPLES_FILE)
+        self._validation, self._dropped = LineFile(folder / SAMPLES_FILE), LineFile(folder / DISCARDED_FILE)
+        self._discarded: list[JsonObject] = []
         self.metrics: dict[int, dict[str, float | None]] = {}
         """Step -> key -> value; None where it was not finite."""
         self.events: list[JsonObject] = []
         self.validation_lines: dict[int, list[int]] = {}
         """Step -> offsets of its validation samples."""
+        self.validation_sizes: dict[tuple[str, int], int] = {}
+        """Source of data and step -> number of validation prompts behind its score, of those asked for so far."""
         self._heads: list[RecordHead] = []
         self._by_kind: dict[str, dict[int, RecordHead]] = {}
+        self._last_bytes = b""
+        """The end of the last record, to notice that the file was written anew."""
+        self._records: dict[RecordHead, JsonObject] = {}
+        """The records that were read last."""
         self._columns: dict[int, dict[str, Array]] = {}
+        self._task_names: dict[int, list[str]] = {}
         self.version = 0
         """Grows with each change of the folder."""
         self.refresh()
@@ -88,6 +103,9 @@ class RunFolder:
             self.events = []
         self.events += [json.loads(line.decode(errors="replace")) for _, line in lines]
         changed |= bool(lines)
+        is_new, lines = self._dropped.refresh()
+        earlier = [] if is_new else self._discarded
+        self._discarded = earlier + [json.loads(line) for _, line in lines]
         self.version += changed
         return changed
 
@@ -107,12 +125,14 @@ class RunFolder:
         path = self.folder / RECORDS_FILE
         size = path.stat().st_size if path.exists() else 0
         end = self._heads[-1].offset + self._heads[-1].size if self._heads else 0
-        if size < end or (self._heads and next(heads(path, self._heads[-1].offset), None) != self._heads[-1]):
-            self._heads, self._by_kind, self._columns, end = [], {}, {}, 0
+        if size < end or _end_of(path, end) != self._last_bytes:
+            self._heads, self._by_kind, self._columns, self._task_names, self._records, end = [], {}, {}, {}, {}, 0
         new = list(heads(path, end))
         for head in new:
             self._by_kind.setdefault(head.kind, {})[head.step] = head
         self._heads += new
+        if new:
+            self._last_bytes = _end_of(path, new[-1].offset + new[-1].size)
         return bool(new)
 
     @property
@@ -134,6 +154,16 @@ class RunFolder:
         starts = [event for event in self.events if event["kind"] == "start"]
         return starts[-1]["config"] if starts else {}
 
+    @property
+    def first_config(self) -> JsonObject:
+        """The configuration of the first start."""
+        return next((event["config"] for event in self.events if event["kind"] == "start"), {})
+
+    @property
+    def rollbacks(self) -> int:
+        """Number of rollbacks, each of which lowered the learning rate."""
+        return sum(event["kind"] == "warning" and bool(ROLLBACK.search(event["text"])) for event in self.events)
+
     def setting(self, path: str) -> Any:
         """Return the value of a key of the configuration; None if there is none."""
         value: Any = self.config
@@ -154,14 +184,27 @@ class RunFolder:
     def record(self, kind: str, step: int) -> JsonObject | None:
         """Return a record of a step; None if it was not recorded."""
         head = self._by_kind.get(kind, {}).get(step)
-        return read_record(self.folder / RECORDS_FILE, head) if head else None
+        if head is None:
+            return None
+        if head not in self._records:
+            if len(self._records) == MAX_HELD_RECORDS:
+                self._records.pop(next(iter(self._records)))
+            self._records[head] = read_record(self.folder / RECORDS_FILE, head)
+        return self._records[head]
 
     def columns(self, step: int) -> dict[str, Array]:
         """Return the columns of a step; empty if it was not recorded."""
         if step not in self._columns:
-            record = self.record("columns", step) or {}
+            head = self._by_kind.get("columns", {}).get(step)
+            record = read_record(self.folder / RECORDS_FILE, head) if head else {}
+            self._task_names[step] = record.get("tasks", [])
             self._columns[step] = {name: unpack(value) for name, value in record.items() if isinstance(value, dict)}
         return self._columns[step]
+
+    def task_names(self, step: int) -> list[str]:
+        """Return the descriptions of the tasks of a step, which its column `task` counts; empty if it has none."""
+        self.columns(step)
+        return self._task_names[step]
 
     def steps_with_text(self, text: str) -> list[int]:
         """Return the steps whose prompts, responses or reward details contain a text, without parsing the others."""
@@ -178,7 +221,7 @@ class RunFolder:
     def _index_validation(self) -> None:
         is_new, lines = self._validation.refresh()
         if is_new:
-            self.validation_lines = {}
+            self.validation_lines, self.validation_sizes = {}, {}
         for offset, line in lines:
             step = int(line[len(b'{"step": ') : line.index(b",")])
             self.validation_lines.setdefault(step, []).append(offset)
@@ -202,11 +245,18 @@ class RunFolder:
         self._index_validation()
         return sorted(self.validation_lines)
 
-    @cached_property
-    def discarded(self) -> list[JsonObject]:
-        """Metrics of the steps that were done, and dropped when the run resumed from an earlier one."""
-        _, lines = LineFile(self.folder / DISCARDED_FILE).refresh()
-        return [json.loads(line) for _, line in lines]
+    @property
+    def discarded(self) -> list[list[JsonObject]]:
+        """Metrics of the steps that each resume from an earlier step dropped, in the order of the resumes."""
+        branches: list[list[JsonObject]] = []
+        remaining = self._discarded
+        for start in [event["step"] for event in self.events if event["kind"] == "start" and event["resumed"]][::-1]:
+            first = len(remaining)
+            while first and remaining[first - 1]["step"] > start and not _goes_back(remaining[first - 1 : first + 1]):
+                first -= 1
+            branches.insert(0, remaining[first:])
+            remaining = remaining[:first]
+        return [branch for branch in [remaining, *branches] if branch]
 
     def series(self, key: str) -> dict[int, float]:
         """Return the finite values of a metric by step."""
@@ -222,6 +272,13 @@ class RunFolder:
     def keys(self) -> list[str]:
         """All metrics of the run."""
         return sorted({key for record in self.metrics.values() for key in record})
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """Folder of the policy in each checkpoint, by step."""
+        saved = [*self.folder.glob("best/global_step_*/actor"), *self.folder.glob("global_step_*/actor")]
+        numbered = {path.parent.name.removeprefix("global_step_"): path for path in saved}
+        return {int(step): path for step, path in numbered.items() if step.isdecimal()}
 
     @property
     def videos(self) -> list[str]:
@@ -249,6 +306,18 @@ class RunFolder:
         if self.kind == "control" and self.last_film is None and not self.videos:
             missing["film"] = "env.eval.video_cfg.save_video=True; or tether play on a checkpoint"
         return missing
+
+
+def _goes_back(records: Sequence[JsonObject]) -> bool:
+    return len(records) == 2 and records[0]["step"] >= records[1]["step"]
+
+
+def _end_of(path: Path, end: int) -> bytes:
+    """Return the bytes before an offset."""
+    if not end:
+        return b""
+    with path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), TAIL, end - TAIL)
 
 
 def is_run(folder: Path) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tether.types import JsonObject
+from tether.view.alternatives import compute_alternatives, request_of
 from tether.view.page import answer
 from tether.view.run import RunFolder
 
@@ -58,7 +60,10 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> N
 
 def make_app(folders: Sequence[Path], token: str) -> Starlette:
     """Return the application that serves runs under ``/TOKEN/``; all other addresses are not found."""
+    import asyncio
+
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
     from starlette.responses import FileResponse, Response
@@ -91,6 +96,23 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         except (ValueError, KeyError, IndexError) as error:
             return as_json({"error": str(error)}, 400)
 
+    computed: dict[str, JsonObject] = {}
+    computing = asyncio.Lock()
+
+    async def alternatives(request: Request) -> Response:
+        if not secrets.compare_digest(request.path_params["token"], token):
+            return respond(b"not found", "text/plain", 404)
+        try:
+            index, step, row = (int(request.query_params[name]) for name in ("run", "step", "row"))
+            needed = request_of(runs[index], step, row)
+            key = json.dumps(needed)
+            async with computing:  # one after the other: each loads a model
+                if key not in computed:
+                    computed[key] = await run_in_threadpool(compute_alternatives, needed, step)
+            return as_json(computed[key])
+        except (ValueError, KeyError, IndexError) as error:
+            return as_json({"error": str(error)}, 400)
+
     async def video(request: Request) -> Response:
         index, name = int(request.path_params["run"]), request.path_params["name"]
         if not secrets.compare_digest(request.path_params["token"], token) or index >= len(runs):
@@ -101,6 +123,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
     app = Starlette(
         routes=[
             Route("/{token}/", page),
+            Route("/{token}/ask/alternatives", alternatives),
             Route("/{token}/ask/{question}", ask),
             Route("/{token}/video/{run:int}/{name}", video),
             Route("/{token}/{name}", page),

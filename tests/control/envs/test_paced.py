@@ -2,6 +2,7 @@
 
 import re
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -71,6 +72,10 @@ def test_groups_share_their_start_states():
         assert states[0] == states[1] != states[2] == states[3]
     first, second, _ = starts(cartpole(group_size=2), 3)
     assert first != second
+    env = cartpole(group_size=2)
+    begun = env.reset(7)["state"]
+    alone = gymnasium.make("CartPole-v1").reset(seed=int(env.seeds[2]))[0]
+    assert begun[2].tolist() == alone.tolist(), "the seed is that of its reset"
 
 
 def test_fixed_start_states_stay():

@@ -17,6 +17,7 @@ from tests.control.envs import toys
 from tests.processes import runs
 from tether.control.collecting.collector import EpisodeTracker
 from tether.control.envs.make import EnvOptions, Pacing, make_vector_env
+from tether.control.envs.protocol import NO_SEED
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING = np.zeros((3, 1), dtype=np.int64)
@@ -59,9 +60,12 @@ def test_a_worker_that_dies_is_replaced_and_its_episodes_are_lost(countdown):
     assert step.truncated.tolist() == [False, True, True]
     assert step.reward.tolist() == [3, 0, 0]
     assert step.obs["state"][:, 0].tolist() == [3, 0, 0]
+    assert env.seeds.tolist() == [0, 4, 5]
     step = env.step(NOTHING)
     assert step.valid is None
     assert step.reward.tolist() == [4, 1, 1]
+    env.step(NOTHING)
+    assert env.seeds.tolist() == [NO_SEED, 4, 5]
 
 
 def test_the_second_death_is_named(countdown):

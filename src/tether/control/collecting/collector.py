@@ -22,7 +22,16 @@ from torch import Tensor
 from tether.batch import EnvBatch, Episode
 from tether.config.schema import AlgorithmConfig
 from tether.control.envs.config import TrainEnvConfig
-from tether.control.envs.protocol import DiscreteActions, EnvStep, Flags, Floats, SteppedInGroups, VectorEnv, choices_of
+from tether.control.envs.protocol import (
+    NO_SEED,
+    DiscreteActions,
+    EnvStep,
+    Flags,
+    Floats,
+    SteppedInGroups,
+    VectorEnv,
+    choices_of,
+)
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.networks import Act
 from tether.observations import ACTION_MASK, Array, Observation, copied
@@ -40,6 +49,11 @@ class EpisodeTracker:
         self._reward = np.zeros(num_envs)
         self._length = np.zeros(num_envs, dtype=np.int64)
         self._success = np.zeros(num_envs, dtype=np.bool_)
+
+    @property
+    def solved(self) -> NDArray[np.bool_]:
+        """[N]: whether the task of each unfinished episode has been solved."""
+        return self._success.copy()
 
     def state_dict(self) -> StateDict:
         """Return the state of the unfinished episodes."""
@@ -181,6 +195,7 @@ class _Rows:
     valid: Flags
     starts: Flags
     success: Flags
+    seeds: NDArray[np.int64]
 
     def select_columns(self, columns: slice) -> _Rows:
         """Return some of the columns."""
@@ -239,14 +254,17 @@ class EnvCollector:
             self._valid.numpy(),
             self._starts.numpy(),
             np.zeros(shape, dtype=np.bool_),
+            np.full((columns, steps // chunk), NO_SEED, dtype=np.int64),
         )
-        self._reports_success = False
+        self._reports_success = self._has_reported_success = False
         self._reported: dict[str, Floats] = {}
         """Columns [N, T] of `EnvStep.told` in the current epoch."""
         self._now: Observation = {field.name: field.zeros(env.num_envs) for field in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
         """Whether the next decision that is carried out begins an episode."""
+        self._seeds: NDArray[np.int64] | None = getattr(env, "seeds", None)
+        """`HeldEnv.seeds`; None if the environments are reset together."""
         self._tracker = EpisodeTracker(env.num_envs)
         self._done = 0
         self.env_seconds = 0.0
@@ -291,13 +309,15 @@ class EnvCollector:
             "memory": torch.from_numpy(self._state.copy()),
             "fresh": torch.from_numpy(self._fresh.copy()),
             "episodes": self._tracker.state_dict(),
-        }
+        } | ({} if self._seeds is None else {"seeds": torch.from_numpy(self._seeds.copy())})
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load what `state_dict` returned; the state of the environments is restored separately."""
         self._now = {name: field.numpy().copy() for name, field in state["now"].items()}
         self._state[:], self._fresh[:] = state["memory"].numpy(), state["fresh"].numpy()
         self._tracker.load_state_dict(state["episodes"])
+        if self._seeds is not None and "seeds" in state:
+            self._seeds[:] = state["seeds"].numpy()
 
     def collect(self, act: Act, noise: Tensor, seeds: Sequence[int] = ()) -> EnvBatch:
         """Step every environment T times in each of E epochs.
@@ -319,6 +339,7 @@ class EnvCollector:
             new_finals, ended = self._collect_epoch(act, noise[epoch], epoch)
             finals += new_finals
             episodes += ended
+            self._has_reported_success |= self._reports_success
         return EnvBatch(
             self._shown,
             self._actions,
@@ -331,6 +352,8 @@ class EnvCollector:
             self._final_obs(finals),
             (torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
             tuple(episodes),
+            success=torch.from_numpy(self._rows.success) if self._has_reported_success else None,
+            seeds=None if self._seeds is None else torch.from_numpy(self._rows.seeds),
         )
 
     def _collect_epoch(self, act: Act, noise: Tensor, epoch: int) -> tuple[Finals, tuple[Episode, ...]]:
@@ -359,18 +382,22 @@ class EnvCollector:
         self._done += self.steps
         success = rows.success if self._reports_success else None
         ended = rows.terminated | rows.truncated
+        solved_before = self._tracker.solved
         episodes = self._tracker.add(rows.rewards, ended, rows.valid, success, self._reported)
+        rows.success[:, 0] |= solved_before
         return [(columns.start + n, t, row) for n, t, row in finals], episodes
 
     def _play(self, act: Act, noise: Floats, rows: _Rows) -> Finals:
         """Fill the columns of one epoch; returns the final observations to bootstrap."""
-        width, state, fresh = self.env.actions.width, self._state, self._fresh
+        width, state, fresh, seeds = self.env.actions.width, self._state, self._fresh, self._seeds
         finals: Finals = []
         obs = self._now
         for t in range(self.steps):
             decision, k = divmod(t, self.chunk)
             if k == 0:
                 rows.starts[:, decision] = fresh
+                if seeds is not None:
+                    rows.seeds[:, decision] = seeds
                 state[fresh] = 0.0
                 rows.actions[:, decision], state[:] = act(obs, noise[decision], state)
             step = self._step(rows.actions[:, decision, k * width : (k + 1) * width], t)
@@ -387,7 +414,7 @@ class EnvCollector:
         it chooses for the others is ignored: so the results are those of `_play`, bit for bit, in whatever order groups
         finish.
         """
-        groups, state, fresh = env.groups, self._state, self._fresh
+        groups, state, fresh, seeds = env.groups, self._state, self._fresh, self._seeds
         obs, everyone = copied(self._now), np.arange(env.num_envs)
         now = np.zeros(env.num_envs, dtype=np.int64)  # steps that each environment has finished
         finals: Finals = []
@@ -397,6 +424,8 @@ class EnvCollector:
             if ready:
                 for which in (groups[group] for group in ready):
                     rows.starts[which, now[which.start]] = fresh[which]
+                    if seeds is not None:
+                        rows.seeds[which, now[which.start]] = seeds[which]
                     state[which][fresh[which]] = 0.0
                 chosen, after = act(obs, noise[np.minimum(now, self.steps - 1), everyone], state)
             for group in ready:

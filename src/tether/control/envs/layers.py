@@ -51,6 +51,11 @@ class CodedEnv:
         self.id, self.num_envs, self.layout = env.id, env.num_envs, env.layout
         self.actions, self.spaces = code.actions, env.spaces
 
+    @property
+    def seeds(self) -> NDArray[np.int64] | None:
+        """Seeds of the current episodes, as `HeldEnv` has them; None if the environments are reset together."""
+        return getattr(self._env, "seeds", None)
+
     def reset(self, seed: int) -> Observation:
         return self._env.reset(seed)
 
@@ -121,6 +126,7 @@ class PacedEnv:
         self._begun = [0] * self.num_envs
         self._waiting = np.zeros(self.num_envs, dtype=np.bool_)
         self._group_size, self._fixed_seed = group_size, fixed_seed
+        self.seeds = env.seeds
 
     def reset(self, seed: int) -> Observation:
         self._seed, self._steps = seed, 0

@@ -21,7 +21,7 @@ from tether.control.envs.conversion import (
     success_of,
 )
 from tether.control.envs.gymnasium_types import Env, Info, Raw
-from tether.control.envs.protocol import EnvState, EnvStep, Floats, Saved
+from tether.control.envs.protocol import NO_SEED, EnvState, EnvStep, Floats, Saved
 from tether.control.envs.state import EnvKeeper
 from tether.observations import Array, Observation, copied, shapes
 
@@ -71,6 +71,7 @@ class SyncVectorEnv:
         self._terminated = np.zeros(num_envs, dtype=np.bool_)
         self._truncated = np.zeros(num_envs, dtype=np.bool_)
         self._success, self._had_success = np.zeros(num_envs, dtype=np.bool_), False
+        self.seeds = np.full(num_envs, NO_SEED, dtype=np.int64)
 
     def reset(self, seed: int) -> Observation:
         return self.begin({i: seed + i for i in range(self.num_envs)})
@@ -82,6 +83,7 @@ class SyncVectorEnv:
                 refuse_unread_mask(info, self.layout, self.id)
             self._write(self._obs, i, obs)
             self._waiting[i] = False
+            self.seeds[i] = NO_SEED if seed is None else seed
         return self._obs
 
     def step(self, actions: Array) -> EnvStep:
@@ -122,6 +124,7 @@ class SyncVectorEnv:
                     self._waiting[i] = True
                 else:
                     obs, _ = read_reset(env.reset(), f"{self.id}, environment {i}")
+                    self.seeds[i] = NO_SEED
             self._write(self._obs, i, obs)
         self._had_success = has_success
         return EnvStep(
@@ -153,6 +156,7 @@ class SyncVectorEnv:
             raise ValueError(f"saved with the observations {shapes(obs)}, now {shapes(self._obs)}")
         self._keeper.set(envs)
         self._obs, self._waiting[:] = copied(obs), waiting
+        self.seeds[:] = NO_SEED
 
     def close(self) -> None:
         with ExitStack() as all_of_them:  # closes the others even if one raises

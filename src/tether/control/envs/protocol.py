@@ -63,6 +63,9 @@ def choices_of(actions: ActionSpec) -> tuple[int, ...]:
     return () if isinstance(actions, ContinuousActions) else actions.choices
 
 
+NO_SEED = -1
+"""Seed of an episode that was reset without one: the generator of its environment continued."""
+
 Saved: TypeAlias = Any
 """Picklable state of an environment, for `set_state`."""
 
@@ -170,6 +173,8 @@ class HeldEnv(Protocol):
     layout: ObsLayout
     actions: ActionSpec
     spaces: Spaces
+    seeds: NDArray[np.int64]
+    """[N]: seed with which the current episode of each environment was reset, or `NO_SEED`; changed in place."""
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
         """Begin new episodes in some environments; return the observations of all, [N, ...].

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tether.control.envs.conversion import check_finite
 from tether.control.envs.loop import SyncVectorEnv
-from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Saved
+from tether.control.envs.protocol import NO_SEED, ActionSpec, EnvState, EnvStep, Saved
 from tether.control.envs.spaces import Spaces
 from tether.observations import Array, Observation, ObsLayout
 from tether.runtime.channel import Channel
@@ -83,6 +83,7 @@ class WorkerVectorEnv:
         self.id, self.num_envs, self._first = id, num_envs, first
         self._make, self._timeout, self._holds = make, timeout, holds
         self._seed = 0
+        self.seeds = np.full(num_envs, NO_SEED, dtype=np.int64)
         bounds = np.linspace(0, num_envs, min(num_workers, num_envs) + 1).astype(int).tolist()
         one, *others = (slice(begin, end) for begin, end in pairwise(bounds))
         self._workers = [self._start(one, make_first or make, announces=True)]
@@ -98,6 +99,8 @@ class WorkerVectorEnv:
         return self.begin({n: self._seed + n for n in range(self.num_envs)})
 
     def begin(self, seeds: Mapping[int, int | None]) -> Observation:
+        for n, seed in seeds.items():
+            self.seeds[n] = NO_SEED if seed is None else seed
         requests = []
         for worker in self._workers:
             first, stop = worker.rows.start, worker.rows.stop
@@ -117,8 +120,7 @@ class WorkerVectorEnv:
             self._send(worker, ("step", actions[worker.rows]))
         steps = []
         for index in range(len(self._workers)):
-            answer = self._result(index)
-            steps.append(self._lost(index, answer) if isinstance(answer, str) else answer)
+            steps.append(self._stepped(index, self._result(index)))
         return _joined(steps)
 
     @property
@@ -150,7 +152,7 @@ class WorkerVectorEnv:
         if not done and seconds > PATIENCE:
             done = {next(iter(stepping))}  # `receive` watches its deadline, and signals
         answers = [(group, self._result(group)) for group in sorted(done)]
-        return [(group, self._lost(group, answer) if isinstance(answer, str) else answer) for group, answer in answers]
+        return [(group, self._stepped(group, answer)) for group, answer in answers]
 
     def render(self) -> NDArray[np.uint8]:
         self._send(self._workers[0], ("render", None))
@@ -190,6 +192,7 @@ class WorkerVectorEnv:
             if answer:
                 raise answer
         self._seed = seed
+        self.seeds[:] = NO_SEED
 
     def close(self) -> None:
         for worker in self._workers:
@@ -246,12 +249,20 @@ class WorkerVectorEnv:
         names = f"{self.id}: the process of {self._names(failed)}"
         if failed.failure is not None:
             raise RuntimeError(f"{names} failed twice. First it {failed.failure}. Then it {how}.")
-        warnings.warn(f"{names} {how}. It is replaced, and its episodes are lost", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{names} {how}. It is replaced, and its episodes are lost", RuntimeWarning, stacklevel=5)
         self._workers[index] = self._start(failed.rows)
         self._workers[index].failure = how
 
     def _names(self, worker: _Worker) -> str:
         return f"environments {self._first + worker.rows.start} to {self._first + worker.rows.stop - 1}"
+
+    def _stepped(self, index: int, answer: EnvStep | str) -> EnvStep:
+        """Return the step of a process, or the step in which its episodes were lost."""
+        if isinstance(answer, str):
+            return self._lost(index, answer)
+        if answer.final_obs is not None and not self._holds:  # episodes ended, and the next ones have begun
+            self.seeds[self._workers[index].rows][answer.terminated | answer.truncated] = NO_SEED
+        return answer
 
     def _lost(self, index: int, how: str) -> EnvStep:
         """Replace a process, and return the step in which its episodes were lost."""
@@ -261,6 +272,7 @@ class WorkerVectorEnv:
         obs = {entry.name: entry.zeros(count) for entry in self.layout}
         if not self._holds:
             seeds = {i: self._seed + self.num_envs + worker.rows.start + i for i in range(count)}
+            self.seeds[worker.rows] = list(seeds.values())
             self._send(worker, ("begin", seeds))
             obs = self._receive(worker)
             if isinstance(obs, str):

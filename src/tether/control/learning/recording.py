@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tether.batch import EnvBatch
 from tether.loop.protocol import Experience
@@ -46,7 +45,10 @@ class EpisodeRecorder:
         if not len(segments.row):
             return
         with self.file.recording(step) as add:
-            used = add("columns", {name: pack(column[:MAX_SEGMENTS]) for name, column in segments.columns.items()})
+            columns: dict[str, object] = {
+                name: pack(column[:MAX_SEGMENTS]) for name, column in segments.columns.items()
+            }
+            used = add("columns", columns | ({"tasks": segments.tasks[0]} if segments.tasks else {}))
             recorded, left_out, budget = list[dict[str, object]](), 0, self.file.max_bytes - used
             for segment, reasons in segments.chosen(step).items():
                 one, size = segments.steps(segment, budget)
@@ -73,7 +75,7 @@ class _Segments:
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Row, first step and end of each segment."""
         row, first, end = self._all_bounds
-        carried_out = self._sums[1] > 0
+        carried_out = self._lengths > 0
         return row[carried_out], first[carried_out], end[carried_out]
 
     @cached_property
@@ -87,16 +89,15 @@ class _Segments:
         return row, first, end + 1
 
     @cached_property
-    def _sums(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Sum of rewards, and number of steps that were carried out, of each of `_all_bounds`."""
-        valid = self.batch.valid.numpy()
+    def _lengths(self) -> NDArray[np.int64]:
+        """Number of steps that were carried out in each of `_all_bounds`."""
+        return self._reduced(np.add, self.batch.valid.numpy().astype(np.int64))
+
+    def _reduced(self, reduce: np.ufunc, values: Array) -> Array:
+        """Reduce values of steps, [M, T], to one of each of `_all_bounds`."""
         row, first, _ = self._all_bounds
-        starts = row * valid.shape[1] + first
-        rewards = np.where(valid, self.batch.token_level_scores.numpy(), 0.0)
-        return (
-            np.add.reduceat(rewards.ravel().astype(np.float64), starts),
-            np.add.reduceat(valid.ravel().astype(np.int64), starts),
-        )
+        reduced: Array = reduce.reduceat(values.ravel(), row * values.shape[1] + first)
+        return reduced
 
     @property
     def row(self) -> NDArray[np.int64]:
@@ -107,18 +108,41 @@ class _Segments:
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
         """What is known of each segment, by name."""
         row, first, end = self._bounds
-        reward, length = (sums[self._sums[1] > 0] for sums in self._sums)
-        batch = self.batch
+        batch, carried_out = self.batch, self._lengths > 0
+        rewards = np.where(batch.valid.numpy(), batch.token_level_scores.numpy(), 0.0).astype(np.float64)
+        reward = self._reduced(np.add, rewards)[carried_out]
         starts = batch.starts.numpy()[row, first // batch.chunk] | (first > 0)
-        return {
+        columns: dict[str, NDArray[np.generic]] = {
             "env": row.astype(np.int32),
             "first": first.astype(np.int32),
             "return": np.clip(reward, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32),
-            "length": length.astype(np.int32),
+            "length": self._lengths[carried_out].astype(np.int32),
             "from_start": starts,
             "terminated": batch.terminated.numpy()[row, end - 1],
             "truncated": batch.truncated.numpy()[row, end - 1],
         }
+        if batch.success is not None:
+            columns["success"] = self._reduced(np.logical_or, batch.success.numpy())[carried_out]
+        if batch.seeds is not None:
+            columns["seed"] = batch.seeds.numpy()[self._last_decision]
+        if self.tasks is not None:
+            columns["task"] = self.tasks[1]
+        return columns
+
+    @property
+    def _last_decision(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Row and index of the last decision of each segment; at its first step an environment may still wait."""
+        row, _, end = self._bounds
+        return row, (end - 1) // self.batch.chunk
+
+    @cached_property
+    def tasks(self) -> tuple[list[str], NDArray[np.int32]] | None:
+        """The task descriptions, and the index of that of each segment; None if the environments have none."""
+        if not any(field.name == TASK for field in self.layout):
+            return None
+        codes = np.ascontiguousarray(self.batch.obs[TASK].numpy()[self._last_decision])
+        names, index = np.unique(codes.view(f"S{codes.shape[1]}").ravel(), return_inverse=True)
+        return [name.decode(errors="replace") for name in names], index.astype(np.int32)
 
     def chosen(self, step: int) -> Mapping[int, list[str]]:
         """Return the segments to record step by step, each with the reasons."""
@@ -145,21 +169,10 @@ class _Segments:
         batch, chunk = self.batch, self.batch.chunk
         row, first, end = (int(bound[segment]) for bound in self._bounds)
         count = batch.token_level_scores.shape[1]
-        values = {
-            name: pack(_by_step(tensor[row], count)[first:end])
-            for name, tensor in {
-                "rewards": batch.token_level_scores,
-                "shaped_rewards": batch.token_level_rewards,
-                "values": None if batch.values is None else batch.values[:, :-1].flatten(1),
-                "advantages": batch.advantages,
-                "returns": batch.returns,
-                "log_probs": None if batch.old_log_probs is None else batch.old_log_probs.flatten(2).sum(-1),
-            }.items()
-            if tensor is not None
-        }
-        actions = batch.actions[row].reshape(count, -1)[first:end].numpy()
-        one: dict[str, object] = {"env": row, "first": first, "values": values, "actions": pack(actions)}
-        size = sum(len(str(packed["data"])) + 80 for packed in [*values.values(), pack(actions)])
+        values = {name: pack(_by_step(numbers[row], count)[first:end]) for name, numbers in self._values.items()}
+        actions = pack(batch.actions[row].reshape(count, -1)[first:end].numpy())
+        one: dict[str, object] = {"env": row, "first": first, "values": values, "actions": actions}
+        size = sum(len(packed["data"]) + 80 for packed in [*values.values(), actions])
         observed, left_out = dict[str, object](), list[str]()
         for field in self.layout:
             array = self._observed(field, row, first // chunk, -(-end // chunk))
@@ -178,6 +191,20 @@ class _Segments:
             size += len(packed["data"])
         return one | {"observations": observed, "left_out": left_out}, size
 
+    @cached_property
+    def _values(self) -> Mapping[str, NDArray[np.float32]]:
+        """What is known of each step or decision of each row, by name."""
+        batch = self.batch
+        known = {
+            "rewards": batch.token_level_scores,
+            "shaped_rewards": batch.token_level_rewards,
+            "values": None if batch.values is None else batch.values[:, :-1].flatten(1),
+            "advantages": batch.advantages,
+            "returns": batch.returns,
+            "log_probs": None if batch.old_log_probs is None else batch.old_log_probs.flatten(2).sum(-1),
+        }
+        return {name: tensor.detach().float().cpu().numpy() for name, tensor in known.items() if tensor is not None}
+
     def _observed(self, field: ObsPart, row: int, first: int, end: int) -> Array:
         """Return the observations before the decisions of a segment, and the last one of its episode if it is known."""
         batch = self.batch
@@ -191,7 +218,6 @@ class _Segments:
         return shown
 
 
-def _by_step(values: Tensor, steps: int) -> NDArray[np.float32]:
+def _by_step(values: NDArray[np.float32], steps: int) -> NDArray[np.float32]:
     """Return values of decisions or of steps as values of steps."""
-    numbers: NDArray[np.float32] = values.detach().float().cpu().numpy()
-    return np.repeat(numbers, steps // len(numbers))
+    return values if len(values) == steps else np.repeat(values, steps // len(values))

@@ -172,8 +172,10 @@ class _Lines:
         """Step of the last line of the run that is resumed."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and resumed_step is None:
-                path.rename(_free_name(path))
+            if resumed_step is None:
+                for earlier in filter(None, (path, discarded)):
+                    if earlier.exists():
+                        earlier.rename(_free_name(earlier))
             elif path.exists():
                 read = [(line, record["step"]) for line, record in _records(path)]
                 lines = [(line, step) for line, step in read if step <= resumed_step]

@@ -1,4 +1,4 @@
-import { h } from "./text.js";
+import { h, link } from "./text.js";
 import { compared, trend } from "./trend.js";
 import { group, prompts, sample, step, validation } from "./step.js";
 import { episode, episodes, tasks } from "./control.js";
@@ -80,20 +80,21 @@ async function draw() {
     tabs(state, overview, runs);
     const focused = document.activeElement?.getAttribute?.("aria-label"), top = drawn === location.hash ? scrollY : 0;
     const samePage = drawn.replace(/&?(token|by)=[^&]*/g, "") === location.hash.replace(/&?(token|by)=[^&]*/g, "");
-    const keep = scrollY;
+    const keep = scrollY, unfolded = samePage ? [...main.querySelectorAll("details")].map((one) => one.open) : [];
     main.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
+    main.querySelectorAll("details").forEach((one, index) => { one.open ||= unfolded[index] ?? false; });
     scrollTo(0, samePage ? keep : top);
     if (focused) document.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
     drawn = location.hash;
     main.dataset.drawn = `${location.hash} ${runs.versions}`;
   } catch (error) {
-    if (mine === current) main.replaceChildren(h("p", { class: "bad", id: "error" }, error.message));
+    if (mine === current) main.replaceChildren(h("p", { class: "bad", id: "error" }, error.message), h("p", {}, link("back", () => history.back()), " or ", link("to the trend", () => go({ view: "trend", sample: null, token: null }))));
   }
 }
 
 document.addEventListener("keydown", async (event) => {
   const state = read();
-  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey || state.sample === undefined) return;
+  if (event.target.matches("input:not([type=range]), select, textarea") || event.ctrlKey || event.metaKey || event.altKey || state.sample === undefined) return;
   const moves = { j: 1, k: -1 }, samples = { l: 1, h: -1 };
   if (event.key in moves) {
     const slider = document.querySelector("main input[type=range]");
@@ -118,8 +119,16 @@ let resized;
 addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(draw, 200); });
 draw();
 if (!answers) setInterval(async () => {
-  if (document.hidden || document.activeElement?.matches("input, select")) return;
+  if (document.hidden || document.activeElement?.matches("input:not([type=range]), select")) return;
   const runs = await ask("runs").catch(() => null), state = document.getElementById("state");
+  const main = document.getElementById("main"), shown = read();
   if (!runs) state.textContent = "the server has ended";
-  else if (drawn === location.hash && !document.getElementById("main").dataset.drawn?.endsWith(` ${runs.versions}`)) draw();
+  else if (drawn !== location.hash || main.dataset.drawn?.endsWith(` ${runs.versions}`)) return;
+  else if (shown.sample === undefined || shown.view) draw();
+  else { // What was recorded of a step does not change while somebody reads it.
+    const overview = await ask("overview", { run: shown.run }).catch(() => null);
+    if (!overview) return;
+    tabs(shown, overview, runs);
+    main.dataset.drawn = `${location.hash} ${runs.versions}`;
+  }
 }, 1000 * FOLLOW_SECONDS);

@@ -50,6 +50,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
   box.append(legend);
   if (!shown.length) return box;
   const x = shown.flatMap((one) => one.x);
+  const dropped = stacked ? [] : shown.flatMap((one, index) => (one.discarded ?? []).map((branch) => ({ ...branch, color: one.color ?? COLORS[index % COLORS.length] })));
   let layers = shown.map((one) => one.y);
   if (stacked) {
     const steps = shown[0].x, total = new Array(steps.length).fill(0);
@@ -59,7 +60,8 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
   let low = stacked ? 0 : Math.min(...values), high = Math.max(...values);
   const constant = low === high ? low : null;
   if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
-  const [first, last] = domain ?? [x.reduce((a, b) => Math.min(a, b)), x.reduce((a, b) => Math.max(a, b))];
+  const all = [...x, ...dropped.flatMap((branch) => branch.x)];
+  const [first, last] = domain ?? [all.reduce((a, b) => Math.min(a, b)), all.reduce((a, b) => Math.max(a, b))];
   const at = {
     x: (value) => MARGIN.left + (width - MARGIN.left - MARGIN.right) * (last === first ? 0.5 : (value - first) / (last - first)),
     y: (value) => MARGIN.top + (height - MARGIN.top - MARGIN.bottom) * (1 - (value - low) / (high - low)),
@@ -76,6 +78,8 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
       ? svg("rect", { class: "discarded", x: at.x(mark.step), width: Math.max(3, at.x(end) - at.x(mark.step)), y: MARGIN.top, height: height - MARGIN.top - MARGIN.bottom })
       : svg("line", { class: `mark ${mark.kind}`, x1: at.x(mark.step), x2: at.x(mark.step), y1: MARGIN.top, y2: height - MARGIN.bottom }));
   }
+  // Branches that a resume left, where their values fit: they do not stretch the chart.
+  for (const branch of dropped) picture.append(svg("path", { class: "dropped-branch", d: path(branch.x, branch.y.map((value) => value < low || value > high ? null : value), at), fill: "none", stroke: branch.color }));
   layers.forEach((y, index) => {
     const one = shown[index], color = one.color ?? COLORS[index % COLORS.length];
     if (stacked) {

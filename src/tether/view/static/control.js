@@ -12,18 +12,24 @@ export async function episodes(overview, state, ask, go) {
     h("div", { class: "histograms" }, spread.map(histogram)),
     h("p", { class: "faint" }, `Rows marked recorded open, step by step.${listed.left_out ? ` ${listed.left_out} more were chosen and did not fit into the size of a step (${listed.record_more}).` : ""} A segment is what a rollout has of an episode.`),
     table([{ name: "episode", show: (row) => row.row, sortable: false, title: "row of the step" }, { name: "recorded", sortable: false, title: "whether its steps were recorded", show: (row) => row.recorded ? "yes" : "" },
-      ...listed.columns.map((name) => ({ name, title: listed.meanings[name], show: (row) => flag(row[name]) }))], listed.rows,
+      ...listed.columns.map((name) => ({ name, title: listed.meanings[name], show: (row) => name === "success" ? (row.success ? "yes" : "no") : flag(row[name]) }))], listed.rows,
       { onRow: (row) => go({ sample: row.row, token: null, view: null }), opens: (row) => row.recorded, sort: state.sort, onSort: (sort) => go({ sort }) }),
     listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}.`) : null,
+    ...Object.entries(listed.not_recorded).map(([name, needs]) => h("p", { class: "faint small" }, `No ${name} in this run. It needs ${needs}.`)),
     meanings(listed),
   ];
 }
 
 export async function tasks(state, ask, go) {
   const listed = await ask("tasks", { run: state.run });
-  return [h("h1", {}, "Success by task"), listed.length
-    ? h("div", { class: "grid" }, listed.map((one) => h("div", { class: "card" }, chart({ series: [{ name: one.task, x: one.steps, y: one.values }], onPick: (step) => go({ view: "step", step }) }))))
-    : h("p", { class: "faint" }, "This run reports no tasks. Environments that report one in their infos are named in env.train.info_metrics.")];
+  if (!listed.length) return [h("h1", {}, "Success by task"), h("p", { class: "faint" }, "This run reports no success: its environments have neither success nor is_success in their infos. Other numbers of a task are named in env.train.info_metrics.")];
+  return [
+    h("h1", {}, "Success by task, the worst first"),
+    h("p", { class: "faint" }, "Share of the episodes that ended in a recorded step and had solved their task; bands are 95 % intervals. A click on a curve opens its step."),
+    h("div", { class: "grid", id: "tasks" }, listed.map((one) => h("div", { class: "card" }, h("h3", {}, one.task),
+      h("p", { class: "small faint" }, `${number(100 * one.recent, 3)} % lately${one.episodes ? `; ${one.episodes} episodes in all` : ""}`),
+      chart({ series: [{ name: "success", x: one.steps, y: one.values, low: one.low, high: one.high }], onPick: (step) => go({ view: "step", step }) })))),
+  ];
 }
 
 function film(data, canvas) {
@@ -79,7 +85,7 @@ export async function episode(overview, state, ask, go) {
   setTimeout(() => seek(state.token ?? one.largest_drop ?? 0));
   return [
     h("h1", {}, `Step ${state.step}, episode ${state.sample}`),
-    facts({ return: one.return, length: one.length, environment: one.env, "begins at a start": one.from_start ? "yes" : "no", ended: one.terminated ? "terminated" : one.truncated ? "truncated" : "goes on", chosen: one.reasons.join(", ") }),
+    facts({ return: one.return, length: one.length, environment: one.env, "begins at a start": one.from_start ? "yes" : "no", ended: one.terminated ? "terminated" : one.truncated ? "truncated" : "goes on", task: one.task, success: one.success === undefined ? undefined : one.success ? "yes" : "no", seed: one.seed === null ? "none, its environment went on with its own generator" : one.seed, chosen: one.reasons.join(", ") }),
     one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop}`), ` of 0-${steps - 1} (from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}).`) : null,
     canvas ?? h("p", { class: "faint" }, one.no_film),
     ...Object.entries(one.observations).filter(([, value]) => typeof value === "string").map(([name, value]) => facts({ [name]: value })),

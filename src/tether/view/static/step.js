@@ -6,7 +6,13 @@ import { adviceBox } from "./advice.js";
 export async function step(overview, state, ask, go) {
   const arguments_ = { run: state.run, step: state.step };
   for (const name of ["where", "text", "sort"]) if (state[name]) arguments_[name] = state[name];
-  const listed = await ask("samples", arguments_);
+  let problem = null;
+  // A filter that is wrong stays in its field, to be corrected.
+  const listed = await ask("samples", arguments_).catch((error) => {
+    if (!arguments_.where && !arguments_.text && !arguments_.sort) throw error;
+    problem = error.message;
+    return ask("samples", { run: state.run, step: state.step });
+  });
   const field = (name, label) => h("input", { class: "wide", placeholder: label, "aria-label": label, value: state[name] ?? "", onchange: (event) => go({ [name]: event.target.value || null }) });
   const rows = listed.rows;
   const named = rows.length && rows[0].response !== undefined;
@@ -24,6 +30,7 @@ export async function step(overview, state, ask, go) {
     state.step ? stepLinks(overview, state, go) : null,
     h("div", { class: "bar" }, field("where", "Filter: reward==0 and length>200"), field("text", "Text in prompt or response"),
       h("button", { onclick: () => go({ step: null, view: "samples" }) }, "all steps")),
+    problem ? h("p", { class: "bad", id: "problem" }, problem) : null,
     h("div", { class: "histograms" }, spread.map(histogram)),
     rows.length > 2 && named ? scatter(rows, open) : null,
     table(columns, rows, { onRow: open, sort: state.sort, onSort: (sort) => go({ sort }) }),
@@ -32,7 +39,7 @@ export async function step(overview, state, ask, go) {
     groups.length ? h("h2", {}, "Groups: who takes which share of the gradient") : null,
     groups.length ? table([{ name: "group" }, { name: "prompt" }, { name: "rewards", show: (row) => row.rewards.map((one) => number(one, 3)).join(", ") }, { name: "mean" },
       { name: "share of gradient", show: (row) => row.gradient_share === undefined ? "-" : `${(100 * row.gradient_share).toFixed(1)} %` },
-      { name: "variance", show: (row) => row.without_variance ? "none: teaches nothing" : "" }], groups, { onRow: (row) => go({ view: "group", group: row.group, sample: null }) }) : null,
+      { name: "variance", show: (row) => row.without_variance ? withoutVariance(row) : "" }], groups, { onRow: (row) => go({ view: "group", group: row.group, sample: null }) }) : null,
     moved.length ? h("h2", {}, "What moved") : null,
     moved.length ? h("p", { class: "faint" }, "Sum of advantage times log-ratio: above 0 the update made rewarded answers likelier and others less likely, below 0 the reverse.") : null,
     moved.length ? table([{ name: "group" }, { name: "prompt" }, { name: "moved" }], [...moved.slice(0, 5), ...moved.slice(5).slice(-5)], { onRow: (row) => go({ view: "group", group: row.group }) }) : null,
@@ -40,6 +47,8 @@ export async function step(overview, state, ask, go) {
   ];
 }
 
+// Equal rewards teach nothing where rewards are compared within a group; with a critic they do.
+const withoutVariance = (group) => group.gradient_share > 0 ? "none" : "none: teaches nothing";
 export const flag = (value) => value === true ? "yes" : value === false ? "" : value;
 
 export function meanings(listed) {
@@ -79,7 +88,7 @@ export async function group(state, ask, go) {
   const one = await ask("group", { run: state.run, step: state.step, group: state.group });
   return [
     h("h1", {}, `Step ${state.step}, group ${one.group}: ${one.rows.length} answers to one prompt`),
-    facts({ "share of the gradient": `${(100 * one.gradient_share).toFixed(1)} %`, variance: one.without_variance ? "none: this group teaches nothing" : "yes", expected: one.rows[0]?.ground_truth }),
+    facts({ "share of the gradient": `${(100 * one.gradient_share).toFixed(1)} %`, variance: one.without_variance ? withoutVariance(one) : "yes", expected: one.rows[0]?.ground_truth }),
     text(one.rows[0]?.prompt),
     h("div", { class: "pair" }, one.rows.map((row) => h("div", { class: "card" }, h("h3", {}, h("a", { href: "#", onclick: (event) => { event.preventDefault(); go({ view: null, sample: row.row }); } }, `sample ${row.row}`)),
       facts({ reward: row.reward, length: row.length, advantage: row.advantage, "share": row.gradient_share }), text(row.response)))),
@@ -100,12 +109,12 @@ export async function sample(overview, state, ask, go) {
     facts({ expected: one.ground_truth ?? "not recorded", extracted: one.extra?.pred ?? one.extra?.answer ?? "not returned by the reward (key pred)", reason: one.extra?.reason ?? "not returned by the reward (key reason)", ...Object.fromEntries(extra.filter(([name]) => !["pred", "answer", "reason"].includes(name))) }),
   ];
   if (one.tokens) {
-    shown.push(h("h2", {}, "Tokens"), strip(one, state, go));
+    shown.push(h("h2", {}, "Tokens"), strip(one, state, go, ask));
     Object.entries(one.not_recorded).forEach(([name, needs]) => shown.push(h("p", { class: "faint small" }, `No ${name} in this run. It needs ${needs}.`)));
-    shown.push(h("h2", {}, "Conversation"), ...one.messages.map(turn), turn({ role: "assistant", content: one.response }),
+    shown.push(h("h2", {}, "Conversation"), ...one.turns.map(turn),
       h("details", { id: "exact" }, h("summary", {}, "exact string with special tokens"), text(one.exact_prompt + one.exact_response)),
       h("details", {}, h("summary", {}, "token ids"), text(`prompt: ${one.tokens.prompt_ids.join(" ")}\nresponse: ${one.tokens.ids.join(" ")}`)));
-  } else shown.push(h("p", { class: "faint" }, one.why_no_tokens), h("h2", {}, "Conversation"), turn({ role: "user", content: one.prompt }), turn({ role: "assistant", content: one.response }));
+  } else shown.push(h("p", { class: "faint" }, one.why_no_tokens), h("h2", {}, "Conversation"), ...one.turns.map(turn));
   if (one.cut) shown.push(h("p", { class: "faint" }, `${one.cut} more characters of the response are not recorded; trainer.record_mb bounds them.`));
   if (earlier.length > 1) shown.push(h("h2", {}, `The same prompt through the run: ${earlier.length} samples`),
     chart({ series: [meanByStep(earlier)], label: "step", height: 90, wide: true, onPick: (at) => { const row = earlier.find((other) => other.step === at); return go({ step: row.step, sample: row.row, token: null }); } }),
@@ -118,12 +127,9 @@ function meanByStep(rows) {
   return { name: "mean reward of the prompt", x: [...by.keys()], y: [...by.values()].map((list) => list.reduce((sum, row) => sum + row.reward, 0) / list.length) };
 }
 
-function turn(message) {
-  const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content);
-  const pieces = content.split(/(<think>[\s\S]*?(?:<\/think>|$)|<tool_call>[\s\S]*?(?:<\/tool_call>|$))/);
-  return h("div", { class: "turn" }, h("b", {}, String(message.role)), pieces.map((piece) => piece.startsWith("<think>") ? h("details", {}, h("summary", {}, "thoughts"), text(piece))
-    : piece.startsWith("<tool_call>") ? h("div", {}, h("b", {}, "tool call"), text(piece)) : piece && text(piece)),
-    message.tool_calls ? [h("b", {}, "tool calls"), text(JSON.stringify(message.tool_calls, null, 1))] : null);
+function turn({ role, spans }) {
+  return h("div", { class: "turn" }, h("b", {}, role), spans.map(({ kind, text: words }) => kind === "thought" ? h("details", {}, h("summary", {}, "thoughts"), text(words))
+    : h("div", { "data-kind": kind }, kind === "text" ? null : h("b", {}, kind), text(words))));
 }
 
 const ABOUT_PROMPTS = ["prompts never solved", "reward part is exploited", "format without accuracy", "validation falls"];
@@ -136,7 +142,7 @@ export async function prompts(overview, state, ask, go) {
   return [
     h("h1", {}, `${listed.total} training prompts, the hardest first`),
     advice.length ? adviceBox(advice, overview, go) : null,
-    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : ""] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
+    h("p", { id: "never" }, never.length ? [`${listed.never.length} were never solved: `, never.slice(0, 20).map((one, at) => [at ? ", " : "", link(one.index, () => open(one))]), listed.never.length > 20 ? ", ..." : "", "."] : "Every prompt that was recorded has been solved at least once.", ` Solved means: ${listed.solved_means}.`),
     table([{ name: "index" }, { name: "prompt" }, { name: "attempts" }, { name: "solved", title: listed.solved_means, show: (row) => row.never ? "never" : `${row.solved} (${(100 * row.solved / row.attempts).toFixed(0)} %)` }, { name: "mean reward", show: (row) => row.mean }, { name: "best reward", show: (row) => row.best }], listed.rows, { onRow: open }),
     listed.rows.length < listed.total ? h("p", { class: "faint" }, `The first ${listed.rows.length} of ${listed.total}; tether view RUN --prompts --json --limit ${listed.total} prints all of them.`) : null,
     parts.length ? h("h2", {}, "Parts of the reward") : null,

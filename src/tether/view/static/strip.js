@@ -1,4 +1,4 @@
-import { h, number, named, namedValues, withTip, facts } from "./text.js";
+import { h, number, named, namedValues, withTip, facts, table } from "./text.js";
 import { chart } from "./chart.js";
 
 // What a token can be coloured by: the value at which it has no colour, and its meaning.
@@ -17,7 +17,30 @@ export const MEASURES = {
   policy_version: [null, "number of updates of the weights that sampled the token"],
 };
 
-export function strip(sample, state, go) {
+// What was asked of a checkpoint, by run, step and sample: promises, so that a page that is drawn again waits, too.
+const computed = new Map();
+
+function alternatives(sample, state, token, ask) {
+  const key = `${state.run} ${state.step} ${state.sample}`, box = h("div", { id: "alternatives" });
+  const show = ({ source, tokens }) => {
+    const one = tokens[token];
+    const listed = one.ids.map((id, i) => ({ rank: i + 1, text: JSON.stringify(one.texts[i]), id, probability: Math.exp(one.log_probs[i]) }));
+    box.replaceChildren(h("p", { class: "faint small" }, source),
+      facts({ "its rank": one.rank, "its log-prob there": one.log_prob, "its recorded log-prob": sample.tokens.values.old_log_probs?.[token] ?? sample.tokens.values.sampler_log_probs?.[token] }),
+      table([{ name: "rank" }, { name: "text" }, { name: "id" }, { name: "probability" }], listed));
+  };
+  const request = () => {
+    if (!computed.has(key)) computed.set(key, ask("alternatives", { run: state.run, step: state.step, row: state.sample }));
+    box.replaceChildren(h("p", { class: "faint", role: "status" }, "Loading the checkpoint in another process ..."));
+    computed.get(key).then(show, (error) => { computed.delete(key); box.replaceChildren(h("p", { class: "bad" }, error.message)); });
+  };
+  if (computed.has(key)) request();
+  else if (sample.checkpoint === null) box.append(h("p", { class: "faint small" }, "Alternatives to this token are computed from a checkpoint, and this run has none; trainer.save_freq saves them."));
+  else box.append(h("button", { onclick: request }, `alternatives, from the checkpoint of step ${sample.checkpoint}`));
+  return box;
+}
+
+export function strip(sample, state, go, ask) {
   const { pieces, ids, mask, values } = sample.tokens;
   const measures = Object.keys(MEASURES).filter((name) => values[name]);
   const by = measures.includes(state.by) ? state.by : measures[0];
@@ -54,6 +77,6 @@ export function strip(sample, state, go) {
   }
   box.append(h("div", { class: "strip", id: "strip" }, spans));
   if (token >= 0 && token < pieces.length)
-    box.append(h("h3", {}, `Token ${token} of 0-${pieces.length - 1} (counted from 0)`), facts({ text: JSON.stringify(pieces[token]), id: ids[token], trained: mask[token] ? "yes" : "no (masked)", ...namedValues(values, token) }));
+    box.append(h("h3", {}, `Token ${token} of 0-${pieces.length - 1} (counted from 0)`), facts({ text: JSON.stringify(pieces[token]), id: ids[token], trained: mask[token] ? "yes" : "no (masked)", ...namedValues(values, token) }), alternatives(sample, state, token, ask));
   return box;
 }
