@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,23 +46,30 @@ NOTHING_GIVEN = Assumptions()
 def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """Return the lengths of a run; unless given, half of the limits on average, and a tail at the limit.
 
+    For fine-tuning, the response of a conversation begins with its first learned token: the first one unless given.
+
     Raises:
         ValueError: the lengths contradict each other or the configuration.
     """
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    limit = rollout.response_length
-    prompt = assumptions.prompt if assumptions.prompt is not None else data.max_prompt_length / 2
-    mean = assumptions.mean if assumptions.mean is not None else min(assumptions.tail or limit, limit) / 2
-    tail = assumptions.tail if assumptions.tail is not None else float(limit)
-    for option, value in (("--prompt-mean", prompt), ("--response-mean", mean), ("--response-tail", tail)):
-        if value <= 0:
+    data, given = config.data, assumptions
+    longest_prompt, limit = data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
+    prompt_key, key = "data.max_prompt_length", "data.max_response_length"
+    prompt = longest_prompt / 2 if given.prompt is None else given.prompt
+    if config.sft.enable:
+        longest_prompt, prompt_key = data.max_length, "data.max_length"
+        prompt = given.prompt or 0.0
+        limit, key = max(1, data.max_length - int(prompt)), "data.max_length - --prompt-mean"
+    mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
+    tail = given.tail if given.tail is not None else float(limit)
+    for option, value in (("--prompt-mean", given.prompt), ("--response-mean", mean), ("--response-tail", tail)):
+        if value is not None and value <= 0:
             raise ValueError(f"{option} {value:g}: is not a number of tokens above 0")
-    if prompt > data.max_prompt_length:
-        raise ValueError(f"--prompt-mean {prompt:g}: is above data.max_prompt_length={data.max_prompt_length}")
+    if prompt > longest_prompt:
+        raise ValueError(f"--prompt-mean {prompt:g}: is above {prompt_key}={longest_prompt}")
     if tail > limit:
-        raise ValueError(f"--response-tail {tail:g}: is above data.max_response_length={limit}")
+        raise ValueError(f"--response-tail {tail:g}: is above {key}={limit}")
     if mean > tail:
-        which = "--response-tail" if assumptions.tail is not None else "data.max_response_length"
+        which = "--response-tail" if given.tail is not None else key
         raise ValueError(f"--response-mean {mean:g}: is above {which}={tail:g}")
     return Lengths(prompt, mean, tail, limit)
 
@@ -69,19 +77,28 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
 def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
     """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
     data = config.data
-    if assumptions.rows is not None:
-        rows = RowCount(assumptions.rows, "by --rows")
-    else:
-        counts = [_rows(file) for file in data.train_files]
-        known = [count for count in counts if count is not None]
-        if not counts or len(known) < len(counts):
-            return None
-        rows = RowCount(
-            sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known))
-        )
-    if 0 <= data.train_max_samples < rows.count:
-        return RowCount(data.train_max_samples, "by data.train_max_samples")
-    return rows
+    rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files)
+    return _limited(rows, data.train_max_samples, "data.train_max_samples")
+
+
+def validation_rows(config: RunConfig) -> RowCount | None:
+    """Return the number of held-out rows, or that of the training rows of a published data set; else None."""
+    return _limited(_rows_of(config.data.val_files), config.data.val_max_samples, "data.val_max_samples")
+
+
+def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
+    """Return the rows, of which a key uses only so many if it is not negative."""
+    if limit < 0 or (rows is not None and rows.count <= limit):
+        return rows
+    return RowCount(limit, f"by {key}")
+
+
+def _rows_of(files: Sequence[str]) -> RowCount | None:
+    counts = [_rows(file) for file in files]
+    known = [count for count in counts if count is not None]
+    if not counts or len(known) < len(counts):
+        return None
+    return RowCount(sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known)))
 
 
 def _rows(file: str) -> RowCount | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from tether.plan.architecture import Architecture
 
@@ -307,9 +307,3 @@ def kv_cache(sizes: Architecture, slots: int, length: int, number: int) -> float
 def total(components: Mapping[str, float]) -> float:
     """Return the sum of parts."""
     return sum(components.values())
-
-
-Phase = Literal[
-    "load", "sampling", "log_probs", "reference", "values", "reward", "update_critic", "update_actor", "transfer",
-    "checkpoint",
-]  # fmt: skip
