@@ -97,7 +97,9 @@ def test_a_busy_machine_corrects_nothing(
     save_measurement(HERE)
     write((90, 0.0), (30, 0.6), (40, 0.5))
     assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
-    assert "other programs had the cores for 55% of the time, so later plans are not corrected" in capsys.readouterr().out
+    assert (
+        "other programs had the cores for 55% of the time, so later plans are not corrected" in capsys.readouterr().out
+    )
     assert corrections_of(HERE) == {}
     write((90, 0.0), (30, 0.6), (10, 0.02))
     assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
@@ -105,3 +107,11 @@ def test_a_busy_machine_corrects_nothing(
     assert corrections_of(HERE) == {"gen": pytest.approx(10 / planned)}
     assert corrections_of(replace(HERE, bandwidth=1.05 * HERE.bandwidth)), "measured again, with about the same rates"
     assert corrections_of(replace(HERE, teraflops=HERE.teraflops / 3)) == {}
+
+
+def test_a_run_that_is_missing_or_changed_is_one_line(tmp_path: Path) -> None:
+    missing = f"{tmp_path}/my_run"
+    with pytest.raises(ValueError, match=rf"^{missing}: no such file or folder\. Name a configuration, a recipe or"):
+        show_plan([missing], PlanOptions(), load)
+    with pytest.raises(ValueError, match=r"^trainer\.seed=2: .* is compared with the plan of its own settings\. Leave"):
+        show_plan([str(tmp_path), "trainer.seed=2"], PlanOptions(), load)

@@ -310,3 +310,22 @@ def test_a_run_that_takes_the_samplers_log_probs_computes_none() -> None:
     plan = planner("qwen2.5-0.5b", card, 1, minis, bypass).plan()
     assert "old_log_prob" not in plan.times
     assert "log_probs" not in plan.groups[0].phases
+
+
+def test_a_micro_batch_is_no_larger_than_the_rows_that_a_device_has() -> None:
+    """Four prompts of up to 512 tokens with 8 responses of up to 16 are 2,560 tokens, whatever the limit."""
+    words = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=16")
+    words += ("actor_rollout_ref.actor.use_dynamic_bsz=True",)
+    key, card = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", DEVICES["h100-80g"]
+    needs = [
+        total(planner("qwen2.5-0.5b", card, 1, *words, f"{key}={tokens}").plan().groups[0].phases["update_actor"])
+        for tokens in (1280, 2560, 16384)
+    ]
+    assert needs[0] < needs[1] == needs[2]
+
+
+def test_changes_adapt_both_models_and_name_each_set_of_settings_once() -> None:
+    changes = smallest_changes(planner("qwen3-1.7b", DEVICES["rtx4090-24g"], 2, "algorithm.adv_estimator=gae"))
+    names = [frozenset(change.values) for change in changes]
+    assert len(names) == len(set(names))
+    assert any({"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"} <= keys for keys in names)

@@ -114,8 +114,13 @@ def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -
 def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> int:
     """Print the plan of a run, and return the exit code: 1 if it does not fit."""
     price = read_price(options.price)
-    if len(arguments) == 1 and Path(arguments[0]).is_dir():
-        return show_comparison(Path(arguments[0]), options)
+    first, *others = arguments or [""]
+    if first and Path(first).is_dir():
+        if others:
+            raise ValueError(f"{others[0]}: {first} is compared with the plan of its own settings. Leave this out")
+        return show_comparison(Path(first), options)
+    if "/" in first and "=" not in first and not Path(first).exists():
+        raise ValueError(f"{first}: no such file or folder. Name a configuration, a recipe or the folder of a run")
     loaded = load_for(arguments, options, load)
     if loaded.config.env.train.id is not None:
         return show_control_plan(loaded, options)

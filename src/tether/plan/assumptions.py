@@ -53,12 +53,13 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """
     data, given = config.data, assumptions
     longest_prompt, limit = data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
-    prompt_key, key = "data.max_prompt_length", "data.max_response_length"
+    prompt_key, bound = "data.max_prompt_length", f"data.max_response_length={limit}"
     prompt = longest_prompt / 2 if given.prompt is None else given.prompt
     if config.sft.enable:
         longest_prompt, prompt_key = data.max_length, "data.max_length"
         prompt = given.prompt or 0.0
-        limit, key = max(1, data.max_length - int(prompt)), "data.max_length - --prompt-mean"
+        limit = max(1, data.max_length - int(prompt))
+        bound = f"the {limit} tokens that data.max_length={data.max_length} leaves"
     mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
     tail = given.tail if given.tail is not None else float(limit)
     for option, value in (("--prompt-mean", given.prompt), ("--response-mean", mean), ("--response-tail", tail)):
@@ -67,10 +68,10 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     if prompt > longest_prompt:
         raise ValueError(f"--prompt-mean {prompt:g}: is above {prompt_key}={longest_prompt}")
     if tail > limit:
-        raise ValueError(f"--response-tail {tail:g}: is above {key}={limit}")
+        raise ValueError(f"--response-tail {tail:g}: is above {bound}")
     if mean > tail:
-        which = "--response-tail" if given.tail is not None else key
-        raise ValueError(f"--response-mean {mean:g}: is above {which}={tail:g}")
+        which = bound if given.tail is None else f"--response-tail={tail:g}"
+        raise ValueError(f"--response-mean {mean:g}: is above {which}")
     return Lengths(prompt, mean, tail, limit)
 
 

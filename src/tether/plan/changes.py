@@ -13,7 +13,7 @@ from tether.plan.planning import NEAR, Interval, Plan, Planner, step_of
 from tether.text.sampling.config import SERVERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", 32
+LORA, CRITIC_LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank", 32
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
 """State that is moved to the host -> the last part of its key."""
@@ -114,9 +114,14 @@ def _note(values: Values) -> str:
         notes.append("weights and gradients over the bus in each micro-batch, the optimizer runs on the host")
     if moved := [what for what, name in MOVED.items() if name in names]:
         notes.append(f"{' and '.join(moved)} over the bus in each step")
-    if LORA in values:
+    if trains_adapters(values):
         notes.append("trains adapters alone: another result")
     return "; ".join(notes)
+
+
+def trains_adapters(values: Values) -> bool:
+    """Whether settings train adapters in the place of weights."""
+    return LORA in values or CRITIC_LORA in values
 
 
 def _offloading(planner: Planner) -> Iterator[Values]:
@@ -147,13 +152,16 @@ def _offloading(planner: Planner) -> Iterator[Values]:
 def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     """Return the settings that make a run fit, in the order of the time that a step then takes.
 
-    Tried is each way to move what the models keep to the host, with and without LoRA, sampled as it is or by vLLM, and
-    to each the largest micro-batches and numbers of sequences that fit. Of what is found, all is needed.
+    It tries each way to move what the models keep to the host, LoRA on neither model, the policy or both, the native
+    sampler and vLLM, and with each combination the largest micro-batches and numbers of sequences that fit. Settings
+    that a combination does not need are left out.
     """
     config = planner.config
     adapters: list[Values] = [{}]
     if not config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.actor.strategy != "megatron":
         adapters.append({LORA: LORA_RANK})
+        if "critic" in planner.models and not config.critic.model.lora_rank:
+            adapters.append({LORA: LORA_RANK, CRITIC_LORA: LORA_RANK})
     fitting: dict[frozenset[tuple[str, object]], Values] = {}
     for moved, adapter, sampler in product(_offloading(planner), adapters, _samplers(planner)):
         results = _fitting(planner, {**moved, **adapter}, sampler)
@@ -161,16 +169,18 @@ def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
             fitting.setdefault(frozenset(results.items()), results)
     smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
     changes = [Change(values, _changed(planner, values).plan(), _note(values)) for values in smallest]
-    best: list[Change] = []
+    best: dict[frozenset[str], Change] = {}  # of the same settings with other values, the fastest
     for change in sorted(changes, key=lambda change: (change.plan.step.middle, len(change.values))):
         if not any(_is_better(other, change) for other in changes if other is not change):
-            best.append(change)
-    return best[:limit]
+            best.setdefault(frozenset(change.values), change)
+    return list(best.values())[:limit]
 
 
 def _is_better(one: Change, other: Change) -> bool:
     """Whether a change is as fast as another one, with fewer settings or less host memory, and of the same kind."""
-    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (LORA in one.values and LORA not in other.values):
+    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (
+        trains_adapters(one.values) and not trains_adapters(other.values)
+    ):
         return False
     first, second = ((len(change.values), total(change.plan.host)) for change in (one, other))
     return first != second and first[0] <= second[0] and first[1] <= second[1]

@@ -193,7 +193,8 @@ def saved_per_token(model: Model) -> float:
     attention = c * (2 * queries + 2 * keys) + 4 * sizes.heads
     if sizes.qk_norm:
         attention += (1 if model.fused else 3) * c * (queries + keys)
-    mlp = (2 if model.fused else 4) * c * sizes.mlp_width
+    fused = 3 if model.adapter else 2  # an adapter of the last product also needs its input
+    mlp = (fused if model.fused else 4) * c * sizes.mlp_width
     if not model.fused:
         attention += c * queries  # the heads' outputs, once more as the input of a product
     if sizes.experts:

@@ -390,11 +390,12 @@ class Planner:
     def _micro_tokens(self, model: Model, limits: MicroLimits) -> float:
         """Return the most tokens of a micro-batch: rows as long as they may become, which share their prompts."""
         prompt, response = self.longest
-        if limits.dynamic:
-            return float(max(limits.tokens * model.sequence, prompt + response))
-        rows = max(1, min(limits.rows, self.rows_of_mini_batch(model, limits.mini)))
+        rows = self.rows_of_mini_batch(model, min(limits.mini, self.config.data.train_batch_size))
+        if not limits.dynamic:
+            rows = max(1, min(limits.rows, rows))
         prompts = ceil(rows / self.group) if limits.packed else rows
-        return float(prompts * prompt + rows * response)
+        tokens = float(prompts * prompt + rows * response)
+        return min(tokens, max(limits.tokens * model.sequence, prompt + response)) if limits.dynamic else tokens
 
     def _micro_batches(self, model: Model, limits: MicroLimits) -> int:
         """Return the number of micro-batches of one device in an epoch, of rows with the mean lengths."""
