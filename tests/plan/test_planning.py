@@ -11,7 +11,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, load_for, read_price, show_plan
 from tether.config import LoadedConfig, load_config
 from tether.plan.architecture import KNOWN
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data, validation_rows
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.devices import DEVICES, GIB, Device
 from tether.plan.memory import total
@@ -329,3 +329,14 @@ def test_changes_adapt_both_models_and_name_each_set_of_settings_once() -> None:
     names = [frozenset(change.values) for change in changes]
     assert len(names) == len(set(names))
     assert any({"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"} <= keys for keys in names)
+
+
+def test_rows_of_published_data_are_known_for_training_and_validation() -> None:
+    words = ["data.train_files=[~/gsm8k/train.parquet,~/math/train.parquet]", "data.val_files=[~/gsm8k/test.parquet]"]
+    words += ["actor_rollout_ref.model.path=qwen2.5-0.5b"]
+    counts = [
+        (rows_of_data(config, NOTHING_GIVEN), validation_rows(config))
+        for config in (load([*words, *more]).config for more in ((), ("data.val_max_samples=100",)))
+    ]
+    assert [(train and train.count, test and test.count) for train, test in counts] == [(14973, 1319), (14973, 100)]
+    assert validation_rows(load([*words[:1], words[2], "data.val_files=[mine.parquet]"]).config) is None

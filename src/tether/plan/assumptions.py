@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ ROWS = {
     "math": RowCount(7500, "as MATH has"),
 }
 """Training rows of published data sets, by a word in their paths; the first one counts."""
+HELD_OUT = {"gsm8k": RowCount(1319, "as GSM8K has"), "math": RowCount(5000, "as MATH has")}
+"""Test rows, likewise."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,13 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
 def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
     """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
     data = config.data
-    rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files)
+    rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files, ROWS)
     return _limited(rows, data.train_max_samples, "data.train_max_samples")
 
 
 def validation_rows(config: RunConfig) -> RowCount | None:
-    """Return the number of held-out rows, or that of the training rows of a published data set; else None."""
-    return _limited(_rows_of(config.data.val_files), config.data.val_max_samples, "data.val_max_samples")
+    """Return the number of held-out rows: counted in the files, or of a published data set; else None."""
+    return _limited(_rows_of(config.data.val_files, HELD_OUT), config.data.val_max_samples, "data.val_max_samples")
 
 
 def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
@@ -94,15 +96,15 @@ def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
     return RowCount(limit, f"by {key}")
 
 
-def _rows_of(files: Sequence[str]) -> RowCount | None:
-    counts = [_rows(file) for file in files]
+def _rows_of(files: Sequence[str], published: Mapping[str, RowCount]) -> RowCount | None:
+    counts = [_rows(file, published) for file in files]
     known = [count for count in counts if count is not None]
     if not counts or len(known) < len(counts):
         return None
     return RowCount(sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known)))
 
 
-def _rows(file: str) -> RowCount | None:
+def _rows(file: str, published: Mapping[str, RowCount]) -> RowCount | None:
     path = Path(file).expanduser()
     if path.is_file() and path.suffix == ".jsonl":
         with path.open("rb") as lines:
@@ -111,4 +113,4 @@ def _rows(file: str) -> RowCount | None:
         from pyarrow.parquet import read_metadata
 
         return RowCount(int(read_metadata(path).num_rows), f"counted in {path.name}")
-    return next((rows for word, rows in ROWS.items() if word in file.lower()), None)
+    return next((rows for word, rows in published.items() if word in file.lower()), None)
