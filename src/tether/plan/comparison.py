@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tether.config import LoadedConfig, RunConfig, load_config
 from tether.metrics.loggers import read_metrics
@@ -23,8 +22,8 @@ PEAKS = {True: "perf/cpu_memory_peak_gb", False: "perf/max_memory_allocated_gb"}
 """Metric of the peak, of a run on a CPU and on a GPU."""
 WARM_UP = 1
 """First steps that are not compared: kernels are compiled in them."""
-SAME_RATES = 0.1
-"""Largest relative difference between a device's rates now and when it was compared, for corrections to apply."""
+RATES, TOLERANCE = ("teraflops", "bandwidth"), 0.1
+"""Rates of a device, and up to which relative difference of them its corrections apply."""
 
 
 @dataclass(frozen=True)
@@ -120,31 +119,23 @@ def corrections_of(device: Device) -> dict[str, float]:
 
     Corrections are of plans with certain rates, so they end where the device has been measured again with others.
     """
-    entry = _entries().get(device.name, {})
+    file = corrections_file()
+    if not file.is_file():
+        return {}
     try:
-        if any(abs(getattr(device, rate) / entry[rate] - 1) > SAME_RATES for rate in ("teraflops", "bandwidth")):
+        entry = json.loads(file.read_text(encoding="utf-8")).get(device.name, {})
+        if any(abs(getattr(device, rate) / entry.get(rate, 1e-9) - 1) > TOLERANCE for rate in RATES):
             return {}
         return {str(phase): float(ratio) for phase, ratio in entry["phases"].items()}
-    except KeyError:
-        return {}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}). Delete it; `tether plan RUN` writes it again") from None
 
 
 def keep_corrections(device: Device, corrections: Mapping[str, float]) -> None:
     """Keep the corrections of a device for later plans, in the place of earlier ones of the same phases."""
     phases = {**corrections_of(device), **corrections}
-    entry = {"teraflops": device.teraflops, "bandwidth": device.bandwidth, "phases": phases}
     file = corrections_file()
+    every = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    every[device.name] = {**{rate: getattr(device, rate) for rate in RATES}, "phases": phases}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(_entries() | {device.name: entry}, indent=1), encoding="utf-8")
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    """Return the entries of all devices."""
-    file = corrections_file()
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if not all(isinstance(entry, dict) for entry in entries.values()):
-            raise ValueError("it is not an object of objects")
-        return entries
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}). Delete it; `tether plan RUN` writes it again") from None
+    file.write_text(json.dumps(every, indent=1), encoding="utf-8")
