@@ -21,7 +21,7 @@ from tests.config.scripts import SCRIPTS
 from tests.config.test_seeds import scripts
 from tether.config import ConfigError, load_config
 from tether.plan.assumptions import NOTHING_GIVEN
-from tether.plan.changes import LORA, smallest_changes
+from tether.plan.changes import smallest_changes, trains_adapters
 from tether.plan.devices import DEVICES, gib
 from tether.plan.memory import total
 from tether.plan.planning import Planner
@@ -177,7 +177,7 @@ def _plan_of(file: Path | None, words: Sequence[str], name: str) -> tuple[str, s
     fix = ""
     if plan.verdict != "fits":
         changes = smallest_changes(planner)
-        same = next((change for change in changes if LORA not in change.values), next(iter(changes), None))
+        same = next((change for change in changes if not trains_adapters(change.values)), next(iter(changes), None))
         fix = f"`{same.text}`" if same else "more devices"
     hours = ""
     if plan.hours and plan.steps:

@@ -87,7 +87,7 @@ def main() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, masking_utils
 
     import tether.kernels.dispatch as dispatch
     from tether.text.learning.engines import fsdp
@@ -96,6 +96,8 @@ def main() -> None:
     world = World(**json.loads(sys.argv[1]))
     # Compiled kernels cannot run on fake tensors.
     dispatch._choose = lambda device, dtype: dispatch.REFERENCE  # type: ignore[assignment]
+    # It cannot see in fake tensors that all tokens are of one sequence, and a mask [tokens, tokens] would be built.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     fsdp.tensors_of = lambda outputs: [outputs]  # type: ignore[assignment]  # log-probs alone
     torch.distributed.init_process_group("fake", rank=0, world_size=world.ranks, store=FakeStore())
     mesh = fsdp.device_mesh(torch.device("cpu"), world.shards)

@@ -1,14 +1,17 @@
 """A run beside its plan, the correction that it leaves, and the warning of `tether train`."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.commands.train import memory_warning, train
-from tether.config import load_config
+from tether.config import LoadedConfig, load_config
 from tether.plan.comparison import compare, corrections_of, keep_corrections
-from tether.plan.devices import Device
+from tether.plan.devices import Device, save_measurement
 from tether.plan.planning import Planner
 
 SETTINGS = (
@@ -18,6 +21,10 @@ SETTINGS = (
     "trainer.device=cpu",
 )
 HERE = Device("a machine", 16, 0.4, 50, 12, is_cpu=True)
+
+
+def load(words: Sequence[str], check: Check = lambda config: []) -> LoadedConfig:
+    return load_config(None, list(words), check)
 
 
 def test_a_run_beside_its_plan_corrects_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +77,41 @@ def test_training_warns_or_refuses_before_a_model_that_does_not_fit_is_loaded() 
     short = (*sizes, "data.max_prompt_length=16", "data.max_response_length=16")
     small = [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m", *short]
     assert memory_warning(load_config(None, small).config) is None
+
+
+def test_a_busy_machine_corrects_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps in which other programs had the cores are left out; of a run that has no others nothing is kept."""
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "cache"))
+    loaded = load_config(None, [*SETTINGS, "actor_rollout_ref.model.path=smollm2-135m"])
+    (tmp_path / "run.yaml").write_text(loaded.to_yaml())
+
+    def write(*steps: tuple[float, float]) -> None:
+        lines = [
+            {"step": i, "timing_s/gen": seconds, "perf/cpu_wait_fraction": share}
+            for i, (seconds, share) in enumerate(steps)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    save_measurement(HERE)
+    write((90, 0.0), (30, 0.6), (40, 0.5))
+    assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
+    assert (
+        "other programs had the cores for 55% of the time, so later plans are not corrected" in capsys.readouterr().out
+    )
+    assert corrections_of(HERE) == {}
+    write((90, 0.0), (30, 0.6), (10, 0.02))
+    assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
+    planned = Planner(loaded.config, HERE).plan().times["gen"].middle
+    assert corrections_of(HERE) == {"gen": pytest.approx(10 / planned)}
+    assert corrections_of(replace(HERE, bandwidth=1.05 * HERE.bandwidth)), "measured again, with about the same rates"
+    assert corrections_of(replace(HERE, teraflops=HERE.teraflops / 3)) == {}
+
+
+def test_a_run_that_is_missing_or_changed_is_one_line(tmp_path: Path) -> None:
+    missing = f"{tmp_path}/my_run"
+    with pytest.raises(ValueError, match=rf"^{missing}: no such file or folder\. Name a configuration, a recipe or"):
+        show_plan([missing], PlanOptions(), load)
+    with pytest.raises(ValueError, match=r"^trainer\.seed=2: .* is compared with the plan of its own settings\. Leave"):
+        show_plan([str(tmp_path), "trainer.seed=2"], PlanOptions(), load)

@@ -1,11 +1,12 @@
 """The plan of a run in a simulator: what is counted, what is measured, and what is refused."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tether.commands.plan import PlanOptions, show_plan
+from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.config import LoadedConfig, load_config
 
 WORDS = [
@@ -17,8 +18,8 @@ WORDS = [
 ]
 
 
-def load(words: list[str]) -> LoadedConfig:
-    return load_config(None, words)
+def load(words: Sequence[str], check: Check = lambda config: []) -> LoadedConfig:
+    return load_config(None, words, check)
 
 
 def test_cartpole_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,17 @@
 """Plans of configurations: the verdict, the changes that make a run fit, bad input in one line."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
 
-from tether.commands.plan import PlanOptions, load_for, read_price, show_plan
+from tether.commands.plan import Check, PlanOptions, load_for, read_price, show_plan
 from tether.config import LoadedConfig, load_config
 from tether.plan.architecture import KNOWN
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data, validation_rows
 from tether.plan.changes import largest_micro_batch, smallest_changes, what_if
 from tether.plan.devices import DEVICES, GIB, Device
 from tether.plan.memory import total
@@ -20,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 GRPO = ("data.train_files=[gsm8k.parquet]", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 
 
-def load(words: list[str]) -> LoadedConfig:
+def load(words: Sequence[str], check: Check = lambda config: []) -> LoadedConfig:
     file, rest = (Path(words[0]), words[1:]) if words[0].endswith(".yaml") else (None, words)
-    return load_config(file, rest)
+    return load_config(file, rest, check)
 
 
 def planner(
@@ -177,7 +179,7 @@ def test_verdicts_near_the_limit_say_in_which_direction(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("qwen2.5-0.5b (sizes of qwen2.5-0.5b): 0.49B weights")
     assert lines[1].startswith(text)
-    steps = "210 steps (7,473 rows, as GSM8K has; 30 epochs, the default): "
+    steps = "240 steps (7,473 rows, as GSM8K has; 30 epochs, the default): "
     assert any(line.startswith(steps) for line in lines)
     assert any("largest micro-batch that fits for the update" in line for line in lines) == (share < 0.9)
 
@@ -248,9 +250,9 @@ def test_the_command_reads_scripts_of_verl_and_exits_with_1_where_it_does_not_fi
     assert (data["verdict"], data["devices"], data["device"]) == ("does not fit", 32, "a100-40g")
     needs = [sum(components.values()) for group in data["memory"] for components in group["phases"].values()]
     assert data["peak_bytes"] == pytest.approx(max(needs), rel=1e-6)
-    assert data["steps"] == 15 * ((7473 + 7500) // 1024)
-    loaded, device = load_for([recipe], PlanOptions("a100-40g:8", 4), load)
-    assert (loaded.config.trainer.nnodes, device.name) == (4, "a100-40g")
+    assert data["steps"] == 15 * ceil((7473 + 7500) / 1024)
+    trainer = load_for([recipe], PlanOptions("a100-40g:8", 4), load).config.trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.device) == (4, 8, "cuda")
 
 
 @pytest.mark.parametrize("model_type", ["mlp_policy", "cnn_policy"])
@@ -260,3 +262,93 @@ def test_a_run_in_a_simulator_is_not_planned_for_another_machine(model_type: str
         show_plan(words, PlanOptions("h100-80g:1"), load)
     with pytest.raises(ValueError, match=r"^--nodes 2: a run in a simulator"):
         show_plan(words, PlanOptions(nodes=2), load)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["data.train_files=[a.jsonl]", "actor_rollout_ref.rollout.m=8"], PlanOptions("h100-80g:8")),
+        (["env.train.id=CartPole-v1"], PlanOptions(nodes=2)),
+    ],
+)
+def test_a_configuration_is_loaded_once_also_where_it_is_refused(words: list[str], options: PlanOptions) -> None:
+    loads = list[Sequence[str]]()
+
+    def counting(words: Sequence[str], check: Check) -> LoadedConfig:
+        loads.append(words)
+        return load(words, check)
+
+    with pytest.raises(ValueError, match=r"rollout\.m|--nodes"):
+        show_plan(words, options, counting)
+    assert len(loads) == 1
+
+
+def test_the_native_sampler_keeps_a_merged_copy_of_adapted_layers() -> None:
+    """On a CPU it also keeps all matrices in the order of its kernels."""
+    sizes, lora, name = KNOWN["qwen2.5-0.5b"], "actor_rollout_ref.model.lora_rank=16", "layers with merged adapters"
+    for device in (DEVICES["h100-80g"], Device("a machine", 16, 0.4, 50, 12, is_cpu=True)):
+        adapted = planner("qwen2.5-0.5b", device, 1, lora).plan().groups[0].phases
+        assert all(parts[name] == 2 * sizes.in_layers for parts in adapted.values())
+        assert adapted["checkpoint"][f"{name} in float32"] == 4 * sizes.in_layers
+        plain = planner("qwen2.5-0.5b", device).plan().groups[0].phases
+        assert name not in plain["sampling"]
+        copied = plain["sampling"].get("weights in the order of the kernels")
+        assert copied == (2 * (sizes.in_layers + sizes.embedding) if device.is_cpu else None)
+    served = planner("qwen2.5-0.5b", DEVICES["h100-80g"], 1, lora, "actor_rollout_ref.rollout.name=vllm").plan()
+    assert not any(name in parts for parts in served.groups[0].phases.values())
+
+
+def test_validation_may_sample_more_rows_than_a_step(tmp_path: Path) -> None:
+    """4 x 8 rows are sampled in a step, and 100 in a validation, whose file has so many lines."""
+    (tmp_path / "test.jsonl").write_text("{}\n" * 100)
+    words = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    held_out = (*words, f"data.val_files=[{tmp_path / 'test.jsonl'}]")
+    card = DEVICES["h100-80g"]
+    phases = planner("qwen2.5-0.5b", card, 1, *held_out).plan().groups[0].phases
+    caches = [phases[phase]["KV cache"] for phase in ("validation", "sampling")]
+    assert caches[0] / caches[1] == pytest.approx(100 / 32)
+    assert "validation" not in planner("qwen2.5-0.5b", card, 1, *words).plan().groups[0].phases
+    never = planner("qwen2.5-0.5b", card, 1, *held_out, "trainer.val_before_train=False").plan()
+    assert "validation" not in never.groups[0].phases
+
+
+def test_a_run_that_takes_the_samplers_log_probs_computes_none() -> None:
+    minis, card = "actor_rollout_ref.actor.ppo_mini_batch_size=256", DEVICES["h100-80g"]
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    assert "old_log_prob" in planner("qwen2.5-0.5b", card, 1, minis).plan().times
+    plan = planner("qwen2.5-0.5b", card, 1, minis, bypass).plan()
+    assert "old_log_prob" not in plan.times
+    assert "log_probs" not in plan.groups[0].phases
+
+
+def test_a_micro_batch_is_no_larger_than_the_rows_that_a_device_has() -> None:
+    """Four prompts of up to 512 tokens with 8 responses of up to 16 are 2,560 tokens, whatever the limit."""
+    words = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=16")
+    words += ("actor_rollout_ref.actor.use_dynamic_bsz=True",)
+    key, card = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", DEVICES["h100-80g"]
+    needs = [
+        total(planner("qwen2.5-0.5b", card, 1, *words, f"{key}={tokens}").plan().groups[0].phases["update_actor"])
+        for tokens in (1280, 2560, 16384)
+    ]
+    assert needs[0] < needs[1] == needs[2]
+
+
+def test_changes_adapt_both_models_and_name_each_set_of_settings_once() -> None:
+    changes = smallest_changes(planner("qwen3-1.7b", DEVICES["rtx4090-24g"], 2, "algorithm.adv_estimator=gae"))
+    names = [frozenset(change.values) for change in changes]
+    assert len(names) == len(set(names))
+    assert any({"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"} <= keys for keys in names)
+
+
+def test_rows_of_published_data_are_known_for_training_and_validation() -> None:
+    words = [
+        "data.train_files=[none/gsm8k/train.parquet,none/math/train.parquet]",
+        "data.val_files=[none/gsm8k/test.parquet]",
+    ]
+    words += ["actor_rollout_ref.model.path=qwen2.5-0.5b"]
+    counts = [
+        (rows_of_data(config, NOTHING_GIVEN), validation_rows(config))
+        for config in (load([*words, *more]).config for more in ((), ("data.val_max_samples=100",)))
+    ]
+    assert [(train and train.count, test and test.count) for train, test in counts] == [(14973, 1319), (14973, 100)]
+    assert validation_rows(load([*words[:1], words[2], "data.val_files=[mine.parquet]"]).config) is None

@@ -40,7 +40,7 @@ from tether.runtime.terminal import (
 from tether.runtime.user_files import raised_by_tether, search_also
 
 if TYPE_CHECKING:
-    from tether.config import LoadedConfig
+    from tether.config import LoadedConfig, Problem, RunConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -103,6 +103,7 @@ def _load(
     files: bool = False,
     reward_inputs: bool = False,
     note: Callable[[str], None] | None = None,
+    check: Callable[[RunConfig], Sequence[Problem]] = lambda config: [],
 ) -> LoadedConfig:
     """Load a configuration.
 
@@ -113,6 +114,7 @@ def _load(
         files: also report files, models and functions that are missing.
         reward_inputs: check only the inputs of a reward.
         note: check every row, and call this with what is missing only on this machine.
+        check: an additional check, where `files` is not set.
     """
     from tether.config import load_config
     from tether.text.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
@@ -125,7 +127,7 @@ def _load(
         find_missing = missing_reward_inputs
     else:
         find_missing = partial(missing_anywhere, say=note) if note else missing_inputs
-    return load_config(path or named, overrides, find_missing if files else lambda config: [])
+    return load_config(path or named, overrides, find_missing if files else check)
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
@@ -431,7 +433,7 @@ def plan(
     options = PlanOptions(
         device, nodes, price, as_json=json, brief=brief, host_memory=host_memory, assumptions=assumptions
     )
-    code = show_plan(arguments or [], options, lambda words: _load(words, config_path, config_name))
+    code = show_plan(arguments or [], options, lambda words, check: _load(words, config_path, config_name, check=check))
     if code:
         raise typer.Exit(code)
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from packaging.requirements import Requirement
@@ -17,6 +18,7 @@ from rich.table import Table
 from tether.kernels import backend
 from tether.plan.devices import GIB, Device, save_measurement
 from tether.runtime.cache import cache_dir
+from tether.runtime.core_clock import BUSY, CoreClock
 from tether.runtime.install import pip_install
 from tether.runtime.machine import available_memory, computes_in_bfloat16, resolve_device
 from tether.runtime.ranks import RankFailed
@@ -59,6 +61,8 @@ EXTRAS = {
     "swanlab": ("swanlab", "trainer.logger=swanlab"),
 }
 
+MEASURED_SECONDS, MIN_CALLS = 0.5, 5
+"""Time for the calls of a measurement, and how many there are at least."""
 
 NEEDS_COMPILER = (
     "one of its requirements, pycosat, comes as C source, and there is no C compiler (cc) here: install one first "
@@ -72,10 +76,14 @@ def show_doctor() -> None:
     device = resolve_device("auto")
     console.print(f"python {platform.python_version()} on {platform.platform()} ({sys.executable})", soft_wrap=True)
     console.print(f"device: {_describe(device)}; {usable_cores()} CPU cores for this process, {num_threads()} threads")
-    machine = measure(device)
+    cores, machine = CoreClock(), measure(device)
+    waited = cores.wait_fraction() or 0.0
     console.print(f"dtype: {_dtype_advice(device, machine)}")
     save_measurement(machine)
     console.print(f"memory: {machine.memory:.1f} GiB, read at {machine.bandwidth:.0f} GB/s (kept for `tether plan`)")
+    if waited > BUSY:
+        note = f"other programs had the cores for {waited:.0%} of the measurement, so its rates are by processor time"
+        console.print(f"{note}, and runs are slower than `tether plan` says", soft_wrap=True)
     console.print(f"kernels in bfloat16: {backend(device.type, torch.bfloat16).describe()}")
     free = shutil.disk_usage(".").free / 2**30
     console.print(f"disk: {free:.0f} GiB free in this folder; models are cached in {cache_dir()}")
@@ -156,24 +164,31 @@ def _dtype_advice(device: torch.device, machine: Device) -> str:
     return f"{chosen} (matrix product {half:.0f} GFLOP/s in bfloat16, {single:.0f} in float32)"
 
 
-def _bandwidth(device: torch.device, megabytes: int = 256, repeats: int = 5) -> float:
-    """Return the GB/s at which memory is read: the fastest of a few sums over more than a cache holds."""
+def _bandwidth(device: torch.device, megabytes: int = 256) -> float:
+    """Return the GB/s at which memory is read, by sums over more than a cache holds."""
     values = torch.ones(megabytes * 2**18, device=device)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        float(values.sum())
-        best = min(best, time.perf_counter() - start)
-    return values.nbytes / best / 1e9
+    return values.nbytes / _fastest(lambda: float(values.sum()), device) / 1e9
 
 
-def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 8) -> float:
-    """Return the rate of the fastest of a few products."""
+def _matmul_gflops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+    """Return the rate of matrix products."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    float((a @ b)[0, 0])  # warm up, and wait for the device
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        float((a @ b)[0, 0])
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e9
+    return 2 * size**3 / _fastest(lambda: float((a @ b)[0, 0]), device) / 1e9
+
+
+def _fastest(call: Callable[[], float], device: torch.device) -> float:
+    """Return the seconds of the fastest of many short calls.
+
+    If other programs had the CPU's cores meanwhile, these are processor time divided by threads, which does not count
+    what they took.
+    """
+    call()  # warm up, and wait for the device
+    cores, end = CoreClock(), time.perf_counter() + MEASURED_SECONDS
+    seconds, processor = list[float](), list[float]()
+    while len(seconds) < MIN_CALLS or time.perf_counter() < end:
+        start, ran = time.perf_counter(), time.process_time()
+        call()
+        seconds.append(time.perf_counter() - start)
+        processor.append((time.process_time() - ran) / torch.get_num_threads())
+    is_busy = device.type == "cpu" and (cores.wait_fraction() or 0.0) > BUSY
+    return min(processor if is_busy else seconds)

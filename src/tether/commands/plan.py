@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from tether.config import LoadedConfig
+from tether.config import LoadedConfig, Problem, RunConfig
 from tether.integrations import integration
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
 from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
@@ -24,7 +24,7 @@ from tether.plan.comparison import (
     medians_of,
     settings_of,
 )
-from tether.plan.devices import Device, gib, host_memory, measured, read_device
+from tether.plan.devices import gib, host_memory, measured, read_device
 from tether.plan.planning import Plan, Planner
 from tether.plan.report import (
     Row,
@@ -38,10 +38,15 @@ from tether.plan.report import (
     summary,
     time_table,
 )
+from tether.runtime.core_clock import BUSY
 from tether.runtime.terminal import Screen
 
-LoadConfig = Callable[[Sequence[str]], LoadedConfig]
+Check = Callable[[RunConfig], Sequence[Problem]]
+LoadConfig = Callable[[Sequence[str], Check], LoadedConfig]
+"""Loads the configuration of the arguments, with an additional check."""
 DOES_NOT_FIT = 1
+HERE = (None, "this")
+"""Values of --device and --nodes that mean this machine."""
 WIDTH, GAP = 120, 2
 """Columns of a table, and between two of its own."""
 
@@ -75,39 +80,52 @@ def read_price(text: str | None) -> tuple[float, str] | None:
     return float(match[1] or match[4]), (match[2] or match[3]).upper()
 
 
-def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> tuple[LoadedConfig, Device]:
-    """Load a configuration, verl's script or RLinf's file, with the devices of the options."""
-    device, count = read_device(options.device) if options.device else (measured(), None)
-    more = [] if count is None else [f"trainer.n_gpus_per_node={count}"]
-    more += [] if options.nodes is None else [f"trainer.nnodes={options.nodes}"]
-    more.append(f"trainer.device={'cpu' if device.is_cpu else 'cuda'}")
+def load_for(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> LoadedConfig:
+    """Load a configuration, verl's script or RLinf's file, for the devices of the options.
+
+    Raises:
+        ValueError: the configuration or the device is invalid, or a run in a simulator is planned for another machine.
+    """
+    more = [] if options.nodes is None else [f"trainer.nnodes={options.nodes}"]
+    if options.device not in HERE:
+        device, count = read_device(options.device)
+        more.append(f"trainer.device={'cpu' if device.is_cpu else 'cuda'}")
+        more += [] if count is None else [f"trainer.n_gpus_per_node={count}"]
+
+    def check(config: RunConfig) -> list[Problem]:
+        for option, value in (("--device", options.device), ("--nodes", options.nodes)):
+            if config.env.train.id is not None and value not in HERE:
+                raise ValueError(
+                    f"{option} {value}: a run in a simulator (env.train.id={config.env.train.id}) is planned for this "
+                    f"machine alone, where the simulator is measured. Leave {option} out"
+                )
+        return []
+
     if arguments and arguments[0].endswith(".sh"):
         script, *script_arguments = arguments
         yaml, _ = integration("verl", "command").translate(Path(script), script_arguments)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{Path(script).stem}.yaml"
             file.write_text(yaml, encoding="utf-8")
-            return load([str(file), *more]), device
-    return load([*arguments, *more]), device
+            return load([str(file), *more], check)
+    return load([*arguments, *more], check)
 
 
 def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) -> int:
     """Print the plan of a run, and return the exit code: 1 if it does not fit."""
     price = read_price(options.price)
-    if len(arguments) == 1 and Path(arguments[0]).is_dir():
-        return show_comparison(Path(arguments[0]), options)
-    try:
-        loaded, device = load_for(arguments, options, load)
-    except ValueError:
-        in_simulator = _simulator_run(arguments, load)
-        if in_simulator is None:
-            raise
-        return show_control_plan(in_simulator, options)
+    first, *others = arguments or [""]
+    if first and Path(first).is_dir():
+        if others:
+            raise ValueError(f"{others[0]}: {first} is compared with the plan of its own settings. Leave this out")
+        return show_comparison(Path(first), options)
+    if "/" in first and "=" not in first and not Path(first).exists():
+        raise ValueError(f"{first}: no such file or folder. Name a configuration, a recipe or the folder of a run")
+    loaded = load_for(arguments, options, load)
     if loaded.config.env.train.id is not None:
-        return show_control_plan(load(arguments), options)
-    if loaded.config.sft.enable:
-        raise ValueError("sft.enable=True: fine-tuning is not planned, only PPO of language models")
-    is_here = options.device in (None, "this")
+        return show_control_plan(loaded, options)
+    device = read_device(options.device)[0] if options.device else measured()
+    is_here = options.device in HERE
     host = options.host_memory or (host_memory() if is_here else None)
     planner = Planner(loaded.config, device, options.assumptions, corrections_of(device), host)
     plan = planner.plan()
@@ -135,30 +153,14 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
     return 0 if fits else DOES_NOT_FIT
 
 
-def _simulator_run(arguments: Sequence[str], load: LoadConfig) -> LoadedConfig | None:
-    """Return the configuration of a run in a simulator, which devices of a text run contradict; None for another."""
-    try:
-        loaded = load(arguments)
-    except ValueError:
-        return None
-    return loaded if loaded.config.env.train.id is not None else None
-
-
 def show_control_plan(loaded: LoadedConfig, options: PlanOptions) -> int:
     """Print the plan of a run in a simulator, and return the exit code: 1 if it does not fit.
 
     Raises:
-        ValueError: it is asked for another machine, or this kind of run is not planned.
+        ValueError: this kind of run is not planned.
     """
-    env = loaded.config.env.train.id
-    for option, value in (("--device", options.device), ("--nodes", options.nodes)):
-        if value not in (None, "this"):
-            raise ValueError(
-                f"{option} {value}: a run in a simulator (env.train.id={env}) is planned for this machine alone, where "
-                f"the simulator is measured. Leave {option} out"
-            )
     screen = Screen(stderr=options.as_json)
-    screen.print(f"{env}: measuring the simulator and the policy, which takes some seconds")
+    screen.print(f"{loaded.config.env.train.id}: measuring the simulator and the policy, which takes some seconds")
     from tether.control.plan import plan_control  # imports torch
 
     plan = plan_control(loaded)
@@ -199,7 +201,9 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
         return _show_control_comparison(run, loaded, options)
     device = read_device(options.device)[0] if options.device else measured()
     results = compare(run, device, corrections_of(device))
-    keep_corrections(device, results.corrections)
+    is_quiet = results.busy <= BUSY
+    if is_quiet:
+        keep_corrections(device, results.corrections)
     rows = [
         (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
         for phase, (planned, seconds) in results.seconds.items()
@@ -211,6 +215,10 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
     _print_comparison(rows, options)
     if not options.as_json:
         message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
+        if not is_quiet:
+            message = (
+                f"other programs had the cores for {results.busy:.0%} of the time, so later plans are not corrected"
+            )
         Screen().print(message, soft_wrap=True)
     return 0
 
@@ -226,6 +234,8 @@ def _show_control_comparison(run: Path, loaded: LoadedConfig, options: PlanOptio
         if (seconds := medians.get(f"{TIMING}{phase}")) and planned.middle
     ]
     _print_comparison(rows, options)
+    if plan.busy_note and not options.as_json:
+        Screen().print(f"planned from a measurement of {plan.measured:.1f} s{plan.busy_note}", soft_wrap=True)
     return 0
 
 

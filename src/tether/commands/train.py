@@ -105,8 +105,8 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
 
 
 def memory_warning(config: RunConfig) -> str | None:
-    """Return a sentence if PPO on text does not fit into the memory of its devices; None also if that is unknown."""
-    if config.env.train.id is not None or config.sft.enable or config.trainer.check_memory == "off":
+    """Return a sentence if a run on text does not fit into the memory of its devices; None also if that is unknown."""
+    if config.env.train.id is not None or config.trainer.check_memory == "off":
         return None
     device = resolve_device(config.trainer.device)
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory(device)

@@ -34,7 +34,7 @@ UNREAD = (
     "actor_rollout_ref.model.lora.",
     *(f"data.{name}" for name in ("max_prompt_length", "max_response_length", "gen_batch_size", "answer_key",
                                   "reward_fn_key", "data_source", "control_tokens_as_text", "custom_cls.")),
-    *(f"trainer.{name}" for name in ("critic_warmup", "async_mode", "rollout_data_dir", "record_mb", "check_memory")),
+    *(f"trainer.{name}" for name in ("critic_warmup", "async_mode", "rollout_data_dir", "record_mb")),
 )  # fmt: skip
 """Prefixes of keys among them that only PPO reads."""
 

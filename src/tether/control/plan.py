@@ -31,11 +31,13 @@ from tether.loop.engine import Learner, UpdatePlan
 from tether.plan.devices import gib
 from tether.plan.planning import OVERHEAD, Interval
 from tether.plan.report import span
+from tether.runtime.core_clock import BUSY, CoreClock
 from tether.runtime.machine import available_memory, set_threads
 
 Result = TypeVar("Result")
 SECONDS, REPEATS = 1.0, 3
-"""Time in which steps are collected, and the number of rollouts in it, of which the median counts."""
+"""Time in which steps are collected, and the number of rollouts in it, of which the fastest counts: the others were
+disturbed by other programs."""
 FIRST_DECISIONS = 8
 """Decisions of each environment that are collected first, to see how long one takes."""
 SPREAD = (0.7, 1.4)
@@ -66,7 +68,8 @@ class ControlPlan:
     steps: int
     measured: float
     """Seconds that measuring took."""
-
+    busy: float
+    """Share of waiting for cores that other programs had meanwhile."""
     machine: float | None
     """Bytes of memory of this machine that are free; None if unknown."""
 
@@ -74,6 +77,13 @@ class ControlPlan:
     def phases(self) -> dict[str, Interval]:
         """The phases with the whole step."""
         return {**self.times, "step": self.step}
+
+    @property
+    def busy_note(self) -> str:
+        """The end of a sentence about a measurement that other programs disturbed; empty if they did not."""
+        if self.busy <= BUSY:
+            return ""
+        return f", while other programs had the cores for {self.busy:.0%} of the time: the run may be faster"
 
     @property
     def fits(self) -> bool:
@@ -104,7 +114,7 @@ class ControlPlan:
         return [
             f"{self.env}: a policy of {self.parameters:,} weights with {self.operations:,.0f} operations a decision, "
             f"{(decisions * self.operations + update) / 1e9:,.2f} billion in a training step; measured in "
-            f"{self.measured:.1f} s",
+            f"{self.measured:.1f} s{self.busy_note}",
             f"{'fits' if self.fits else 'does not fit'}: {gib(self.peak)}{free}; most of it is {largest} "
             f"({gib(self.memory[largest])})",
             f"a training step of {self.env_steps:,} steps takes {span(self.step)}: {span(self.rate, 'steps/s')}",
@@ -151,7 +161,7 @@ def plan_control(loaded: LoadedConfig) -> ControlPlan:
 
 def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) -> ControlPlan:
     """Measure rollouts of about a second in all, and one epoch of learning from each."""
-    actor, whole = build_learner(config, roles, steps), roles.collector
+    actor, whole, cores = build_learner(config, roles, steps), roles.collector, CoreClock()
     epochs, decisions, envs = whole.noise_shape
     first = min(FIRST_DECISIONS, decisions)
     sample = _measure(config, roles, actor, _short(roles, first))  # the first time takes longer
@@ -165,7 +175,7 @@ def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) 
     mini_batches = math.ceil(scale * rows / mini) / math.ceil(rows / mini)
     times = {
         phase: _interval(
-            median(sample.seconds[phase] for sample in samples)
+            min(sample.seconds[phase] for sample in samples)
             * (actor.plan.epochs * mini_batches if phase == "update_actor" else scale)
         )
         for phase in sample.seconds
@@ -187,6 +197,7 @@ def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) 
         },
         steps=steps,
         measured=perf_counter() - begun,
+        busy=cores.wait_fraction() or 0.0,
         machine=available_memory(torch.device("cpu")),
     )
 
@@ -205,11 +216,12 @@ class _Sample:
 def _measure(
     config: RunConfig, roles: ControlRoles, actor: Learner[Any, RolloutOutputs], collector: EnvCollector
 ) -> _Sample:
-    seconds, waited = dict[str, float](), collector.env_seconds
+    seconds, stepped = dict[str, float](), collector.env_seconds
     collector.restart(0)
     noise = roles.policy.head.noise(collector.noise_shape, generator(0, 0, "plan"))
+    started = perf_counter()
     seconds["gen"], batch = _timed(lambda: collector.collect(roles.policy.acting(), noise))
-    seconds["env"] = collector.env_seconds - waited
+    seconds["env"] = seconds["gen"] * (collector.env_seconds - stepped) / (perf_counter() - started)
     with FlopCounterMode(display=False) as counter:
         batch.update_from(actor.infer(batch))
     seconds["old_log_prob"], _ = _timed(lambda: actor.infer(batch))
@@ -230,10 +242,10 @@ def _samples(config: RunConfig, roles: ControlRoles, batch: EnvBatch) -> Samples
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the seconds of a call and its result."""
-    started = perf_counter()
+    """Return the seconds of a call without the share that other programs took, and its result."""
+    cores, started = CoreClock(), perf_counter()
     result = call()
-    return perf_counter() - started, result
+    return (perf_counter() - started) * (1 - (cores.wait_fraction() or 0.0)), result
 
 
 def _interval(seconds: float) -> Interval:

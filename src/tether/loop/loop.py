@@ -34,6 +34,7 @@ from tether.loop.parts import (
 from tether.loop.protocol import RewardTransform, Rollouts, Source, StepRecorder
 from tether.metrics.loggers import Loggers
 from tether.metrics.timing import Timer
+from tether.runtime.core_clock import CoreClock
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.global_rng import rng_state, set_rng_state
 from tether.types import StateDict
@@ -143,7 +144,7 @@ class Trainer:
 
     def step(self, tasks: Any) -> dict[str, float]:
         """Run one training step on tasks of the source and return its metrics."""
-        number, time = self.step_number + 1, Timer(self.loggers.phase, record_function)
+        number, time, cores = self.step_number + 1, Timer(self.loggers.phase, record_function), CoreClock()
         with time("step"):
             experience = self.rollouts.collect(tasks, number, time, self._show("gen"))
             batch, metrics, policy, updated = experience.batch, dict(experience.metrics), None, None
@@ -189,7 +190,10 @@ class Trainer:
                     trained = updated.outputs if updated and learned is batch else None
                     self.recorder.record(number, experience, policy, trained)
         self.step_number = number
-        return metrics | self.rollouts.metrics(experience, policy, time) | {"training/global_step": float(number)}
+        metrics |= self.rollouts.metrics(experience, policy, time)
+        if (waited := cores.wait_fraction()) is not None:
+            metrics["perf/cpu_wait_fraction"] = waited
+        return metrics | {"training/global_step": float(number)}
 
     def _compare_with_sampler(self, batch: Any) -> dict[str, float]:
         return self.mismatch.measure(batch, self.loggers.warn) if self.mismatch else {}

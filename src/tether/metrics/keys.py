@@ -302,6 +302,11 @@ PROGRESS: Mapping[str, MetricInfo] = {
     "perf/batches_ahead": MetricInfo(
         "Sampled batches that were ready when the step began, its own among them.", when=AHEAD
     ),
+    "perf/cpu_wait_fraction": MetricInfo(
+        "Share of the time in which threads of this process could run and waited for a core.",
+        "near 0 on a machine of its own",
+        when="on Linux",
+    ),
     "perf/cpu_memory_peak_gb": MetricInfo("Peak memory of this process, in GiB."),
     "perf/max_memory_allocated_gb": MetricInfo("Largest GPU memory in use by tensors, in GiB.", when="on a GPU"),
     "perf/max_memory_reserved_gb": MetricInfo("Largest GPU memory held by the allocator, in GiB.", when="on a GPU"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ ROWS = {
     "math": RowCount(7500, "as MATH has"),
 }
 """Training rows of published data sets, by a word in their paths; the first one counts."""
+HELD_OUT = {"gsm8k": RowCount(1319, "as GSM8K has"), "math": RowCount(5000, "as MATH has")}
+"""Test rows, likewise."""
 
 
 @dataclass(frozen=True)
@@ -45,46 +48,63 @@ NOTHING_GIVEN = Assumptions()
 def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """Return the lengths of a run; unless given, half of the limits on average, and a tail at the limit.
 
+    For fine-tuning, the response of a conversation begins with its first learned token: the first one unless given.
+
     Raises:
         ValueError: the lengths contradict each other or the configuration.
     """
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    limit = rollout.response_length
-    prompt = assumptions.prompt if assumptions.prompt is not None else data.max_prompt_length / 2
-    mean = assumptions.mean if assumptions.mean is not None else min(assumptions.tail or limit, limit) / 2
-    tail = assumptions.tail if assumptions.tail is not None else float(limit)
-    for option, value in (("--prompt-mean", prompt), ("--response-mean", mean), ("--response-tail", tail)):
-        if value <= 0:
+    data, given = config.data, assumptions
+    longest_prompt, limit = data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
+    prompt_key, bound = "data.max_prompt_length", f"data.max_response_length={limit}"
+    prompt = longest_prompt / 2 if given.prompt is None else given.prompt
+    if config.sft.enable:
+        longest_prompt, prompt_key = data.max_length, "data.max_length"
+        prompt = given.prompt or 0.0
+        limit = max(1, data.max_length - int(prompt))
+        bound = f"the {limit} tokens that data.max_length={data.max_length} leaves"
+    mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
+    tail = given.tail if given.tail is not None else float(limit)
+    for option, value in (("--prompt-mean", given.prompt), ("--response-mean", mean), ("--response-tail", tail)):
+        if value is not None and value <= 0:
             raise ValueError(f"{option} {value:g}: is not a number of tokens above 0")
-    if prompt > data.max_prompt_length:
-        raise ValueError(f"--prompt-mean {prompt:g}: is above data.max_prompt_length={data.max_prompt_length}")
+    if prompt > longest_prompt:
+        raise ValueError(f"--prompt-mean {prompt:g}: is above {prompt_key}={longest_prompt}")
     if tail > limit:
-        raise ValueError(f"--response-tail {tail:g}: is above data.max_response_length={limit}")
+        raise ValueError(f"--response-tail {tail:g}: is above {bound}")
     if mean > tail:
-        which = "--response-tail" if assumptions.tail is not None else "data.max_response_length"
-        raise ValueError(f"--response-mean {mean:g}: is above {which}={tail:g}")
+        which = bound if given.tail is None else f"--response-tail={tail:g}"
+        raise ValueError(f"--response-mean {mean:g}: is above {which}")
     return Lengths(prompt, mean, tail, limit)
 
 
 def rows_of_data(config: RunConfig, assumptions: Assumptions) -> RowCount | None:
     """Return the number of training rows: as given, counted in the files, or of a published data set; else None."""
     data = config.data
-    if assumptions.rows is not None:
-        rows = RowCount(assumptions.rows, "by --rows")
-    else:
-        counts = [_rows(file) for file in data.train_files]
-        known = [count for count in counts if count is not None]
-        if not counts or len(known) < len(counts):
-            return None
-        rows = RowCount(
-            sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known))
-        )
-    if 0 <= data.train_max_samples < rows.count:
-        return RowCount(data.train_max_samples, "by data.train_max_samples")
-    return rows
+    rows = RowCount(assumptions.rows, "by --rows") if assumptions.rows is not None else _rows_of(data.train_files, ROWS)
+    return _limited(rows, data.train_max_samples, "data.train_max_samples")
 
 
-def _rows(file: str) -> RowCount | None:
+def validation_rows(config: RunConfig) -> RowCount | None:
+    """Return the number of held-out rows: counted in the files, or of a published data set; else None."""
+    return _limited(_rows_of(config.data.val_files, HELD_OUT), config.data.val_max_samples, "data.val_max_samples")
+
+
+def _limited(rows: RowCount | None, limit: int, key: str) -> RowCount | None:
+    """Return the rows, of which a key uses only so many if it is not negative."""
+    if limit < 0 or (rows is not None and rows.count <= limit):
+        return rows
+    return RowCount(limit, f"by {key}")
+
+
+def _rows_of(files: Sequence[str], published: Mapping[str, RowCount]) -> RowCount | None:
+    counts = [_rows(file, published) for file in files]
+    known = [count for count in counts if count is not None]
+    if not counts or len(known) < len(counts):
+        return None
+    return RowCount(sum(count.count for count in known), " and ".join(dict.fromkeys(count.source for count in known)))
+
+
+def _rows(file: str, published: Mapping[str, RowCount]) -> RowCount | None:
     path = Path(file).expanduser()
     if path.is_file() and path.suffix == ".jsonl":
         with path.open("rb") as lines:
@@ -93,4 +113,4 @@ def _rows(file: str) -> RowCount | None:
         from pyarrow.parquet import read_metadata
 
         return RowCount(int(read_metadata(path).num_rows), f"counted in {path.name}")
-    return next((rows for word, rows in ROWS.items() if word in file.lower()), None)
+    return next((rows for word, rows in published.items() if word in file.lower()), None)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tether.config import RunConfig, with_values
+from tether.config import with_values
 from tether.plan.devices import GIB, Cluster
 from tether.plan.memory import total
 from tether.plan.planning import NEAR, Interval, Plan, Planner, step_of
 from tether.text.sampling.config import SERVERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", 32
+LORA, CRITIC_LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank", 32
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
 """State that is moved to the host -> the last part of its key."""
@@ -64,20 +64,22 @@ def _halved(key: str, size: int, least: int) -> Options:
     return options
 
 
-def _sizes(config: RunConfig) -> list[Options]:
+def _sizes(planner: Planner) -> list[Options]:
     """Return settings that lower the need for memory and leave the result as it is, by what they change."""
-    settings, critic = config.actor_rollout_ref, config.critic
+    settings, critic, has_critic = planner.config.actor_rollout_ref, planner.config.critic, "critic" in planner.models
     actor, rollout = settings.actor, settings.rollout
     results: list[Options] = []
     if not settings.model.enable_gradient_checkpointing:
         results.append([{}, {"actor_rollout_ref.model.enable_gradient_checkpointing": True}])
-    if critic.enable and not critic.model.enable_gradient_checkpointing:
+    if has_critic and not critic.model.enable_gradient_checkpointing:
         results.append([{}, {"critic.model.enable_gradient_checkpointing": True}])
-    for section, role in ((ACTOR, actor), *((("critic", critic),) if critic.enable else ())):
+    for section, role in ((ACTOR, actor), *((("critic", critic),) if has_critic else ())):
         if role.use_dynamic_bsz:
             results.append(_halved(f"{section}.ppo_max_token_len_per_gpu", role.ppo_max_token_len_per_gpu, 2048))
         else:
             results.append(_halved(f"{section}.ppo_micro_batch_size_per_gpu", role.ppo_micro_batch_size_per_gpu, 1))
+    if planner.fine_tunes:
+        return results
     if not rollout.log_prob_use_dynamic_bsz:
         key = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
         results.append(_halved(key, rollout.log_prob_micro_batch_size_per_gpu, 1))
@@ -86,11 +88,11 @@ def _sizes(config: RunConfig) -> list[Options]:
     return results
 
 
-def _samplers(config: RunConfig) -> list[Options]:
+def _samplers(planner: Planner) -> list[Options]:
     """Return settings of servers, the configured ones or vLLM, whose share may be too small or too large."""
-    rollout = config.actor_rollout_ref.rollout
+    config, rollout = planner.config, planner.config.actor_rollout_ref.rollout
     served = rollout.name in SERVERS
-    if not served and (config.trainer.device == "cpu" or config.trainer.async_mode != "off"):
+    if planner.fine_tunes or (not served and (planner.device.is_cpu or config.trainer.async_mode != "off")):
         return [[{}]]
     results: list[Options] = [[{}]]
     for split in (1, 2, 4, 8):
@@ -112,20 +114,26 @@ def _note(values: Values) -> str:
         notes.append("weights and gradients over the bus in each micro-batch, the optimizer runs on the host")
     if moved := [what for what, name in MOVED.items() if name in names]:
         notes.append(f"{' and '.join(moved)} over the bus in each step")
-    if LORA in values:
+    if trains_adapters(values):
         notes.append("trains adapters alone: another result")
     return "; ".join(notes)
 
 
-def _offloading(config: RunConfig) -> Iterator[Values]:
+def trains_adapters(values: Values) -> bool:
+    """Whether settings train adapters in the place of weights."""
+    return LORA in values or CRITIC_LORA in values
+
+
+def _offloading(planner: Planner) -> Iterator[Values]:
     """Yield settings that move what a model keeps to the host."""
     yield {}
-    if config.trainer.device == "cpu":
+    config = planner.config
+    if planner.device.is_cpu:
         return
     actor, critic = config.actor_rollout_ref.actor, config.critic
     engine = "megatron" if actor.strategy == "megatron" else "fsdp_config"
     sections = {f"{ACTOR}.{engine}": getattr(actor, engine)}
-    if critic.enable:
+    if "critic" in planner.models:
         where = critic if engine == "megatron" else critic.model
         sections[f"critic.{engine}" if engine == "megatron" else f"critic.model.{engine}"] = getattr(where, engine)
     choices = [tuple(sections)] if len(sections) == 1 else [(section,) for section in sections] + [tuple(sections)]
@@ -134,7 +142,7 @@ def _offloading(config: RunConfig) -> Iterator[Values]:
         if moved:
             yield moved
         weights = {f"{section}.param_offload": True for section in chosen if not sections[section].param_offload}
-        if not getattr(config.actor_rollout_ref.ref, engine).param_offload:
+        if "reference" in planner.models and not getattr(config.actor_rollout_ref.ref, engine).param_offload:
             weights[f"{REF}.{engine}.param_offload"] = True
         yield moved | weights
         if engine == "fsdp_config":
@@ -144,30 +152,35 @@ def _offloading(config: RunConfig) -> Iterator[Values]:
 def smallest_changes(planner: Planner, limit: int = 5) -> list[Change]:
     """Return the settings that make a run fit, in the order of the time that a step then takes.
 
-    Tried is each way to move what the models keep to the host, with and without LoRA, sampled as it is or by vLLM, and
-    to each the largest micro-batches and numbers of sequences that fit. Of what is found, all is needed.
+    It tries each way to move what the models keep to the host, LoRA on neither model, the policy or both, the native
+    sampler and vLLM, and with each combination the largest micro-batches and numbers of sequences that fit. Settings
+    that a combination does not need are left out.
     """
     config = planner.config
     adapters: list[Values] = [{}]
     if not config.actor_rollout_ref.model.lora_rank and config.actor_rollout_ref.actor.strategy != "megatron":
         adapters.append({LORA: LORA_RANK})
+        if "critic" in planner.models and not config.critic.model.lora_rank:
+            adapters.append({LORA: LORA_RANK, CRITIC_LORA: LORA_RANK})
     fitting: dict[frozenset[tuple[str, object]], Values] = {}
-    for moved, adapter, sampler in product(_offloading(config), adapters, _samplers(config)):
+    for moved, adapter, sampler in product(_offloading(planner), adapters, _samplers(planner)):
         results = _fitting(planner, {**moved, **adapter}, sampler)
         if results is not None:
             fitting.setdefault(frozenset(results.items()), results)
     smallest = [fitting[key] for key in fitting if not any(other < key for other in fitting)]
     changes = [Change(values, _changed(planner, values).plan(), _note(values)) for values in smallest]
-    best: list[Change] = []
+    best: dict[frozenset[str], Change] = {}  # of the same settings with other values, the fastest
     for change in sorted(changes, key=lambda change: (change.plan.step.middle, len(change.values))):
         if not any(_is_better(other, change) for other in changes if other is not change):
-            best.append(change)
-    return best[:limit]
+            best.setdefault(frozenset(change.values), change)
+    return list(best.values())[:limit]
 
 
 def _is_better(one: Change, other: Change) -> bool:
     """Whether a change is as fast as another one, with fewer settings or less host memory, and of the same kind."""
-    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (LORA in one.values and LORA not in other.values):
+    if one.plan.step.middle > AS_FAST * other.plan.step.middle or (
+        trains_adapters(one.values) and not trains_adapters(other.values)
+    ):
         return False
     first, second = ((len(change.values), total(change.plan.host)) for change in (one, other))
     return first != second and first[0] <= second[0] and first[1] <= second[1]
@@ -177,7 +190,7 @@ def _fitting(planner: Planner, base: Values, sampler: Options) -> dict[str, obje
     """Return the settings to be added to `base` with which a run fits, together with those of `base` that it needs."""
     for served in sampler:
         values = {**base, **served}
-        sizes = _sizes(with_values(planner.config, values))
+        sizes = _sizes(_changed(planner, values))
         chosen = {key: value for options in sizes for key, value in options[-1].items()}
         if not _fits(_changed(planner, values | chosen)):
             continue
@@ -213,9 +226,8 @@ def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
     actor = planner.config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz
     key = f"{ACTOR}.ppo_max_token_len_per_gpu" if dynamic else f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    rows = planner.rows_of_mini_batch(planner.models["actor"], actor.ppo_mini_batch_size)
-    longest = planner.config.data.max_prompt_length + planner.config.actor_rollout_ref.rollout.response_length
-    low, high = (1024, max(1024, rows * longest)) if dynamic else (1, rows)
+    rows = planner.rows_of_mini_batch(planner.models["actor"], planner.mini_batch(actor))
+    low, high = (1024, max(1024, rows * sum(planner.longest))) if dynamic else (1, rows)
 
     def fits(size: int) -> bool:
         changed = _changed(planner, {key: size})
@@ -259,15 +271,16 @@ def what_if(planner: Planner) -> dict[str, list[Case]]:
         for count in _counts(cluster):
             nodes = max(1, count // 8) if count > cluster.per_node else 1
             tables["devices"] += _case(_on(planner, count // nodes, nodes), f"{count}")
-        tables["samplers"] = _split(planner)
+        if not planner.fine_tunes:
+            tables["samplers"] = _split(planner)
     actor = config.actor_rollout_ref.actor
     key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     size: int = getattr(actor, key)
     for other in sorted({max(1, size // 4), max(1, size // 2), size, size * 2, size * 4}):
         altered = with_values(config, {f"{ACTOR}.{key}": other})
         tables["micro-batch"] += _case(replace(planner, config=altered), f"{key}={other}")
-    n = config.actor_rollout_ref.rollout.n
-    for other in sorted({max(1, n // 2), n, n * 2}):
+    n = planner.group
+    for other in () if planner.fine_tunes else sorted({max(1, n // 2), n, n * 2}):
         altered = with_values(config, {f"{ROLLOUT}.n": other})
         tables["responses of a prompt"] += _case(replace(planner, config=altered), f"rollout.n={other}")
     return {name: _pareto(cases) for name, cases in tables.items() if len(cases) > 1}
@@ -303,7 +316,7 @@ def _split(planner: Planner) -> list[Case]:
         return cases
     plan = replace(plan, cluster=together.cluster)
     flowing, gen = dict(plan.times), plan.times["gen"]
-    used = 1 - plan.idle  # samplers that never wait for the longest response
+    used = 1 - (plan.idle or 0.0)  # samplers that never wait for the longest response
     flowing["gen"] = Interval(gen.low * used, gen.middle * used, gen.high * used)
     steps = {
         "in turn": step_of(plan.times, "off"),

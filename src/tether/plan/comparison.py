@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tether.config import LoadedConfig, load_config
+from tether.config import LoadedConfig, RunConfig, load_config
 from tether.metrics.loggers import read_metrics
 from tether.plan.assumptions import Assumptions
 from tether.plan.devices import GIB, Device
 from tether.plan.planning import Interval, Planner
 from tether.runtime.cache import cache_dir
+from tether.runtime.core_clock import BUSY
 
 TIMING = "timing_s/"
+WAITED = "perf/cpu_wait_fraction"
 PEAKS = {True: "perf/cpu_memory_peak_gb", False: "perf/max_memory_allocated_gb"}
 """Metric of the peak, of a run on a CPU and on a GPU."""
 WARM_UP = 1
 """First steps that are not compared: kernels are compiled in them."""
+RATES, TOLERANCE = ("teraflops", "bandwidth"), 0.1
+"""Rates of a device, and up to which relative difference of them its corrections apply."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Comparison:
     """Planned and measured bytes of the fullest device; None if not measured."""
     corrections: Mapping[str, float]
     """Phase -> measured seconds / planned ones, without earlier corrections."""
+    busy: float
+    """Share of waiting for cores that other programs had, in the median step that is compared; 0 if unknown."""
 
 
 def settings_of(run: Path) -> LoadedConfig:
@@ -47,13 +53,34 @@ def settings_of(run: Path) -> LoadedConfig:
 
 
 def medians_of(run: Path) -> dict[str, float]:
-    """Return the medians of a run's metrics over its steps, without the first ones."""
+    """Return the medians of a run's metrics over its steps, without the first ones.
+
+    Steps in which other programs had the cores are left out if there are others.
+    """
     steps = read_metrics(run)
+    compared = [steps[step] for step in sorted(steps)[WARM_UP:] or sorted(steps)]
+    compared = [step for step in compared if step.get(WAITED, 0.0) <= BUSY] or compared
     measured: dict[str, list[float]] = {}
-    for step in sorted(steps)[WARM_UP:] or sorted(steps):
-        for key, value in steps[step].items():
+    for step in compared:
+        for key, value in step.items():
             measured.setdefault(key, []).append(value)
     return {key: median(values) for key, values in measured.items()}
+
+
+def _assumptions(config: RunConfig, medians: Mapping[str, float]) -> Assumptions:
+    """Return the lengths that a run had."""
+    if config.sft.enable:
+        rows = config.data.train_batch_size
+        learned, tokens = medians.get("train/learned_tokens"), medians.get("perf/total_num_tokens")
+        if learned is None or tokens is None:
+            return Assumptions()
+        return Assumptions(prompt=(tokens - learned) / rows, mean=learned / rows)
+    tail, limit = medians.get("response_length/max"), float(config.actor_rollout_ref.rollout.response_length)
+    return Assumptions(
+        prompt=medians.get("prompt_length/mean"),
+        mean=medians.get("response_length/mean"),
+        tail=None if tail is None else min(limit, tail),
+    )
 
 
 def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comparison:
@@ -64,10 +91,7 @@ def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comp
     """
     medians = medians_of(run)
     config = settings_of(run).config
-    mean, prompt = medians.get("response_length/mean"), medians.get("prompt_length/mean")
-    tail = medians.get("response_length/max")
-    limit = config.actor_rollout_ref.rollout.response_length
-    assumptions = Assumptions(prompt=prompt, mean=mean, tail=None if tail is None else min(float(limit), tail))
+    assumptions = _assumptions(config, medians)
     plain = Planner(config, device, assumptions).plan()
     plan = Planner(config, device, assumptions, corrections).plan()
     seconds = {
@@ -81,7 +105,8 @@ def compare(run: Path, device: Device, corrections: Mapping[str, float]) -> Comp
         for phase in plain.times
         if medians.get(TIMING + phase) and plain.times[phase].middle
     }
-    return Comparison(seconds, None if peak is None else (plan.peak, peak * GIB), ratios)
+    busy = medians.get(WAITED, 0.0) if device.is_cpu else 0.0
+    return Comparison(seconds, None if peak is None else (plan.peak, peak * GIB), ratios, busy)
 
 
 def corrections_file() -> Path:
@@ -90,21 +115,27 @@ def corrections_file() -> Path:
 
 
 def corrections_of(device: Device) -> dict[str, float]:
-    """Return phase -> measured seconds / planned ones for a device; empty if no run on it was compared."""
+    """Return phase -> measured seconds / planned ones for a device; empty if no run on it was compared.
+
+    Corrections are of plans with certain rates, so they end where the device has been measured again with others.
+    """
     file = corrections_file()
     if not file.is_file():
         return {}
     try:
-        results = json.loads(file.read_text(encoding="utf-8")).get(device.name, {})
-        return {str(phase): float(ratio) for phase, ratio in results.items()}
-    except (OSError, ValueError, AttributeError) as error:
+        entry = json.loads(file.read_text(encoding="utf-8")).get(device.name, {})
+        if any(abs(getattr(device, rate) / entry.get(rate, 1e-9) - 1) > TOLERANCE for rate in RATES):
+            return {}
+        return {str(phase): float(ratio) for phase, ratio in entry["phases"].items()}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{file}: cannot be read ({error}). Delete it; `tether plan RUN` writes it again") from None
 
 
 def keep_corrections(device: Device, corrections: Mapping[str, float]) -> None:
     """Keep the corrections of a device for later plans, in the place of earlier ones of the same phases."""
+    phases = {**corrections_of(device), **corrections}
     file = corrections_file()
     every = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    every[device.name] = {**every.get(device.name, {}), **corrections}
+    every[device.name] = {**{rate: getattr(device, rate) for rate in RATES}, "phases": phases}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(every, indent=1), encoding="utf-8")

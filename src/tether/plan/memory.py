@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from tether.plan.architecture import Architecture
 
@@ -193,7 +193,8 @@ def saved_per_token(model: Model) -> float:
     attention = c * (2 * queries + 2 * keys) + 4 * sizes.heads
     if sizes.qk_norm:
         attention += (1 if model.fused else 3) * c * (queries + keys)
-    mlp = (2 if model.fused else 4) * c * sizes.mlp_width
+    fused = 3 if model.adapter else 2  # an adapter of the last product also needs its input
+    mlp = (fused if model.fused else 4) * c * sizes.mlp_width
     if not model.fused:
         attention += c * queries  # the heads' outputs, once more as the input of a product
     if sizes.experts:
@@ -307,9 +308,3 @@ def kv_cache(sizes: Architecture, slots: int, length: int, number: int) -> float
 def total(components: Mapping[str, float]) -> float:
     """Return the sum of parts."""
     return sum(components.values())
-
-
-Phase = Literal[
-    "load", "sampling", "log_probs", "reference", "values", "reward", "update_critic", "update_actor", "transfer",
-    "checkpoint",
-]  # fmt: skip

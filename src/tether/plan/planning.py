@@ -13,7 +13,6 @@ from tether.config import (
     asks_reference,
     device_count,
     full_kl_in_reward,
-    has_reference,
     models_of,
     placed,
     reference_is_policy,
@@ -25,7 +24,7 @@ from tether.config.schema import ActorConfig, CriticConfig, RefConfig, TrainedFs
 from tether.integrations import integration
 from tether.plan import memory
 from tether.plan.architecture import Architecture, architecture_of
-from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data
+from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, lengths_of, rows_of_data, validation_rows
 from tether.plan.devices import GIB, Cluster, Device, gib
 from tether.plan.memory import Model, Parts, total
 from tether.plan.timing import (
@@ -143,8 +142,8 @@ class Plan:
     times: Mapping[str, Interval]
     """Phase -> seconds of a step."""
     step: Interval
-    idle: float
-    """Share of the samplers' time in which the longest responses are waited for."""
+    idle: float | None
+    """Share of the samplers' time in which the longest responses are waited for; None if nothing is sampled."""
     tokens: float
     """Tokens of a step, prompts and responses."""
     steps: int | None
@@ -265,16 +264,17 @@ class Planner:
         """The models that learn or score, by role."""
         config, settings = self.config, self.config.actor_rollout_ref
         results = {"actor": self._model("actor", self.policy, settings.actor)}
-        if config.critic.enable:
+        used = models_of(config)
+        if "critic" in used:
             critic = config.critic.model
             sizes = self._sizes(critic.path, "critic.model.path", critic.override_config)
             results["critic"] = self._model("critic", sizes, config.critic)
-        if has_reference(config) and not reference_is_policy(config):
+        if ("reference" in used or reference_runs_with_actor(config)) and not reference_is_policy(config):
             key, teacher = reference_model(config)
             sizes = self._sizes(teacher, key) if config.distillation.enabled else self.policy
             results["reference"] = self._model("reference", sizes, settings.ref)
         path = config.reward_model.model.path
-        if "reward_model" in models_of(config) and path:
+        if "reward_model" in used and path:
             sizes = self._sizes(path, "reward_model.model.path")
             results["reward_model"] = self._model("reward_model", sizes, config.reward_model.model)
         return results
@@ -352,9 +352,35 @@ class Planner:
         return lengths_of(self.config, self.assumptions)
 
     @property
+    def fine_tunes(self) -> bool:
+        """Whether the run is supervised fine-tuning, whose rows are conversations: nothing is sampled or scored."""
+        return self.config.sft.enable
+
+    @property
+    def group(self) -> int:
+        """Number of rows with the same prompt."""
+        return 1 if self.fine_tunes else self.config.actor_rollout_ref.rollout.n
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Most tokens of a prompt and of a response."""
+        data = self.config.data
+        if self.fine_tunes:
+            return 0, data.max_length
+        return data.max_prompt_length, self.config.actor_rollout_ref.rollout.response_length
+
+    @property
     def rows(self) -> int:
-        """Responses of a step."""
-        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        """Rows of a step: responses, or conversations."""
+        return self.config.data.train_batch_size * self.group
+
+    def epochs(self, role: ActorConfig | CriticConfig) -> int:
+        """Return how often an update goes through the rows of a step."""
+        return 1 if self.fine_tunes else role.ppo_epochs
+
+    def mini_batch(self, role: ActorConfig | CriticConfig) -> int:
+        """Return the prompts, or conversations, of an optimizer step."""
+        return self.config.data.train_batch_size if self.fine_tunes else role.ppo_mini_batch_size
 
     def replicas(self, model: Model) -> int:
         """Return the number of groups of devices that have rows of their own."""
@@ -363,23 +389,24 @@ class Planner:
 
     def rows_of_mini_batch(self, model: Model, mini: int) -> int:
         """Return the rows of a mini-batch of so many prompts that a group of devices gets."""
-        return max(1, ceil(mini * self.config.actor_rollout_ref.rollout.n / self.replicas(model)))
+        return max(1, ceil(mini * self.group / self.replicas(model)))
 
     def _micro_tokens(self, model: Model, limits: MicroLimits) -> float:
         """Return the most tokens of a micro-batch: rows as long as they may become, which share their prompts."""
-        data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        prompt, response = data.max_prompt_length, rollout.response_length
-        if limits.dynamic:
-            return float(max(limits.tokens * model.sequence, prompt + response))
-        rows = max(1, min(limits.rows, self.rows_of_mini_batch(model, limits.mini)))
-        return ceil(rows / rollout.n) * prompt + rows * response if limits.packed else float(rows * (prompt + response))
+        prompt, response = self.longest
+        rows = self.rows_of_mini_batch(model, min(limits.mini, self.config.data.train_batch_size))
+        if not limits.dynamic:
+            rows = max(1, min(limits.rows, rows))
+        prompts = ceil(rows / self.group) if limits.packed else rows
+        tokens = float(prompts * prompt + rows * response)
+        return min(tokens, max(limits.tokens * model.sequence, prompt + response)) if limits.dynamic else tokens
 
     def _micro_batches(self, model: Model, limits: MicroLimits) -> int:
         """Return the number of micro-batches of one device in an epoch, of rows with the mean lengths."""
-        lengths, n, batch = self.lengths, self.config.actor_rollout_ref.rollout.n, self.config.data.train_batch_size
+        lengths, batch = self.lengths, self.config.data.train_batch_size
         rows = self.rows_of_mini_batch(model, min(limits.mini, batch))
         if limits.dynamic:
-            tokens = rows * (lengths.mean + lengths.prompt / (n if limits.packed else 1))
+            tokens = rows * (lengths.mean + lengths.prompt / (self.group if limits.packed else 1))
             count = ceil(tokens / (limits.tokens * model.sequence))
         else:
             count = ceil(rows / max(1, min(limits.rows, rows)))
@@ -392,7 +419,7 @@ class Planner:
             role.ppo_micro_batch_size_per_gpu,
             role.ppo_max_token_len_per_gpu,
             packed=section.use_remove_padding or bool(model.layout),
-            mini=role.ppo_mini_batch_size,
+            mini=self.mini_batch(role),
         )
 
     def _update_tokens(self, model: Model, role: ActorConfig | CriticConfig) -> float:
@@ -425,12 +452,16 @@ class Planner:
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether old log-probs are a phase; with one optimizer step for each rollout the update gives them."""
+        """Whether old log-probs are a phase: neither the sampler nor the only update on a rollout gives them."""
         config, actor = self.config, self.config.actor_rollout_ref.actor
+        correction = config.algorithm.rollout_correction
+        if self.fine_tunes or correction.bypass_mode:
+            return False
         once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-        read = config.algorithm.use_kl_in_reward or config.algorithm.use_pf_ppo
-        waits = config.trainer.critic_warmup > 1
-        return not once or read or waits or config.algorithm.rollout_correction.rollout_is is not None
+        corrected = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold
+        read = config.algorithm.use_kl_in_reward or config.algorithm.use_pf_ppo or corrected
+        waits = config.trainer.critic_warmup > 1 or config.trainer.critic_warmup_until_explained_variance is not None
+        return not once or bool(read) or waits
 
     def groups(self) -> tuple[DeviceGroup, ...]:
         """Return the devices of the run with what each phase needs there."""
@@ -457,11 +488,19 @@ class Planner:
             resting |= on_host
         if "sampler" in names and self._has_copy:
             resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
+        if "sampler" in names:
+            resting |= self._sampler_copies()
+        if self.device.is_cpu and self.config.trainer.async_save and self.config.trainer.save_freq > 0:
+            resting["copy of a checkpoint"] = self.checkpoint() / self.cluster.count
         added: dict[str, Parts] = {"load": self._loading(local)}
         if "sampler" in names or (self.served and "actor" in names):
-            added["sampling"] = self._sampling()
+            added["sampling"] = self._sampling(self.config.data.train_batch_size, self.group)
+            if prompts := self._validation_prompts():
+                added["validation"] = self._sampling(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
         if "actor" in local:
             actor = local["actor"]
+            if self.fine_tunes and self.config.data.val_files:
+                added["validation"] = memory.inference(actor, self._inference_tokens("actor"))
             if self.recomputes_log_probs:
                 added["log_probs"] = memory.inference(actor, self._inference_tokens("actor"))
             added["update_actor"] = memory.update(
@@ -469,8 +508,9 @@ class Planner:
                 self._update_tokens(actor, self.config.actor_rollout_ref.actor),
                 actor.layout.pipeline if actor.layout else 1,
             )
-            added["transfer"] = self._transfer(actor)
-            added["checkpoint"] = {"gathered weights": memory.MASTER * self.policy.embedding} if actor.sharded else {}
+            if not self.fine_tunes:
+                added["transfer"] = self._transfer(actor)
+            added["checkpoint"] = self._saving(actor)
         for name, phase in (("reference", "reference"), ("critic", "values"), ("reward_model", "reward")):
             if name in local:
                 added[phase] = memory.inference(local[name], self._inference_tokens(name))
@@ -491,6 +531,14 @@ class Planner:
             for phase, components in added.items()
         }
 
+    def _saving(self, actor: Model) -> Parts:
+        """Return what writing a checkpoint needs: the largest weight, or the layers whose adapters are merged."""
+        if actor.sharded:
+            return {"gathered weights": float(memory.MASTER * self.policy.embedding)}
+        if actor.adapter and not actor.layout:
+            return {"layers with merged adapters in float32": float(memory.MASTER * self.policy.in_layers)}
+        return {}
+
     def _loading(self, local: Mapping[str, Model]) -> Parts:
         """Return what the model that is loaded last needs besides: a float32 copy, or a layer if it is sharded."""
         if self.device.is_cpu or not local:
@@ -500,7 +548,7 @@ class Planner:
     @property
     def served(self) -> bool:
         """Whether servers sample."""
-        return self.config.actor_rollout_ref.rollout.name in SERVERS
+        return not self.fine_tunes and self.config.actor_rollout_ref.rollout.name in SERVERS
 
     @property
     def _has_copy(self) -> bool:
@@ -541,17 +589,36 @@ class Planner:
             self.config.data.max_prompt_length + rollout.response_length,
         )
 
-    def _sampling(self) -> Parts:
+    def _sampler_copies(self) -> Parts:
+        """Return the copies of layers that the native sampler makes of the weights that it is given."""
+        sizes, copies = self.policy, Parts()
+        if self.config.actor_rollout_ref.model.lora_rank:
+            copies["layers with merged adapters"] = float(self.sampler.number * sizes.in_layers)
+        if self.device.is_cpu and self.sampler.number == 2:
+            copies["weights in the order of the kernels"] = 2.0 * (sizes.in_layers + sizes.embedding)
+        return copies
+
+    def _validation_prompts(self) -> int:
+        """Return the prompts that are sampled together in a validation, or enough for all slots if they are unknown."""
+        config = self.config
+        if not config.data.val_files or (config.trainer.test_freq <= 0 and not config.trainer.val_before_train):
+            return 0
+        rows = validation_rows(config)
+        prompts = config.actor_rollout_ref.rollout.max_num_seqs * self.samplers if rows is None else rows.count
+        return min(prompts, config.data.val_batch_size or prompts)
+
+    def _sampling(self, prompts: int, n: int) -> Parts:
+        """Return what sampling `n` responses to each of so many prompts needs."""
         config, rollout, sizes = self.config, self.config.actor_rollout_ref.rollout, self.policy
         if self.server:
             return {"server (gpu_memory_utilization)": self.server.share}
         if self.served:
             return {}
         length = config.data.max_prompt_length + rollout.response_length
-        slots = max(1, min(rollout.max_num_seqs, ceil(self.rows / self.samplers)))
-        prompts = ceil(slots / rollout.n) * config.data.max_prompt_length
-        prompts = min(prompts, max(memory.PREFILLED, config.data.max_prompt_length))
-        forward = memory.inference(self.sampler, prompts)
+        slots = max(1, min(rollout.max_num_seqs, ceil(prompts * n / self.samplers)))
+        longest_prompt = config.data.max_prompt_length
+        prefilled = min(ceil(slots / n) * longest_prompt, max(memory.PREFILLED, longest_prompt))
+        forward = memory.inference(self.sampler, prefilled)
         return {
             "KV cache": memory.kv_cache(sizes, slots, length, self.sampler.number),
             "sampler activations": forward["actor activations"],
@@ -602,7 +669,9 @@ class Planner:
         trainer, rows = self.config.trainer, rows_of_data(self.config, self.assumptions)
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
-        return None if rows is None else trainer.total_epochs * max(1, rows.count // self.config.data.train_batch_size)
+        if rows is None:
+            return None
+        return trainer.total_epochs * ceil(rows.count / self.config.data.train_batch_size)
 
     def plan(self) -> Plan:
         """Return the plan."""
@@ -631,8 +700,11 @@ class Planner:
             self.host_memory,
         )
 
-    def _times(self) -> tuple[dict[str, Interval], float]:
+    def _times(self) -> tuple[dict[str, Interval], float | None]:
         config, models = self.config, self.models
+        if self.fine_tunes:
+            update = self._update("actor", config.actor_rollout_ref.actor)
+            return {"update_actor": self._interval("update_actor", update)}, None
         seconds: dict[str, float] = {}
         seconds["gen"], idle = self._generation()
         if self.assumptions.reward:
@@ -688,13 +760,12 @@ class Planner:
         if model.layout and model.layout.pipeline > 1:  # stages wait for the first and the last micro-batch
             actor = self.config.actor_rollout_ref.actor
             micro_batches = self._micro_batches(model, self._update_limits(model, actor))
-            minis = ceil(self.config.data.train_batch_size / actor.ppo_mini_batch_size)
+            minis = ceil(self.config.data.train_batch_size / self.mini_batch(actor))
             seconds *= 1 + (model.layout.pipeline - 1) * minis / micro_batches
         return seconds * (1.0 if model.ranks == 1 else 1.05 if self.config.trainer.balance_batch else 1.15)
 
     def _sharing(self, rows: int, *, dynamic: bool) -> int:
-        n = self.config.actor_rollout_ref.rollout.n
-        return n if dynamic else max(1, min(n, rows))
+        return self.group if dynamic else max(1, min(self.group, rows))
 
     def _forward(self, name: str) -> float:
         model, settings = self.models[name], self.config.actor_rollout_ref
@@ -718,11 +789,11 @@ class Planner:
         gathers = micro * (2 if model.reshard else 1)
         # Gradients are summed over the devices in each micro-batch, not once for a mini-batch.
         sent = gather_seconds(model, self.cluster, gathers, micro) + bus_seconds(model, device, gathers, micro)
-        minis = ceil(config.data.train_batch_size / role.ppo_mini_batch_size)
+        minis = ceil(config.data.train_batch_size / self.mini_batch(role))
         shards = model.shards if model.sharded else max(1, self.replicas(model) if model.layout else 1)
         optimizer = minis * optimizer_seconds(model, device, shards)
         moved = move_seconds(model, device, update=True)
-        return role.ppo_epochs * (overlapped(products, sent) + optimizer) + moved
+        return self.epochs(role) * (overlapped(products, sent) + optimizer) + moved
 
     def _weights_transfer(self) -> float:
         actor, device = self.models["actor"], self.cluster.device

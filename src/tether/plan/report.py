@@ -123,8 +123,10 @@ def case_table(cases: Iterable[Case]) -> tuple[Row, list[Row]]:
     return ("", "peak", "verdict", "step", "device x s", "best"), rows
 
 
-def length_table(plans: Iterable[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
+def length_table(plans: Sequence[tuple[str, Plan]]) -> tuple[Row, list[Row]]:
     """Return how much depends on the lengths of responses."""
+    if any(plan.idle is None for _, plan in plans):
+        return ("tokens: mean, tail", "step"), [(what, span(plan.step)) for what, plan in plans]
     rows: list[Row] = [(what, span(plan.step), f"{plan.idle:.0%}") for what, plan in plans]
     return ("responses: mean, tail", "step", "samplers idle"), rows
 

@@ -6,6 +6,7 @@ The modules are independent of each other and of training: import the one that y
 __all__ = [
     "cache",
     "channel",
+    "core_clock",
     "deadline",
     "digits",
     "disk",
