@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from tether.checkpoints import write_own
 from tether.loop.alarms import Alarms, MismatchAlarm
 from tether.loop.checkpoint import TRAINING, Persistence, check_saving, restore
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.loop.parts import (
     STOPS,
@@ -58,6 +59,11 @@ class Schedule:
     test_freq: int = -1
     val_before_train: bool = True
     log_freq: int = 1
+
+    @classmethod
+    def from_config(cls, trainer: TrainerConfig, total_steps: int) -> Schedule:
+        """Return the schedule of a run with `total_steps` training steps, each of which is logged."""
+        return cls(total_steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step; always after the last, if any are saved."""
