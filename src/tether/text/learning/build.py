@@ -26,6 +26,7 @@ from tether.config import (
 )
 from tether.config.schema import (
     ActorConfig,
+    BackboneConfig,
     CriticConfig,
     CriticModelConfig,
     ModelConfig,
@@ -166,7 +167,7 @@ def load_policy(
 
 
 def _to_train(
-    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str, saved: Path | None, seed: int
+    model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int
 ) -> PreTrainedModel:
     """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
     fresh one) and set recomputation up."""
