@@ -335,13 +335,6 @@ def build_evaluation(
 ) -> ControlEvaluation:
     """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
 
-    Args:
-        section: the environments of the run.
-        policy_config: the policy's section.
-        policy: the policy.
-        videos: folder of the videos, if there are any.
-        envs: closes the environments.
-
     Raises:
         ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
     """
@@ -440,11 +433,6 @@ def _few_envs(train: TrainEnvConfig, policy_config: PolicyConfig, policy: Policy
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
     """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of
     ``env.eval``.
-
-    Args:
-        config: configuration of the run.
-        checkpoint: the ``global_step_N`` folder.
-        seed: seed of the noise for sampling actions.
 
     Raises:
         ValueError: the checkpoint has no spaces and the environment cannot be made, or a package is missing.

@@ -212,12 +212,7 @@ def nodes_of(address: str, timeout: float = NODE_SECONDS) -> list[str]:
 
 
 def _versions_of(reply: Any, timeout: float) -> str:
-    """Return the comparison of a node's versions with those of this machine.
-
-    Args:
-        reply: reference to the node's `Process`.
-        timeout: seconds that the node had, for the message.
-    """
+    """Return the comparison of a node's versions with those of this machine."""
     try:
         theirs = ray.get(reply, timeout=0).versions
     except GetTimeoutError:

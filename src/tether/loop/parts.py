@@ -103,11 +103,7 @@ OnSaved = Callable[[int, Path], None]
 
 
 class Saver:
-    """Writes one checkpoint at a time; `collect` raises the errors of writing.
-
-    Args:
-        background: whether to write in a thread.
-    """
+    """Writes one checkpoint at a time; `collect` raises the errors of writing."""
 
     def __init__(self, background: bool = False) -> None:
         self.background = background

@@ -118,14 +118,6 @@ def begin_run(
     """Open the loggers of a run, and set aside checkpoints that are not on the path to its start.
 
     Nothing may refuse the run afterwards, because earlier checkpoints have been moved.
-
-    Args:
-        loaded: the configuration of the run.
-        store: the store of its checkpoints.
-        identity: fingerprints that are saved with them.
-        schedule: the schedule of the run.
-        checkpoint: the checkpoint that it resumes from.
-        resources: closes what is opened.
     """
     config, trainer = loaded.config, loaded.config.trainer
     info = RunInfo(
@@ -249,13 +241,7 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
 
 
 def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
-    """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant.
-
-    Args:
-        actor: section of the policy's update.
-        total_steps: number of training steps.
-        make: makes the loss of such a section.
-    """
+    """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant."""
     falls = {
         "clip_ratio_low": actor.clip_ratio_schedule == "linear",
         "clip_ratio_high": actor.clip_ratio_schedule == "linear",

@@ -168,11 +168,7 @@ def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
 
 
 def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs.
-
-    Args:
-        batch: a batch with `advantages`.
-    """
+    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs."""
     mask, scored = batch.response_mask, batch.scored
     metrics = _mean("critic/score/nonzero_fraction", _row_sums(batch.token_level_scores, mask)[scored] != 0)
     if batch.advantages is not None:

@@ -13,13 +13,7 @@ from tether.runtime.supervised import SupervisedProcess
 
 
 def start_program(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> SupervisedProcess:
-    """Run a program without the Python settings of this process's environment.
-
-    Args:
-        command: the program and its arguments.
-        log: file to which its output is appended.
-        environment: variables to add to those of this process.
-    """
+    """Run a program without the Python settings of this process's environment; its output is appended to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     process = SupervisedProcess.spawn("tether.runtime.program:become")
     process.send(json.dumps([list(command), str(log), dict(environment)]).encode(), timeout=60)

@@ -42,10 +42,6 @@ class Inputs:
 def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """Find the models, load the tokenizer, read and tokenize the prompts.
 
-    Args:
-        config: configuration of the run.
-        tools: schemas of the tools in prompts.
-
     Raises:
         ValueError: paths, files, rows, the chat template or data sources are invalid.
     """

@@ -93,13 +93,7 @@ def interactions_of(turns: MultiTurnConfig) -> Sequence[str]:
 
 
 def agent_problem(rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """Return the problem with the agent named by a row; empty if there is none.
-
-    Args:
-        rollout: section of sampling.
-        row: row of the data.
-        interactions: names of `interactions_of`; None: unknown.
-    """
+    """Return the problem with the agent that a row names, or an empty text; unknown interactions (None) fit."""
     name = row.agent_name
     if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
         own_class = "or your own class: FILE.py:CLASS"

@@ -87,12 +87,7 @@ class EpisodeTracker:
 
 
 class raised_at:  # a class, because a generator would cost as much as a step of a cheap environment
-    """A context that adds a note to exceptions: which environments raised it, and at which step.
-
-    Args:
-        env_id: name of the environments.
-        step: index of the step, from 1.
-    """
+    """A context that adds a note to exceptions: which environments raised it, and at which step."""
 
     def __init__(self, env_id: str, step: int) -> None:
         self._where = env_id, step

@@ -27,12 +27,7 @@ class Writer(Protocol):
 
 
 class Video:
-    """Appends an image of the first environment on each call.
-
-    Args:
-        env: the rendered environments.
-        writer: writer of the file.
-    """
+    """Appends an image of the first environment on each call."""
 
     def __init__(self, env: Renders, writer: Writer) -> None:
         self._env, self._writer = env, writer
@@ -47,11 +42,6 @@ class Video:
 @contextmanager
 def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
     """Write an mp4 (H.264) and create its folders.
-
-    Args:
-        env: the rendered environments.
-        path: path of the file.
-        fps: images, that is steps, per second.
 
     Raises:
         ValueError: ffmpeg is missing.

@@ -624,12 +624,7 @@ def _clips_an_evaluation(options: EnvOptions, wrapper: str) -> bool:
 
 
 def without_clipping(options: EnvOptions, arguments: Arguments) -> Info:
-    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off.
-
-    Args:
-        options: of the environments.
-        arguments: values of the constructor's parameters.
-    """
+    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off."""
     return {name: False for name in CLIPPING_ARGUMENTS if options.role == EVALUATION and arguments.get(name) is True}
 
 

@@ -64,13 +64,7 @@ class RelativeRewards:
 
 
 class RewardScaler:
-    """Divides rewards by the running standard deviation of the discounted return of an episode so far.
-
-    Args:
-        num_envs: number of environments N.
-        gamma: discount per step.
-        clip: bound of the absolute value of the result.
-    """
+    """Divides rewards by the running standard deviation of the discounted return so far in an episode; clips them."""
 
     def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
         self._gamma, self._clip = gamma, clip

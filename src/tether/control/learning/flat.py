@@ -44,11 +44,7 @@ from tether.types import StateDict
 
 
 class FlatParameters:
-    """Moves all parameters into one vector and their gradients into another, and makes them views of these.
-
-    Args:
-        groups: the parameters, grouped by learning rate.
-    """
+    """Moves all parameters into one vector and their gradients into another, and makes them views of these."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         parameters = [parameter for group in groups for parameter in group]
@@ -66,14 +62,7 @@ class FlatParameters:
 
 
 class FlatAdamW:
-    """AdamW (Loshchilov and Hutter 2019) over `FlatParameters`, equal to ``torch.optim.AdamW``.
-
-    Args:
-        parameters: the parameters to train.
-        betas: decay rates of the first and second moment.
-        eps: term in the denominator.
-        weight_decay: the decoupled weight decay.
-    """
+    """AdamW (Loshchilov and Hutter 2019) over `FlatParameters`, equal to ``torch.optim.AdamW``."""
 
     def __init__(
         self, parameters: FlatParameters, *, betas: tuple[float, float], eps: float, weight_decay: float

@@ -498,12 +498,7 @@ class ControlLoss:
         }
 
     def _value_weights(self, values: Tensor, rows: Samples) -> tuple[Tensor | None, Tensor | float]:
-        """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss.
-
-        Args:
-            values: a tensor of their shape.
-            rows: the rows of the mini-batch.
-        """
+        """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss."""
         counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
         return counted, loss_weights(mode, values, counted, rows.weights, None) * self.value_coeff

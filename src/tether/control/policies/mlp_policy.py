@@ -33,12 +33,7 @@ OTHER_VERSION = "Another version of tether wrote this file; train the policy aga
 
 
 class ControlPolicy(nn.Module):
-    """Actor and critic as perceptrons over one normalised observation, with gradients by hand.
-
-    Args:
-        spec: shape of the policy.
-        seed: seed of the initial weights.
-    """
+    """Actor and critic as perceptrons over one normalised observation, with gradients by hand."""
 
     state_width = 0
     """There is no recurrent state."""

@@ -264,12 +264,7 @@ class Torso(nn.Module):
 
 
 class NetworkPolicy(nn.Module):
-    """Actor and critic over images, or with recurrent state.
-
-    Args:
-        spec: shape of the policy.
-        seed: seed of the initial weights.
-    """
+    """Actor and critic over images, or with recurrent state."""
 
     spaces: JsonObject | None = None
     """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""

@@ -108,12 +108,7 @@ class RowAgent:
 
 
 def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
-    """Read a row's agent.
-
-    Args:
-        name: `agent_name` of the row, or the default.
-        extra_info: `extra_info` of the row.
-    """
+    """Read a row's agent."""
     if name == SINGLE_TURN:
         return RowAgent(False, None)
     if name == TOOL_AGENT:

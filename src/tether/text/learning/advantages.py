@@ -171,10 +171,6 @@ class RewardComponents:
     def add_to(self, batch: TrainBatch, outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
         """Set `reward_components`, 0 for rows without a score, and return metrics of their variation within groups.
 
-        Args:
-            batch: the scored rows.
-            outcomes: the reward's result for each row.
-
         Raises:
             ValueError: a component of a scored response is missing, or is not a number in the range of float32.
         """

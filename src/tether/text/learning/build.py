@@ -77,10 +77,6 @@ def replays(config: RunConfig) -> bool:
 def check_router_replay(config: RunConfig, policy: Path | str) -> None:
     """Refuse a policy without experts, before it loads.
 
-    Args:
-        config: configuration of the run.
-        policy: location of its config.
-
     Raises:
         ValueError: the policy has no experts.
     """

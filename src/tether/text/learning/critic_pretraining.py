@@ -28,11 +28,6 @@ def split_by_prompt(
 ) -> tuple[list[StoredResponse], list[StoredResponse]]:
     """Split responses by prompt into training and held-out responses, with at least one prompt on each side.
 
-    Args:
-        responses: responses to at least two prompts.
-        held_out: share of the prompts that is held out.
-        seed: seed of the random split.
-
     Raises:
         ValueError: all responses are to the same prompt.
     """

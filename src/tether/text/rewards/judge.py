@@ -46,9 +46,6 @@ class Judge:
     def check(self, key: str) -> None:
         """Check the template and the parser.
 
-        Args:
-            key: section of the configuration, for messages.
-
         Raises:
             ValueError: the template or the parser cannot work.
         """

@@ -22,9 +22,6 @@ class Claim:
 
     Only processes on this machine are excluded; runs on different machines notice that the server has other weights.
 
-    Args:
-        http: connections to the server.
-
     Raises:
         ValueError: another run uses it.
     """

@@ -157,10 +157,6 @@ class InferenceServer:
     def generate(self, request: GenerateRequest, vocabulary: int) -> SampledRow:
         """Return a row, sampled with the current weights.
 
-        Args:
-            request: the request.
-            vocabulary: size of the policy's vocabulary.
-
         Raises:
             ServerGone: no response, an incomplete one, one that does not fit the request, or one with other weights.
             ServerRefuses: the request is refused.

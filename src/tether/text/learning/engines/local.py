@@ -165,15 +165,7 @@ class AutogradEngine(Generic[Outputs]):
         minis: Sequence[MiniBatch],
         step: int,
     ) -> Updated[Outputs]:
-        """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`.
-
-        Args:
-            batch: the rows that are here.
-            loss: what is lowered.
-            plan: see there.
-            parts: of each mini-batch, what is here.
-            step: see there.
-        """
+        """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
         self.version += 1
@@ -252,14 +244,7 @@ class AutogradEngine(Generic[Outputs]):
     def _sum_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes, groups: list[list[int]]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
-        """Accumulate gradients as `accumulate_gradients` does, overwriting those of a failed attempt.
-
-        Args:
-            mini: the rows on this rank.
-            loss: the loss to minimise.
-            sizes: the sizes of the whole mini-batch.
-            groups: the rows of each micro-batch.
-        """
+        """Accumulate gradients as `accumulate_gradients` does, overwriting those of a failed attempt."""
         self._begin_gradients()
         measured: list[dict[str, Metric]] = []
         shares: dict[str, Tensor] = {}

@@ -108,12 +108,7 @@ def encode(value: object, depth: int = 0, objects: list[object] | None = None) -
 
 
 def decode(value: object, object_at: Any = None) -> Any:
-    """Decode the result of `encode`; an object of another class is equal to nothing.
-
-    Args:
-        value: the encoded data.
-        object_at: returns the object with an index.
-    """
+    """Decode the result of `encode`; an object of another class is equal to nothing."""
     if isinstance(value, list):
         return [decode(item, object_at) for item in value]
     if not isinstance(value, dict):

@@ -13,11 +13,7 @@ ScoreAll = Callable[[Sequence[RewardRequest]], Sequence[float | RewardOutcome]]
 
 
 class ModelRewards(Rewards):
-    """Scores all requests with one call of a model.
-
-    Args:
-        model: scores all requests.
-    """
+    """Scores all requests with one call of a model."""
 
     def __init__(self, model: ScoreAll) -> None:
         self._model = model

@@ -21,12 +21,7 @@ _USE_A_FILE = "signals do not work with trainer.async_mode: put the function int
 
 
 class LocalRewards(Rewards):
-    """Calls a function in this process. `submit` calls the function immediately.
-
-    Args:
-        function: function with the same arguments as in a `RewardPool`.
-        timeout: maximum seconds of a call.
-    """
+    """Calls a function in this process. `submit` calls the function immediately."""
 
     def __init__(self, function: RewardFunction, timeout: float) -> None:
         self._function, self._timeout = function, timeout
