@@ -34,12 +34,7 @@ from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.losses import (
-    ControlLoss,
-    RolloutForward,
-    RolloutOutputs,
-    loss_spec,
-)
+from tether.control.learning.losses import ControlLoss, RolloutForward, RolloutOutputs, loss_spec
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
 from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates

@@ -339,12 +339,7 @@ class Trainer:
         return path
 
     def begin_checkpoint(
-        self,
-        state: StateDict,
-        persistence: Persistence | None = None,
-        *,
-        in_step: bool = False,
-        copy: bool = False,
+        self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False, copy: bool = False
     ) -> Callable[[], Path]:
         """Begin a checkpoint and return a function that completes it.
 

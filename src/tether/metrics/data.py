@@ -76,10 +76,7 @@ def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: B
     ]
     if not stds:
         return {}
-    return {
-        "group/zero_std_fraction": stds.count(0.0) / len(stds),
-        "group/score_std_mean": sum(stds) / len(stds),
-    }
+    return {"group/zero_std_fraction": stds.count(0.0) / len(stds), "group/score_std_mean": sum(stds) / len(stds)}
 
 
 def identical_replies(batch: TrainBatch) -> dict[str, float]:
@@ -113,9 +110,7 @@ def repeated_sequences(batch: TrainBatch) -> dict[str, float]:
 
 
 def mismatch_metrics(
-    rollout_log_probs: Float[Tensor, "B T"],
-    old_log_probs: Float[Tensor, "B T"],
-    response_mask: Bool[Tensor, "B T"],
+    rollout_log_probs: Float[Tensor, "B T"], old_log_probs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"]
 ) -> dict[str, float]:
     """Return distances between the log-probabilities of sampler and trainer for the same weights and tokens.
 

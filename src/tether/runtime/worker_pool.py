@@ -219,10 +219,7 @@ class WorkerPool(Generic[Answer]):
         threads = max(1, num_threads() // len(self._own))
         environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: the same order of sets in all workers
         worker = SupervisedProcess.spawn(
-            self._work.serve,
-            limit=self._work.limit,
-            longest_beat=self._work.longest_beat,
-            environment=environment,
+            self._work.serve, limit=self._work.limit, longest_beat=self._work.longest_beat, environment=environment
         )
         worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker

@@ -34,14 +34,7 @@ from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.loop.loop import Schedule, Trainer
 from tether.loop.preflight import preflight
-from tether.loop.run import (
-    Run,
-    begin_run,
-    build_profiler,
-    build_recorder,
-    checkpoint_line,
-    ranks_line,
-)
+from tether.loop.run import Run, begin_run, build_profiler, build_recorder, checkpoint_line, ranks_line
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig

@@ -170,11 +170,7 @@ def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
 
 
 def loss_weights(
-    mode: str,
-    loss: Tensor,
-    mask: Tensor | None,
-    episode_weights: Tensor | None,
-    max_length: float | None,
+    mode: str, loss: Tensor, mask: Tensor | None, episode_weights: Tensor | None, max_length: float | None
 ) -> Tensor | float:
     """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
 

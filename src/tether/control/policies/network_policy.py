@@ -82,12 +82,7 @@ class Cnn(nn.Module):
     """
 
     def __init__(
-        self,
-        picture: tuple[int, int, int],
-        kind: str,
-        activation: str,
-        pixel_scale: float,
-        generator: torch.Generator,
+        self, picture: tuple[int, int, int], kind: str, activation: str, pixel_scale: float, generator: torch.Generator
     ) -> None:
         super().__init__()
         self._activation, self._scale = ACTIVATIONS[activation], pixel_scale

@@ -295,10 +295,7 @@ def _length_penalty(buffer: OverlongBufferConfig, max_length: int) -> LengthPena
     if not buffer.enable:
         return None
     return partial(
-        overlong_penalty,
-        max_length=max_length,
-        buffer_length=buffer.len,
-        penalty_factor=buffer.penalty_factor,
+        overlong_penalty, max_length=max_length, buffer_length=buffer.len, penalty_factor=buffer.penalty_factor
     )
 
 

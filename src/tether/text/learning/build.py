@@ -447,8 +447,5 @@ def _update_micro(role: ActorConfig | CriticConfig, packed: bool, ranks: int) ->
 def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
     """Return the epochs and mini-batches of a role, with `responses` per prompt."""
     return UpdatePlan(
-        mini_batch_rows=role.ppo_mini_batch_size * responses,
-        epochs=role.ppo_epochs,
-        shuffle=role.shuffle,
-        seed=seed,
+        mini_batch_rows=role.ppo_mini_batch_size * responses, epochs=role.ppo_epochs, shuffle=role.shuffle, seed=seed
     )

@@ -17,15 +17,7 @@ from tensordict import TensorClass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tether.algorithms import (
-    TOKEN_SELECTIONS,
-    Max,
-    Mean,
-    aggregate_loss,
-    kl_penalty,
-    masked_mean_ratio,
-    value_loss,
-)
+from tether.algorithms import TOKEN_SELECTIONS, Max, Mean, aggregate_loss, kl_penalty, masked_mean_ratio, value_loss
 from tether.batch import TrainBatch, filled, on_device
 from tether.kernels import select_rows
 from tether.loop.engine import LossSizes, LossTerm

@@ -10,16 +10,7 @@ from typing import Any
 
 import torch
 
-from tether.text.servers import (
-    CPU,
-    BroadcastGroup,
-    Connections,
-    WeightPayload,
-    gpu_of,
-    is_local,
-    shared_file,
-    this_gpu,
-)
+from tether.text.servers import CPU, BroadcastGroup, Connections, WeightPayload, gpu_of, is_local, shared_file, this_gpu
 
 Transfer = Callable[[Connections, str, WeightPayload, float], None]
 

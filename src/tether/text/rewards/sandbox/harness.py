@@ -199,10 +199,7 @@ class CodeProcess:
 
     def __init__(self, code: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, "serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-I", __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._send(code)
 
