@@ -165,7 +165,6 @@ class FlatRankEngine(FlatEngine):
         self._writing.begin(self.saving(folder, state, copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
@@ -397,11 +396,9 @@ class ShardedCollector:
         self.env.call("restart", (seed,))
 
     def state_dict(self) -> StateDict:
-        """Return the state of each rank's collector."""
         return {"ranks": self.env.call("state_dict", ())}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state of each rank's collector."""
         self.env.call("load_state_dict", *[(rank_state,) for rank_state in state["ranks"]])
 
     def _joined_batch(self, batches: Sequence[EnvBatch]) -> EnvBatch:

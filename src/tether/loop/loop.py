@@ -424,7 +424,6 @@ class Trainer:
         }
 
     def load_state(self, state: StateDict) -> None:
-        """Load what `state` returned."""
         self.step_number = self.saved_step = int(state["step"])
         self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate

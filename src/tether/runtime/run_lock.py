@@ -77,7 +77,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -96,7 +96,6 @@ class Heartbeat:
         self._shown = monotonic()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -124,7 +123,6 @@ class Activity:
         self._heartbeat.close()
 
     def begin(self, what: str) -> None:
-        """Start a new activity."""
         self._what, self._begun = what, monotonic()
         self._heartbeat.reset()
         self._print(f"{what} ...")

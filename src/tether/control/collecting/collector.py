@@ -42,11 +42,9 @@ class EpisodeTracker:
         self._success = np.zeros(num_envs, dtype=np.bool_)
 
     def state_dict(self) -> StateDict:
-        """Return the state of the unfinished episodes."""
         return {name: torch.from_numpy(column) for name, column in vars(self).items()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned."""
         for name, column in state.items():
             setattr(self, name, column.numpy().copy())
 
@@ -178,7 +176,6 @@ class _Rows:
     success: Flags
 
     def select_columns(self, columns: slice) -> _Rows:
-        """Return some of the columns."""
         others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
         return _Rows(obs={name: field[columns] for name, field in self.obs.items()}, **others)
 
@@ -268,7 +265,6 @@ class EnvCollector:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers in bytes."""
         flags = self._terminated.nbytes + self._truncated.nbytes + self._valid.nbytes
         return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
 

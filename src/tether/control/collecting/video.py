@@ -21,9 +21,7 @@ BLOCK = 16
 class Writer(Protocol):
     """The writer of imageio."""
 
-    def append_data(self, picture: NDArray[np.generic], /) -> None:
-        """Write one image."""
-        ...
+    def append_data(self, picture: NDArray[np.generic], /) -> None: ...
 
 
 class Video:
@@ -33,7 +31,6 @@ class Video:
         self._env, self._writer = env, writer
 
     def __call__(self) -> None:
-        """Append an image."""
         picture = self._env.render()
         missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
         self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))

@@ -46,7 +46,6 @@ class RelativeRewards:
         self._last = torch.zeros(num_envs)
 
     def state_dict(self) -> StateDict:
-        """Return the last reward of each unfinished episode."""
         return {"last": self._last}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -87,7 +86,6 @@ class RewardScaler:
         return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> StateDict:
-        """Return the statistics, and the sums of unfinished episodes."""
         return {"statistics": self._statistics.state_dict(), "before": self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -114,7 +112,6 @@ class EnvRewards:
 
     @classmethod
     def from_config(cls, train: TrainEnvConfig, policy: PolicyConfig, algorithm: AlgorithmConfig) -> EnvRewards:
-        """Return the configured transformations."""
         num_envs, scaler = train.total_num_envs, None
         if policy.normalize_rewards:
             scaler = RewardScaler(num_envs, algorithm.gamma, policy.clip_rewards)
@@ -135,7 +132,6 @@ class EnvRewards:
         return {}
 
     def state_dict(self) -> StateDict:
-        """Return the state of each transformation."""
         transforms = {"relative": self._relative, "scaler": self._scaler}
         return {name: transform.state_dict() for name, transform in transforms.items() if transform is not None}
 
@@ -183,7 +179,6 @@ class ControlAdvantages:
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, train: TrainEnvConfig) -> ControlAdvantages:
-        """Return the configured estimator."""
         bounds = algorithm.rewards_lower_bound, algorithm.rewards_upper_bound
         return cls(
             gamma=algorithm.gamma,

@@ -95,11 +95,9 @@ class FlatAdamW:
             values[span].addcdiv_(self._first[span], self._denominator[span], value=-rate / (1 - beta1**self._steps))
 
     def state_dict(self) -> StateDict:
-        """Return the moments and the number of steps."""
         return {"first": self._first.clone(), "second": self._second.clone(), "steps": self._steps}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
         self._steps = int(state["steps"])
@@ -286,7 +284,6 @@ class FlatEngine:
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
@@ -350,7 +347,6 @@ class SkippedControlMiniBatch:
         self._policy, self._loss, self._samples, self._draws = policy, loss, samples, draws
 
     def __len__(self) -> int:
-        """Return the number of decisions, or of sequences."""
         return len(self._samples)
 
     def backward(self, row: int) -> Tensor:

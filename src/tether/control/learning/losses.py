@@ -114,15 +114,12 @@ class Samples:
     """[N] observations that update the policy's statistics after the update; they belong to no row."""
 
     def __len__(self) -> int:
-        """Return the number of rows, or of sequences."""
         return len(self.obs)
 
     def __getitem__(self, rows: Tensor | slice) -> Samples:
-        """Return some of the rows, or of the sequences."""
         return self.each(lambda column: column[rows])
 
     def to(self, device: torch.device) -> Samples:
-        """Return the same rows on a device."""
         return self.each(lambda column: column.to(device))
 
     @property

@@ -58,7 +58,6 @@ class ControlPolicy(nn.Module):
         """Number of decisions in a forward and backward pass; None: all at once."""
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of the actor, and of the critic."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [*self.actor.parameters(), *self.head.parameters()], critic
 

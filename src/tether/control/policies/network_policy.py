@@ -335,7 +335,6 @@ class NetworkPolicy(nn.Module):
         return outputs, self.critic(valued), states
 
     def acting(self) -> Actor | NetworkActor:
-        """Return an actor with the current weights."""
         own = self.spec.network or self.spec.features_extractor
         in_numpy = self.pictures is None and not own and device_of(self).type == "cpu"
         return Actor(self) if in_numpy else NetworkActor(self)

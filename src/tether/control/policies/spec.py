@@ -206,7 +206,6 @@ class Memory:
         return Memory(change(self.starts), change(self.state), change(self.selected))
 
     def rows(self, which: slice | Tensor) -> Memory:
-        """Return some of the sequences."""
         return Memory(self.starts[which], self.state[which], self.selected[which])
 
 

@@ -46,9 +46,7 @@ _NAMED_BY = {"question": "data.prompt_key", "answer": "data.answer_key", "data_s
 class Records(Protocol):
     """The raw rows of one source, read on access."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> object:
         """Return row `number` as a mapping in the layout above; a custom dataset may return a `Prompt` instead."""

@@ -72,7 +72,6 @@ class RewardShaping:
         return metrics
 
     def state_dict(self) -> StateDict:
-        """Return the running statistics, if there are any."""
         return self.running.state_dict() if self.running else {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -112,11 +111,9 @@ class KLReward:
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
     def state_dict(self) -> StateDict:
-        """Return the controller's state."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the controller's state."""
         self.controller.load_state_dict(state)
 
 

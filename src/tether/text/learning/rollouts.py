@@ -70,9 +70,7 @@ TextExperience = Experience[TrainBatch, ScoredResponses]
 class RowDataset(Protocol):
     """The rows of a run, in any form."""
 
-    def __getitem__(self, position: int, /) -> Any:
-        """Return a row."""
-        ...
+    def __getitem__(self, position: int, /) -> Any: ...
 
 
 AnyDataset = TypeVar("AnyDataset", bound=RowDataset)

@@ -37,7 +37,6 @@ class Claim:
         self._is_closed = False
 
     def close(self) -> None:
-        """Release the server."""
         if self._is_closed:
             return
         self._is_closed = True

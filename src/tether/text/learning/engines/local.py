@@ -78,7 +78,6 @@ class SkippedMiniBatch(Generic[Outputs]):
         self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.batch)
 
     def backward(self, row: int) -> Tensor:
@@ -397,12 +396,10 @@ class LocalEngine(AutogradEngine[Outputs]):
         self._save(model, folder)
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state and the version, without the weights."""
         assert self.optimizer
         return self.optimizer.state_dict() | {"version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         assert self.optimizer
         self.version = int(state["version"])
         load_adamw(self.optimizer, state)

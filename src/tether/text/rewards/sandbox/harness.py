@@ -215,7 +215,6 @@ class CodeProcess:
         return result
 
     def operate(self, operation: str, *arguments: object) -> object:
-        """Return the result of an operation."""
         return self._request(operation, arguments, {})[0]
 
     def _request(self, operation: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
@@ -256,7 +255,6 @@ class CodeProcess:
             os._exit(1)
 
     def close(self) -> None:
-        """Kill the process of the code."""
         self._process.kill()
         self._process.wait()
 
