@@ -116,9 +116,6 @@ def _check_reachable(address: str, nodes: int) -> None:
     """Check that Ray listens at HOST:PORT, or at the address of this machine's last cluster.
 
     Ray itself would wait for minutes.
-
-    Raises:
-        RankFailed: nothing listens there, or another program.
     """
     if address == "auto":
         with suppress(OSError):

@@ -225,11 +225,7 @@ class WorkerPool(Generic[Answer]):
         return worker
 
     def _await_ready(self, worker: SupervisedProcess) -> None:
-        """Wait until a worker has started.
-
-        Raises:
-            ValueError: the worker cannot start, or exceeds the timeout.
-        """
+        """Wait until a worker has started."""
         doing = f"loading the {self._work.name}"
         try:
             while isinstance(answer := json.loads(worker.receive()), list):

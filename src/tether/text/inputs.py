@@ -90,11 +90,7 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
 
 
 def _check_heads(config: RunConfig, policy: Path | str, critic: Path | str) -> None:
-    """Refuse a number of devices that does not divide the attention heads.
-
-    Raises:
-        ValueError: the message names the key, the heads and the valid numbers.
-    """
+    """Refuse a number of devices that does not divide the attention heads."""
     roles = (
         ("actor_rollout_ref.actor", "actor", policy),
         ("actor_rollout_ref.ref", "reference", policy),

@@ -108,11 +108,7 @@ class _Leaf:
 
 
 def _floats(obs: Raw, dtype: DTypeLike) -> Array:
-    """Convert numbers to a float dtype.
-
-    Raises:
-        ValueError: they are no real numbers.
-    """
+    """Convert numbers to a float dtype."""
     array = np.asarray(obs)
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{array.dtype} is not a number that {np.dtype(dtype)} can hold")
@@ -120,11 +116,7 @@ def _floats(obs: Raw, dtype: DTypeLike) -> Array:
 
 
 def _exactly(obs: Raw, dtype: DTypeLike) -> Array:
-    """Convert to an integer dtype without changing a value.
-
-    Raises:
-        ValueError: the dtype cannot hold a value: a fraction, a pixel in [0, 1], or out of range.
-    """
+    """Convert to an integer dtype without changing a value."""
     array = np.asarray(obs)
     if np.can_cast(array.dtype, dtype):
         return array.astype(dtype, copy=False)

@@ -201,11 +201,7 @@ def _load_format(rollout: RolloutConfig) -> str:
 
 
 def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
-    """Refuse missing weight files; those of a hub are checked when they are loaded.
-
-    Raises:
-        ValueError: the message names the key and the model.
-    """
+    """Refuse missing weight files; those of a hub are checked when they are loaded."""
     name = _load_format(rollout)
     if name == "dummy":
         return
