@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import json
 import os
 import re
@@ -425,10 +426,14 @@ def go_on(out: str) -> list[str]:
 
 
 def test_eval(cli: Cli, finished: Path, inputs: Path):
-    said = cli("eval", str(finished), f"data.val_files={inputs / 'train.jsonl'}")
+    said = cli("eval", str(finished), f"data.val_files={inputs / 'train.jsonl'}", "data.max_response_length=1")
     assert said.code == 0, said
     assert "val-core/tiny/sums/reward/mean@1" in said.out
-    assert (finished / "eval_global_step_3.json").exists()
+    samples = json.loads((finished / "eval_global_step_3.json").read_text())["samples"]
+    cut = [sample["truncated"] for sample in samples]
+    assert any(cut)
+    assert f"{sum(cut)} of {len(samples)} replies were cut at data.max_response_length=1\n" in said.out
+    assert all("digits" in sample["extra"] for sample in samples)
 
 
 def test_eval_beside_a_checkpoint_where_nothing_can_be_written(cli: Cli, finished: Path, tmp_path: Path, inputs: Path):
@@ -442,6 +447,21 @@ def test_eval_beside_a_checkpoint_where_nothing_can_be_written(cli: Cli, finishe
     assert f"not written to {out} (Is a directory): the metrics above are the only output" in said.out.replace(
         "\n", " "
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_errors_are_red_in_a_terminal_unless_colors_are_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["tether", "config", "explain", "algorithm.gemma"])
+    for no_color, begins in (("", "\x1b[31malgorithm.gemma"), ("1", "algorithm.gemma")):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert terminal.getvalue().startswith(begins)
 
 
 def test_a_read_only_disk_and_a_lack_of_memory_are_one_sentence(cli: Cli, monkeypatch: pytest.MonkeyPatch):
@@ -521,12 +541,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(cli: Cli, finished: Path, tmp_p
     assert not list(copies.glob("eval_*"))
 
 
-def test_generate(cli: Cli, finished: Path):
+def test_generate(cli: Cli, finished: Path, monkeypatch: pytest.MonkeyPatch):
     for model in (finished, finished / "global_step_3", finished / "global_step_3" / "actor"):
         said = cli("generate", str(model), "1+1?", "2+2?", "--max-new-tokens", "3", "--n", "2", "--temperature", "1")
         assert said.code == 0, said
         assert said.out.count("--- 1+1?\n") == said.out.count("--- 2+2?\n") == 2
     assert "no checkpoint" in refused(cli("generate", str(finished.parent), "1+1?"))
+    (prompts := finished.parent / "prompts.txt").write_text("3+3?\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("4+4?\n"))
+    said = cli("generate", str(finished), "-", f"@{prompts}", "--max-new-tokens", "3")
+    assert said.out.index("--- 4+4?\n") < said.out.index("--- 3+3?\n")
     one = ["generate", str(finished), "1+1?", "--max-new-tokens", "9", "--temperature"]
     assert cli(*one, "1", "--top-k", "1").out == cli(*one, "0").out != cli(*one, "1").out
     hot = [*one, "9", "--n", "8"]

@@ -2,8 +2,13 @@
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,6 +34,18 @@ def test_the_source_archive_has_what_the_tests_read() -> None:
     listed = (ROOT / "MANIFEST.in").read_text().split()
     for name in ("tests", "docs", "recipes", "scripts", "benchmarks", "constraints.txt", "mkdocs.yml", "CHANGELOG.md"):
         assert name in listed, name
+
+
+@pytest.mark.slow
+def test_the_wheel_has_recipes_and_tested_versions(tmp_path: Path) -> None:
+    command = ["egg_info", "--egg-base", tmp_path, "build", "--build-base", tmp_path / "build"]
+    command += ["bdist_wheel", "--bdist-dir", tmp_path / "wheel", "--dist-dir", tmp_path]
+    subprocess.run([sys.executable, "setup.py", "--quiet", *command], cwd=ROOT, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    recipes = [path for path in (ROOT / "recipes").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len(recipes) > 10
+    assert {"tether/constraints.txt", *(f"tether/{path.relative_to(ROOT)}" for path in recipes)} <= names
 
 
 def test_the_metadata_names_the_supported_versions_of_python() -> None:

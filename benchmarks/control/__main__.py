@@ -3,6 +3,7 @@
     python -m benchmarks.control CartPole-v1 Acrobot-v1 --seeds 3
     python -m benchmarks.control MiniGrid-DoorKey-6x6-v0 MiniGrid-MemoryS7-v0   # a CNN, a CNN with an LSTM
     python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --plot control.png
+    python -m benchmarks.control --published --seeds 5   # tether alone, beside the returns that others publish
 
 The runs of all sides take turns, each in a process of its own. Speed is environment steps of the whole training over
 its seconds, without imports and without the test at the end. The peers are fetched from the package registry into
@@ -24,6 +25,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.control.published import PUBLISHED, write_published
 from benchmarks.control.report import plot, show, thinned, write_table
 from benchmarks.control.sides import PEERS, SIDES
 from benchmarks.control.tasks import LEARNING, TASKS, Task
@@ -96,7 +98,8 @@ def told(task: Task) -> dict[str, Any]:
 def main() -> None:
     """Parse the command line and take turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], metavar="TASK", help=", ".join(TASKS))
+    known = {**TASKS, **{name: published.task for name, published in PUBLISHED.items() if name not in TASKS}}
+    parser.add_argument("tasks", nargs="*", choices=[*known, []], metavar="TASK", help=", ".join(known))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="instead of the task's own number")
     parser.add_argument("--value-coeff", type=float, help="instead of the task's own number")
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SIDES, default=list(SIDES), help="these sides only")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of runs that are done (JSON lines)")
     parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/evidence/control.md")
+    parser.add_argument("--published", action="store_true", help="tether on the tasks whose returns others published")
     parser.add_argument("--write", type=Path, help="put the table of returns into this page")
     parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
@@ -116,12 +120,16 @@ def main() -> None:
         return
     asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
     changes = {key: value for key, value in asked_for.items() if value is not None}
-    names = given.tasks or (LEARNING if given.learning else TASKS)
-    tasks = {name: replace(TASKS[name], **changes) for name in names}
+    if given.published:
+        known, given.only = {name: published.task for name, published in PUBLISHED.items()}, ["tether"]
+    names = given.tasks or (PUBLISHED if given.published else LEARNING if given.learning else TASKS)
+    tasks = {name: replace(known[name], **changes) for name in names}
     tables = run(tasks, given.seeds, given.only, given.threads, given.results, made_only=given.made_only)
     for name, results in tables.items():
         show(name, tasks[name], results)
-    if given.write:
+    if given.write and given.published:
+        write_published(given.write, tables)
+    elif given.write:
         write_table(given.write, tasks, tables)
     if given.plot:
         plot(tables, given.plot)

@@ -27,11 +27,11 @@ def show(name: str, task: Task, results: Runs) -> None:
         table.add_column(column)
     speeds = {side: fmean(run["sps"] for run in runs) for side, runs in results.items()}
     for side, runs in results.items():
-        returns, training = _returns(runs), _training(runs)
+        returns, training = of_tests(runs), of_training(runs)
         compared = ["", "", ""]
         if side != "tether" and "tether" in results:
             ours = results["tether"]
-            ahead = [difference(_returns(ours), returns), difference(_training(ours), training)]
+            ahead = [difference(of_tests(ours), returns), difference(of_training(ours), training)]
             compared = [f"{mean:.1f} ({low:.1f} to {high:.1f})" for mean, low, high in ahead]
             compared.append(f"{speeds['tether'] / speeds[side]:.2f}{_by_processor_time(ours, runs)}")
         numbers = (_spread(returns), f"{max(returns):.1f}", f"{min(returns):.1f}", _spread(training))
@@ -62,12 +62,13 @@ def _by_processor_time(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mappi
     return f" ({ratio:.2f} by processor time)"
 
 
-def _returns(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+def of_tests(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the return of each run in tests without noise."""
     return [run["return"] for run in runs]
 
 
-def _training(runs: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The last point of each curve: returns with noise, over more episodes than a test has; NaN before the first."""
+def of_training(runs: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the last point of each curve: returns with noise, over more episodes than a test; NaN before the first."""
     return [run["curve"][-1][1] if run["curve"] else float("nan") for run in runs]
 
 
@@ -122,22 +123,24 @@ def write_table(path: Path, tasks: Mapping[str, Task], tables: Mapping[str, Runs
     ]
     for name, sides in tables.items():
         ours, theirs = sides["tether"], sides["sb3"]
-        ahead = [difference(of(ours), of(theirs)) for of in (_returns, _training)]
+        ahead = [difference(of(ours), of(theirs)) for of in (of_tests, of_training)]
         speed = fmean(run["cpu_sps"] for run in ours) / fmean(run["cpu_sps"] for run in theirs)
         several = min(len(ours), len(theirs)) > 2  # of two, the bootstrap knows next to nothing
         compared = [
-            _number(mean) + (f" ({_number(low)} to {_number(high)})" if several else "") for mean, low, high in ahead
+            number(mean) + (f" ({number(low)} to {number(high)})" if several else "") for mean, low, high in ahead
         ]
-        returns = [_with_spread(of) for of in (_returns(ours), _returns(theirs))]
+        returns = [with_spread(of) for of in (of_tests(ours), of_tests(theirs))]
         seeds = f"{len(ours)}, {len(theirs)}"
         cells = (name, f"{tasks[name].steps:,}", seeds, *returns, *compared, f"{speed:.1f}")
         rows.append(f"| {' | '.join(cells)} |")
     write_between(path, *LEARNING_MARKS, "\n".join(rows))
 
 
-def _with_spread(values: Sequence[float]) -> str:
-    return _number(fmean(values)) + (f" ± {_number(stdev(values))}" if len(values) > 1 else "")
+def with_spread(values: Sequence[float]) -> str:
+    """Return the mean, with the standard deviation if there are several values."""
+    return number(fmean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """Return three digits or more."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -97,6 +97,11 @@ def test_text_keys_are_said_to_do_nothing():
         ("algorithm.filter_rewards=True", "algorithm.filter_rewards", "set env.train.auto_reset=False"),
         ("env.train.num_workers=2", "env.train.num_workers", "set env.train.vectorization=subprocess, or leave it out"),
         (
+            f"{LOSS}=gspo actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            "leave actor_rollout_ref.actor.loss_agg_mode out",
+        ),
+        (
             "actor_rollout_ref.actor.loss_agg_mode=masked_mean_ratio",
             "actor_rollout_ref.actor.loss_agg_mode",
             "set env.train.auto_reset=False, or use token-mean",

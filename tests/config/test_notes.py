@@ -49,6 +49,16 @@ def test_two_penalties_for_the_same_distance_are_noted():
     assert load(*both[:1]).notes == load(*both[1:]).notes == ()
 
 
+def test_an_aggregation_that_the_loss_does_not_take_is_noted():
+    """verl aggregates such a loss as it is defined, and the entropy bonus and the KL by the key."""
+    other = f"{ACTOR}.loss_agg_mode=token-mean"
+    (note,) = load(f"{ACTOR}.policy_loss.loss_mode=gspo", other).notes
+    assert note.startswith(
+        f"{other} with {ACTOR}.policy_loss.loss_mode=gspo: the policy loss is aggregated by seq-mean-"
+    )
+    assert load(f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean").notes == ()
+
+
 def test_a_lower_clip_that_no_ratio_reaches_is_noted():
     low = f"{ACTOR}.clip_ratio_low=10"
     (note,) = load(low).notes

@@ -31,3 +31,14 @@ def test_a_package_that_is_missing_is_one_problem(
     assert f"[{extra}]'" in problem.what
     monkeypatch.setattr(named_inputs, "find_spec", lambda name: object())
     assert named_inputs.missing_inputs(config) == []
+
+
+def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(
+        None, ["data.train_files=rows", "actor_rollout_ref.model.path=model", "critic.model.lora_rank=4"]
+    ).config
+    key = "critic.model.lora_rank"
+    for installed in (True, False):
+        monkeypatch.setattr(named_inputs, "find_spec", lambda _, found=installed: object() if found else None)
+        missing = [problem.what for problem in named_inputs.missing_inputs(config) if problem.path == key]
+        assert ["[lora]'" in what for what in missing] == [True] * (not installed)

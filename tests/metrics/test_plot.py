@@ -92,6 +92,7 @@ def test_several_runs_have_their_mean_over_shared_steps(tmp_path: Path, figures:
     assert np.allclose(bold.get_ydata(), (steps / 10 + steps / 8 + 0.5) / 2)
 
 
+@pytest.mark.filterwarnings("error")  # of a legend without a curve
 def test_several_runs_without_mean_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
     runs = [make_run(tmp_path / "ppo" / "seed_1", 10), make_run(tmp_path / "grpo" / "seed_1", 8, offset=0.5)]
     plot_run(runs, tmp_path / "out.png", keys=SCORE)
@@ -100,6 +101,10 @@ def test_several_runs_without_mean_are_told_apart(tmp_path: Path, figures: list[
     assert [len(first.get_xdata()), len(second.get_xdata())] == [10, 8]
     assert first.get_color() != second.get_color()
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ppo/seed_1", "grpo/seed_1"]
+    plot_run(runs, tmp_path / "all.png")
+    (times,) = (axes for axes in figures[1].axes if axes.get_title("left") == "Time of a step")
+    assert [set(line.get_ydata()) for line in times.lines] == [{4.0}, {4.0}]  # the whole step of each
+    assert not times.collections  # no stack
 
 
 @pytest.mark.parametrize(("values", "scale"), [((1.0, 2.0), "log"), ((1.0, 0.0), "linear"), ((1.0, -2.0), "linear")])

@@ -96,6 +96,24 @@ def test_a_run_whose_responses_score_alike_tells_that_weight_decay_acts(inputs: 
         assert all(part in message for part, message in zip(expected, said, strict=True))
 
 
+def test_an_entropy_bonus_that_acts_alone_is_told_once() -> None:
+    """Its gradient is small and the update is not: the optimizer divides by it."""
+    alone = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0, "actor/grad_norm": 1e-3}
+    for coefficient, metrics, expected in (
+        (0.001, alone, 1),
+        (0.0, alone, 0),  # a KL loss
+        (0.001, alone | {"critic/advantages/max": 0.1}, 0),
+        (0.001, alone | {"actor/grad_norm": 0.0}, 0),
+        (0.001, alone | {"actor/grad_norm": math.nan}, 0),
+        (0.001, {"actor/grad_norm": 1.0}, 0),
+    ):
+        alarms, said = Alarms(entropy_coeff=coefficient), list[str]()
+        for _ in range(3):
+            alarms.check_step(metrics, warming_up=False, warn=said.append)
+        assert len(said) == expected, metrics
+        assert all("entropy_coeff=0" in message for message in said)
+
+
 def test_steps_without_any_score_are_told() -> None:
     """The reward abstains on every response, or on those where it does not fail; it ends no run."""
     alarms, said = Alarms(), list[str]()

@@ -152,6 +152,10 @@ def test_aggregation(inputs: Path, policy: PreTrainedModel) -> None:
         loss = actor_of(config_of(inputs, *overrides), policy).loss.function
         assert isinstance(loss, PolicyLoss)
         assert loss.aggregation == expected, overrides
+        assert loss.penalty_aggregation is None or loss.penalty_aggregation == expected, overrides
+    loss = actor_of(config_of(inputs, f"{MODE}=gspo", f"{ACTOR}.loss_agg_mode=token-mean"), policy).loss.function
+    assert isinstance(loss, PolicyLoss)
+    assert (loss.aggregation, loss.penalty_aggregation) == (by_width("seq-mean-token-mean"), by_width())
 
 
 def test_the_value_loss(inputs: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.runs.tiny_run import GAE, LIGHT, held_out, set_eos
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.loop.preflight import Preflight
 from tether.runtime.objects import holding
+from tether.text.rewards.outcome import RewardFailure
 
 
 @pytest.fixture
@@ -181,6 +183,18 @@ def test_a_good_run_has_no_finding(unseen: list[str]):
 def test_several_causes_are_all_named(unseen: list[str]):
     found = look([*unseen, *GAE, *with_reward("half"), "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
     assert [finding.cause for finding in found.findings] == ["zero_reward_variance", "clipping_inactive"]
+
+
+def test_a_reward_that_cannot_run_beside_training_is_refused(base: list[str]):
+    """An object that uses signals, which are for the main thread alone."""
+
+    def reward(**_: object) -> float:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        return 0.5
+
+    ahead = [*base, *GAE, *LIGHT, *with_reward("signals"), "trainer.async_mode=one_step_off"]
+    with holding({"signals": reward}), pytest.raises(RewardFailure, match="put the function into a file"):
+        look(ahead)
 
 
 def test_looking_changes_nothing_in_the_run(base: list[str]):

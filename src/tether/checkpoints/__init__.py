@@ -11,6 +11,7 @@ from tether.checkpoints.state import as_bytes, load_state, moments_path, save_mo
 from tether.checkpoints.store import (
     BEST,
     CheckpointStore,
+    DiskFull,
     find_checkpoint,
     is_checkpoint,
     is_disk_full,
@@ -24,6 +25,7 @@ __all__ = [
     "CARD",
     "PARTIAL",
     "CheckpointStore",
+    "DiskFull",
     "Rollback",
     "as_bytes",
     "find_checkpoint",

@@ -61,7 +61,7 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
         self.spared: Path | None = None
-        """A checkpoint that is kept in addition, because the run is about to go back to it."""
+        """A checkpoint that is kept in addition, because a run may still go back to it."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Save the files that `write` writes to a folder as the newest checkpoint.

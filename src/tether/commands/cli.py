@@ -586,6 +586,7 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # packages would draw their progress bars in files and pipes
     hide_warnings_of_packages()
     search_also(Path.cwd())  # as `python -m` does, because a user's files import packages in the working directory
+    red = None if os.environ.get("NO_COLOR") else typer.colors.RED
     try:
         app()
     except SystemExit as end:
@@ -598,8 +599,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  all errors are printed, because their text may contain escape sequences
         message = _for_the_user(error)
         code = 1 if message is None else 2
-        color = typer.colors.RED if message and not os.environ.get("NO_COLOR") else None
-        typer.secho(printable(message or traceback.format_exc()), fg=color, err=True)
+        typer.secho(printable(message or traceback.format_exc()), fg=red if message else None, err=True)
     else:
         code = 0
     try:
@@ -607,7 +607,7 @@ def main() -> None:
     except BrokenPipeError:
         code = code or BROKEN_PIPE
     except OutputLost as error:
-        typer.secho(error.strerror, fg=typer.colors.RED, err=True)
+        typer.secho(error.strerror, fg=red, err=True)
         code = code or 2
     raise SystemExit(code)
 

@@ -14,6 +14,7 @@ from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
 from tether.control.build import fit_defaults
+from tether.loop.checkpoint import TRAINING
 from tether.metrics.loggers import HELD_OUT_LOSS, METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
 from tether.types import JsonObject
@@ -79,19 +80,20 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
     """Return lines with the last checkpoint and the commands that use it."""
     if checkpoint is None:
         return ["checkpoint  none saved: trainer.save_freq is 0. Set it to -1 to keep the last step's."]
-    resume, actor = f"resume      {command}", checkpoint / "actor"
+    resume = [f"resume      {command}"] if (checkpoint / TRAINING).is_dir() else []  # else it has only weights
+    actor = checkpoint / "actor"
     folder = shlex.quote(str(checkpoint))
     if (actor / "config.json").is_file():
         return [
             f"checkpoint  {checkpoint}   (the policy: {actor})",
             f'try it      tether generate {folder} "your question"',  # its run.yaml says whether code may be run
-            resume,
+            *resume,
         ]
     return [
         f"checkpoint  {checkpoint}",
         f"test it     tether eval {folder} env.eval.num_episodes=100",
         f"watch it    tether play {folder}",
-        resume,
+        *resume,
     ]
 
 

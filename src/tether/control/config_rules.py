@@ -11,6 +11,7 @@ from tether.config.schema.root import RunConfig
 from tether.control.envs.config import SELF_RESETTING, EvalEnvConfig, TrainEnvConfig
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.control.policies.config_rules import NETWORK_RULES
+from tether.loss_requirements import REQUIRED_AGGREGATION
 
 TRAIN, EVAL = "env.train", "env.eval"
 LARGE = ("cnn_policy", *VLA_TYPES, *FLOW_TYPES)
@@ -144,6 +145,18 @@ def levels_fit(cfg: RunConfig) -> Problem | None:
     return Problem("algorithm.logprob_type", what, "set algorithm.reward_type=chunk_level, or use action_level")
 
 
+def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
+    """A loss with ratios of whole rows requires its own aggregation."""
+    actor = cfg.actor_rollout_ref.actor
+    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
+    if aggregation in (None, demanded):
+        return None
+    key = f"{ACTOR}.loss_agg_mode"
+    what = f"{aggregation} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
+    return Problem(key, what, f"leave {key} out")
+
+
 def episodes_can_weigh_alike(cfg: RunConfig) -> Problem | None:
     """The length of an episode is known where it begins with the rollout."""
     actor, key = cfg.actor_rollout_ref.actor, f"{ACTOR}.loss_agg_mode"
@@ -222,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     critic_exists,
     critic_has_layers,
     levels_fit,
+    policy_loss_is_aggregated_as_defined,
     episodes_can_weigh_alike,
     filter_bounds_enclose_something,
     multiple(f"{TRAIN}.max_steps_per_rollout_epoch", "policy.num_action_chunks"),

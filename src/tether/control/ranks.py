@@ -160,7 +160,7 @@ class FlatRankEngine(FlatEngine):
         """Yield all weights on the CPU; every rank has them."""
         return ((name, value.detach().cpu()) for name, value in self.export().tensors)
 
-    def begin_saving(self, folder: Path, state: Path) -> None:
+    def begin_saving(self, folder: Path, state: Path | None) -> None:
         """Write the policy and its optimizer's state in a thread; they are the same on all ranks."""
         self._writing.begin(self.saving(folder, state, copy=True))
 
@@ -312,7 +312,7 @@ class ShardedFlatEngine(EngineHandle):
         self.version += 1
         return updated
 
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         # Every rank has all weights, and the first one writes them.
         others = [None] * (self._group.size - 1)
         self._call("begin_saving", [(folder, state), *others])

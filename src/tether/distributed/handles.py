@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -62,14 +61,13 @@ class EngineHandle(ABC):
         return WeightUpdate(self.version, WeightsOnRanks(self._group, self._component, copy), is_copy=self._copies)
 
     def save(self, folder: Path) -> None:
-        with TemporaryDirectory(dir=folder.parent) as temporary:
-            self.saving(folder, Path(temporary) / "state.pt", copy=False)()
+        self.saving(folder, None, copy=False)()
 
     def check_saving(self, folder: Path) -> None:
         self._call("check_saving", [(folder,), *[None] * (self._group.size - 1)])
 
     @abstractmethod
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         """Start to save the model and all training state, as `tether.loop.engine.Engine.saving` does."""
 
     def _wait_until_written(self, arguments: Sequence[tuple[()] | None]) -> None:

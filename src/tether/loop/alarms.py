@@ -281,7 +281,7 @@ IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference or, without one, between consecutive steps."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
-NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored", "decay", "jump")
+NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored", "decay", "bonus", "jump")
 """Alarms of runs that learn nothing but do not lose anything either."""
 SMALLER_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 SMALLER_CONTROL_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
@@ -333,6 +333,8 @@ class Alarms:
 
     weight_decay: float = 0.0
     """The weight decay of the policy's optimizer."""
+    entropy_coeff: float = 0.0
+    """The weight of the entropy bonus."""
     streaks: dict[str, int] = field(default_factory=dict)
     """The number of consecutive checks with an alarm (positive) or without it (negative)."""
     active: list[str] = field(default_factory=list)
@@ -423,6 +425,7 @@ class Alarms:
                 warn,
             )
         self._check_decay(metrics, warn)
+        self._check_bonus(metrics, warn)
         self._check_jump(metrics, warn)
         self._check_collapse(metrics, warn)
         self._check_drift(metrics, warn)
@@ -483,6 +486,19 @@ class Alarms:
                 "still changes it: "
                 f"actor_rollout_ref.actor.optim.weight_decay={self.weight_decay:g} shrinks its weights, "
                 "and Adam continues in the direction of earlier steps. Set weight_decay=0 to avoid the former"
+            )
+
+    def _check_bonus(self, metrics: Mapping[str, float], warn: Warn) -> None:
+        """Warn once that the entropy bonus alone moves the policy: Adam divides by its small gradient, so the update is
+        as large as one that follows a reward."""
+        silent = metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
+        moves = self.entropy_coeff > 0 and metrics.get("actor/grad_norm", 0.0) > 0
+        if silent and moves and "bonus" not in self.active:
+            self.active.append("bonus")
+            warn(
+                f"all advantages of step {self.step} are 0, so the entropy bonus alone moves the policy, at the full "
+                "learning rate: it unlearns. Set actor_rollout_ref.actor.entropy_coeff=0, or let rewards differ (more "
+                "responses to a prompt, partial scores)"
             )
 
     def _check_jump(self, metrics: Mapping[str, float], warn: Warn) -> None:

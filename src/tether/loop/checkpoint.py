@@ -57,7 +57,9 @@ class Persistence:
     private: bool = False
     """Whether `run_yaml` contains secrets, so that only the owner may read its file."""
 
-    def begin(self, step: int, start: Callable[[Path], Callable[[], None]], state: StateDict) -> Callable[[], Path]:
+    def begin(
+        self, step: int, start: Callable[[Path], Callable[[], None]], state: StateDict | None
+    ) -> Callable[[], Path]:
         """Begin the checkpoint of a step, as `CheckpointStore.begin`, and return a function that completes it.
 
         The returned function raises `WeightsLost`, and saves nothing, if the weights are not usable.
@@ -66,18 +68,20 @@ class Persistence:
             step: the finished step.
             start: begins to write the models and their states into a folder, and returns a function that completes
                 them.
-            state: the state of the trainer.
+            state: the state of the trainer; None: only the models are saved, and no run can resume from them.
         """
-        trainer_state = as_bytes({**state, "rng": rng_state()})
+        trainer_state = None if state is None else as_bytes({**state, "rng": rng_state()})
 
         def start_all(folder: Path) -> Callable[[], None]:
-            (folder / TRAINING).mkdir()
+            if trainer_state is not None:
+                (folder / TRAINING).mkdir()
             complete_models = start(folder)
 
             def complete() -> None:
                 complete_models()
                 self._check_weights(folder, step)
-                (folder / TRAINING / "trainer.pt").write_bytes(trainer_state)
+                if trainer_state is not None:
+                    (folder / TRAINING / "trainer.pt").write_bytes(trainer_state)
                 (folder / "identity.json").write_text(json.dumps(dict(self.identity), indent=2))
                 write_run_yaml(folder, self.run_yaml, private=self.private)
 

@@ -382,12 +382,12 @@ class Engine(Protocol[Batch, Outputs]):
         """Write the model like `save`, or a share of its weights if it is large, to check that saving will work."""
         ...
 
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         """Start to save the model and all training state.
 
         Args:
             folder: the folder of the model, as in `save`, with the name of the role.
-            state: the file for the training state, in an existing folder.
+            state: the file for the training state, in an existing folder; None: only the model is saved.
             copy: copies the current state, so that training can go on while it is written.
 
         Returns:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch.profiler import record_function
 
-from tether.checkpoints import write_own
+from tether.checkpoints import DiskFull, write_own
 from tether.loop.alarms import Alarms, MismatchAlarm
 from tether.loop.checkpoint import TRAINING, Persistence, check_saving, restore
 from tether.loop.config import TrainerConfig
@@ -310,16 +310,43 @@ class Trainer:
         return logged
 
     def save(self) -> None:
-        """Save a checkpoint of the current step, and log how long training waited for it."""
+        """Save a checkpoint of the current step, and log how long training waited for it.
+
+        If the checkpoint of the last step does not fit on the disk, only the weights are saved.
+        """
+        is_last = self.step_number == self.schedule.total_steps
         time = Timer(self.loggers.phase, record_function)
         with time("save_checkpoint"):
             self.collect_saved(wait=True)
             rng = rng_state()
-            self.saver.submit(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.background))
+            try:
+                self.saver.submit(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.background))
+                if is_last:
+                    self.collect_saved(wait=True)
+            except DiskFull as error:
+                if not is_last:
+                    raise
+                self._save_weights(error)
             set_rng_state(rng)  # the libraries that write files may draw random numbers
             self.rollouts.checkpoint_saved(self.step_number)
         self.loggers.log(self.step_number, time.metrics())
         self.collect_saved(wait=False)
+
+    def _save_weights(self, full: DiskFull) -> None:
+        """Save only the models of the current step, and warn that the rest did not fit on the disk."""
+        store = self.persistence.store
+        store.spared = store.last_saved()  # the newest from which a run can resume
+
+        def start(folder: Path) -> Callable[[], None]:
+            for role, learner in self._learners().items():
+                learner.engine.save(folder / role)
+            return lambda: None
+
+        path = self.persistence.begin(self.step_number, start, None)()
+        self.loggers.warn(
+            f"{full.strerror} The weights alone fit: they are saved in {path}. No run can resume from them."
+        )
+        self._checkpoint_complete(self.step_number, path)
 
     def collect_saved(self, *, wait: bool) -> None:
         """Notify callbacks of the last checkpoint if it is complete; `wait` waits until it is."""

@@ -16,7 +16,7 @@ from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, ro
 from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
 from tether.config.schema import ActorConfig, OptimConfig
 from tether.loop.alarms import Alarms
-from tether.loop.checkpoint import Persistence
+from tether.loop.checkpoint import TRAINING, Persistence
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLoss, OptimizerOptions
 from tether.loop.loop import OnCollapse, Schedule, Trainer
@@ -54,15 +54,26 @@ def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
     """Return the checkpoint store of a run, and the verified checkpoint to resume from (None: a new run).
 
     Raises:
-        ValueError: the checkpoint does not exist, is damaged, or was made with different model settings.
+        ValueError: the checkpoint does not exist, is damaged, has only weights, or was made with other model settings.
     """
     trainer = loaded.config.trainer
     store = CheckpointStore(Path(trainer.default_local_dir), keep=trainer.max_actor_ckpt_to_keep)
     resume_path = Path(trainer.resume_from_path) if trainer.resume_from_path else None
     checkpoint = store.resolve(trainer.resume_mode, resume_path)
     if checkpoint:
+        if not (checkpoint / TRAINING).is_dir():
+            raise ValueError(_only_weights(checkpoint, store.newest_before(step_of(checkpoint))))
         check_resumable(checkpoint / "run.yaml", loaded)
     return store, checkpoint
+
+
+def _only_weights(checkpoint: Path, earlier: Path | None) -> str:
+    """Return the message about a checkpoint without training state, with an earlier one if there is any."""
+    resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={earlier}: resumes from an earlier one; "
+    return (
+        f"{checkpoint}: has only weights, so no run can resume from it. {resume if earlier else ''}"
+        f"actor_rollout_ref.model.path={checkpoint} and another trainer.default_local_dir: a new run from these weights"
+    )
 
 
 def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]:
@@ -73,11 +84,18 @@ def checkpoint_line(config: RunConfig, models: Iterable[nn.Module]) -> list[str]
     trainer, folder = config.trainer, Path(config.trainer.default_local_dir)
     if trainer.save_freq == 0:
         return []
-    numbers = sum(p.numel() * (3 if p.requires_grad else 1) for model in models for p in model.parameters())
-    needed, free = 4 * numbers, shutil.disk_usage(folder).free
+    parameters = [p for model in models for p in model.parameters()]
+    weights = 4 * sum(p.numel() for p in parameters)
+    needed = weights + 8 * sum(p.numel() for p in parameters if p.requires_grad)
+    free = shutil.disk_usage(folder).free
     when = "after the last step" if trainer.save_freq == -1 else f"every {trainer.save_freq} steps"
-    fits = "" if needed < free else ", which is not enough: make room, or set trainer.save_freq=0 to save none"
-    return [f"checkpoints: about {needed / 1e9:.1f} GB, {when}; {free / 1e9:.1f} GB are free{fits}"]
+    if needed < free:
+        remedy = ""
+    elif trainer.save_freq == -1 and weights < free:
+        remedy = f", enough for the weights alone ({weights / 1e9:.1f} GB), from which no run can resume: make room"
+    else:
+        remedy = ", which is not enough: make room, or set trainer.save_freq=0 to save none"
+    return [f"checkpoints: about {needed / 1e9:.1f} GB, {when}; {free / 1e9:.1f} GB are free{remedy}"]
 
 
 def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Path | None) -> LoadedConfig:
@@ -119,7 +137,7 @@ def begin_run(
 
     Nothing may refuse the run afterwards, because earlier checkpoints have been moved.
     """
-    config, trainer = loaded.config, loaded.config.trainer
+    actor, trainer = loaded.config.actor_rollout_ref.actor, loaded.config.trainer
     info = RunInfo(
         directory=store.root,
         project=trainer.project_name,
@@ -150,7 +168,7 @@ def begin_run(
         saver=saver,
         on_collapse=trainer.on_collapse,
         rollbacks=rollbacks,
-        alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
+        alarms=Alarms(weight_decay=actor.optim.weight_decay, entropy_coeff=actor.entropy_coeff),
         schedule=schedule,
         persistence=persistence,
         loggers=loggers,

@@ -245,7 +245,7 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run], names: Sequence[s
     if panel.floor is not None:
         axis.set_ylim(bottom=max(panel.floor, axis.get_ylim()[0]))
         axis.axhline(0, color="#bbbbbb", linewidth=0.8)
-    if len(present) > 1 or names:
+    if len(present) > 1 or (names and present):
         axis.legend(loc="best", handlelength=1.6)
 
 

@@ -172,7 +172,7 @@ def at_rest(model: Model) -> tuple[Parts, Parts]:
     else:
         weights[f"{role} weights"] = model.held * model.number
         if model.trained and model.number == 2:
-            weights[f"{role} masters"] = MASTER * model.held
+            weights[f"{role} masters"] = MASTER * model.learned
     if model.trained:
         optimizer[f"{role} optimizer"] = MOMENTS * model.learned / shards
     return device, host

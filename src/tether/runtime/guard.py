@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -33,13 +34,14 @@ _OWNERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL_SECONDS = 5.0  # between checks whether the owner is alive, where the kernel does not report it
 
 
-def supervise(work: Callable[[], None], control: socket.socket, owner: int) -> NoReturn:
+def supervise(work: Callable[[], None], control: socket.socket, owner: int, folder: str = "") -> NoReturn:
     """Run as the guard of a worker that executes `work`; never returns.
 
     Args:
         work: executed by the worker, in a process forked from this one.
         control: socket to the owner, which shuts it down to kill the worker and reads how the worker ended.
         owner: process id of this process's parent.
+        folder: a folder of the worker's, which is removed once everything that it started has ended; "" for none.
     """
     with contextlib.suppress(PermissionError):  # it is a session leader already
         os.setsid()  # Ctrl-C is for the owner
@@ -59,6 +61,8 @@ def supervise(work: Callable[[], None], control: socket.socket, owner: int) -> N
     ):  # exited already (macOS reports "not permitted" for a zombie)
         os.killpg(worker, signal.SIGKILL)
     end_descendants(guard)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # the owner has died, so nothing can be reported
         control.sendall(verdict.encode())
     os._exit(0)

@@ -6,17 +6,29 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import mkdtemp
 
 from tether.runtime.channel import Channel
 from tether.runtime.install import IS_CLONE, SOURCE
 from tether.runtime.supervised import SupervisedProcess
 
 
-def start_program(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> SupervisedProcess:
-    """Run a program without the Python settings of this process's environment; its output is appended to `log`."""
+def start_program(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], folder_variable: str | None = None
+) -> SupervisedProcess:
+    """Run a program without the Python settings of this process's environment.
+
+    Args:
+        command: the program and its arguments.
+        log: file to which its output is appended.
+        environment: variables to add to those of this process.
+        folder_variable: a variable that names a temporary folder, which is removed with the program.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = SupervisedProcess.spawn("tether.runtime.program:become")
-    process.send(json.dumps([list(command), str(log), dict(environment)]).encode(), timeout=60)
+    folder = mkdtemp(prefix="tether-") if folder_variable else ""
+    variables = {**environment, **({folder_variable: folder} if folder_variable else {})}
+    process = SupervisedProcess.spawn("tether.runtime.program:become", folder=folder)
+    process.send(json.dumps([list(command), str(log), variables]).encode(), timeout=60)
     return process
 
 

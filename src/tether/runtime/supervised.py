@@ -27,7 +27,7 @@ Serve = Callable[[Channel], None]
 """The work of a process: it answers the messages of the channel until it receives None."""
 
 # The process has this one's import path, whatever the working directory is, and does not run __main__.
-_BOOT = "import sys; sys.path[:] = sys.argv[5:]; from tether.runtime.supervised import main; main()"
+_BOOT = "import sys; sys.path[:] = sys.argv[6:]; from tether.runtime.supervised import main; main()"
 _SLICE = 1.0  # seconds between checks of what may end a wait
 _GRACE = 5.0  # timeout for a guard to kill everything, which takes it milliseconds
 
@@ -101,6 +101,7 @@ class SupervisedProcess:
         limit: int = 2**32 - 1,
         longest_beat: float = math.inf,
         environment: dict[str, str] | None = None,
+        folder: str = "",
     ) -> SupervisedProcess:
         """Run ``module:function`` in a new interpreter.
 
@@ -109,15 +110,16 @@ class SupervisedProcess:
             limit: maximum bytes of an answer.
             longest_beat: maximum seconds of a beat. User code could otherwise send a beat of a day and then hang.
             environment: environment variables to change.
+            folder: a folder that is removed with the process, whatever ends it.
         """
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag = secrets.token_bytes(TAG_BYTES)
         descriptors = (its_channel.fileno(), its_control.fileno())
         channel.sendall(tag)  # not as an argument, which any code in the process could read
-        search_path = [os.path.abspath(folder) for folder in sys.path]
+        search_path = [os.path.abspath(path) for path in sys.path]
         guard = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, *map(str, descriptors), str(os.getpid()), serve, *search_path],
+            [sys.executable, "-c", _BOOT, *map(str, descriptors), str(os.getpid()), serve, folder, *search_path],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             start_new_session=True,
@@ -284,7 +286,7 @@ def _fork() -> int:
 
 def main() -> None:
     """Run as a guard with a worker, in a new interpreter started by `SupervisedProcess.spawn`."""
-    channel, control, owner, serve = sys.argv[1:5]
+    channel, control, owner, serve, folder = sys.argv[1:6]
     hide_warnings_of_packages()
     os.dup2(2, 1)  # keeps the output of user code out of the owner's standard output
     connection = socket.socket(fileno=int(channel))
@@ -294,4 +296,4 @@ def main() -> None:
         module, _, function = serve.partition(":")
         getattr(import_module(module), function)(Channel(connection, tag))
 
-    supervise(work, socket.socket(fileno=int(control)), int(owner))
+    supervise(work, socket.socket(fileno=int(control)), int(owner), folder)

@@ -63,13 +63,13 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
         metrics = results[0].metrics | balance_metrics(minis, shares, sequence_lengths(batch).tolist(), work)
         return Updated(metrics, scattered(outputs, row_indices, len(batch)) if outputs else None)
 
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         # Each rank writes its shard in a thread of its own.
         parent = folder.with_name(f"parts_of_{folder.name}")
         shards = [parent / str(rank) for rank in range(self._group.size)]
         for shard in shards:
             shard.mkdir(parents=True)
-        self._call("begin_saving", [(shard, folder.name) for shard in shards])
+        self._call("begin_saving", [(shard, folder.name, state is not None) for shard in shards])
 
         def complete() -> None:
             self._wait_until_written([()] * self._group.size)

@@ -172,6 +172,73 @@ def test_the_file_loads_to_what_the_script_says(tmp_path: Path, monkeypatch: pyt
     assert config.trainer.total_epochs == 3
 
 
+def test_a_script_that_chooses_its_launcher_is_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape of verl's examples since 2026: settings in arrays, and ``uv run`` unless the environment says no."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    script = written(
+        tmp_path,
+        r"""#!/usr/bin/env bash
+set -xeuo pipefail
+
+########################### user-adjustable ###########################
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+BACKEND=${BACKEND:-vllm}
+MODEL=${MODEL:-Qwen/Qwen3-8B}
+CRITIC=${CRITIC:-$MODEL}
+DEVICES=${DEVICES:-}
+NAME=${NAME:-ppo_${BACKEND}_$(date +%Y%m%d)}
+TRAIN_FILE=${TRAIN_FILE:-$HOME/gsm8k/train.parquet}
+
+devices=${DEVICES:-8}
+DATA=(
+    algorithm.adv_estimator=gae
+    data.train_files="['$TRAIN_FILE', '$HOME/math/train.parquet']"
+    data.val_files="['$HOME/gsm8k/test.parquet']"
+    data.truncation='error'
+)
+MODELS=(
+    actor_rollout_ref.model.path="$MODEL"
+    critic.model.path="$CRITIC"
+    critic.fsdp.param_offload=False
+)
+TRAINER=(
+    actor_rollout_ref.rollout.name=${BACKEND}
+    trainer.logger='["console","wandb"]'
+    trainer.experiment_name=${NAME}
+    trainer.n_gpus_per_node=${devices}
+)
+
+########################### launch ###########################
+LAUNCH=(python3)
+RAY=(ray_kwargs.ray_init.runtime_env.py_executable=null)
+if [ "${USE_UV:-1}" != 0 ] && [ "${DEVICE:-gpu}" = gpu ] && { [ "$BACKEND" = vllm ] || [ "$BACKEND" = sglang ]; }; then
+    LAUNCH=(uv run --frozen --all-packages --extra "$BACKEND" --extra fsdp python3)
+    RAY=(ray_kwargs.ray_init.runtime_env.py_executable="uv -v run --frozen --extra $BACKEND --extra fsdp")
+fi
+PYTHONUNBUFFERED=1 "${LAUNCH[@]}" -m verl.trainer.main_ppo \
+    "${DATA[@]}" \
+    "${MODELS[@]}" \
+    "${TRAINER[@]}" \
+    "${RAY[@]}" \
+    "$@"
+""",
+    )
+    file = tmp_path / "run.yaml"
+    for use_uv, executable in (("1", "uv -v run --frozen --extra vllm --extra fsdp"), ("0", None)):
+        monkeypatch.setenv("USE_UV", use_uv)
+        text, listing = translate(script, ["trainer.total_epochs=2"])
+        assert listing == "", use_uv
+        assert "PYTHONUNBUFFERED" in text.splitlines()[1]
+        file.write_text(text)
+        config = load_config(file, []).config
+        assert config.data.train_files == ("/home/me/gsm8k/train.parquet", "/home/me/math/train.parquet")
+        assert config.critic.model.path == "Qwen/Qwen3-8B"
+        assert config.trainer.experiment_name.startswith("ppo_vllm_2")
+        assert (config.trainer.n_gpus_per_node, config.trainer.total_epochs) == (8, 2)
+        assert config.ray_kwargs.ray_init["runtime_env"] == {"py_executable": executable}
+
+
 def test_the_environment_and_overrides_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "mine")
     text, _ = translate(written(tmp_path, SCRIPT % STARTS[0]), ["trainer.total_epochs=7"])

@@ -223,8 +223,9 @@ def adapters(folder: Path, sharding: dict[str, Any]) -> dict[str, float]:
     found["weights"] = distance(whole_weights(sharded), updated)
     found["frozen"] = max(float((updated[name] - before[name]).abs().max()) for name in before if "lora" not in name)
     found["learned"] = distance(updated, before)
-    parts = saved(sharded, folder)
+    parts = saved(sharded, folder, with_state=False)
     if dist.get_rank() == 0:
+        assert not list(folder.rglob("state.pt"))
         sharded.check_saving(folder / "tried")
         assert (folder / "tried" / "config.json").exists()
         join_shards([part / "actor" for part in parts], folder / "actor")
@@ -324,11 +325,11 @@ def bits(compute_dtype: torch.dtype | None, folder: Path) -> tuple[bool, float]:
     return same, distance(found, expected)
 
 
-def saved(engine: FsdpEngine, folder: Path, role: str = "actor") -> list[Path]:
+def saved(engine: FsdpEngine, folder: Path, role: str = "actor", *, with_state: bool = True) -> list[Path]:
     """The parts of a checkpoint, one of each rank."""
     parts = [folder / str(rank) for rank in range(dist.get_world_size())]
     parts[dist.get_rank()].mkdir(parents=True)
-    engine.begin_saving(parts[dist.get_rank()], role)
+    engine.begin_saving(parts[dist.get_rank()], role, with_state)
     while not engine.writing()[0]:
         time.sleep(0.01)
     dist.barrier()

@@ -1,6 +1,7 @@
 """The losses of a micro-batch on numbers small enough to work out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,11 +66,15 @@ def test_the_policy_loss(aggregation: Aggregation, expected: float) -> None:
 
 def test_entropy_is_subtracted_and_kl_added() -> None:
     """k2 = d^2 / 2 with d = log 1.5, 1 and 0."""
-    term = PolicyLoss(entropy_coeff=0.1, kl_coef=0.2, kl_kind="k2")(OUTPUTS, batch(), SIZES)
+    loss = PolicyLoss(entropy_coeff=0.1, kl_coef=0.2, kl_kind="k2")
+    term = loss(OUTPUTS, batch(), SIZES)
     kl = (math.log(1.5) ** 2 + 1) / 2 / 6
     assert term.shares["actor/pg_loss"].item() == pytest.approx(sum(POLICY) / 6)
     assert term.shares["actor/kl_loss"].item() == pytest.approx(kl)
     assert term.loss.item() == pytest.approx(sum(POLICY) / 6 - 0.1 * 0.9 / 6 + 0.2 * kl)
+    rows = replace(loss, aggregation=Aggregation("seq-mean-token-mean"), penalty_aggregation=Aggregation())
+    expected = ((-2.4 + 1) / 2 + 2.4) / 4 - 0.1 * 0.9 / 6 + 0.2 * kl
+    assert rows(OUTPUTS, batch(), SIZES).loss.item() == pytest.approx(expected)
     assert float(term.metrics["actor/kl_coef"]) == 0.2
     assert "actor/kl_coef" not in PolicyLoss()(OUTPUTS, batch(), SIZES).metrics
 

@@ -59,3 +59,22 @@ def test_gradients_are_added_in_small_pieces(monkeypatch: pytest.MonkeyPatch) ->
     expected = accumulate(whole, batch)
     monkeypatch.setattr(master_weights, "_CACHED", 7)
     assert all(a.equal(b) for a, b in zip(accumulate(pieces, batch), expected, strict=True))
+
+
+def test_frozen_weights_have_no_master() -> None:
+    """They are kept once, in the narrow dtype, and saved as float32 with exactly these values."""
+    policy = make_policy()
+    embeddings, *others = policy.float().parameters()
+    embeddings.requires_grad_(False)
+    engine = bfloat16_engine(policy)
+    assert engine.masters
+    assert len(engine.trained) == len(others)
+    narrow = embeddings.data
+    assert narrow.dtype == torch.bfloat16
+    with engine.masters.installed():
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        assert embeddings.equal(narrow.float())
+    assert embeddings.data is narrow
+    accumulate(engine, make_batch(policy, make_critic()))
+    engine.masters.copy_to_model()
+    assert embeddings.equal(narrow)

@@ -57,6 +57,13 @@ def test_a_checkpoint_resumes_with_the_same_bits(tmp_path: Path) -> None:
         one.update(batch, LOSS, PLAN, 1)
     assert same_bits(weights(resumed.model), weights(undisturbed.model))
     assert resumed.version == 2
+    (weights_only := tmp_path / "parts" / "1").mkdir()
+    resumed.begin_saving(weights_only, "critic", False)
+    while not resumed.writing()[0]:
+        time.sleep(0.01)
+    join_shares([weights_only], tmp_path / "critic", None)
+    assert same_bits(weights(load_causal_lm(tmp_path / "critic", dtype=torch.float64)), weights(resumed.model))
+    assert not (weights_only / "state.pt").exists()
 
 
 def test_a_disk_that_fails_is_an_answer(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel
 
 from tests.tiny import EOS, IM_START, tiny_model, tiny_tokenizer
+from tether.text.models.critic import critic_from, value_head_of
 from tether.text.models.save import save_tokenizer, write_model
 
 LLAMA3 = {
@@ -30,14 +31,20 @@ ROPES = {
 }
 READ = """
 import sys, torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 assert transformers.__version__.startswith("4."), transformers.__version__
 for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    architecture = AutoConfig.from_pretrained(folder).architectures[0]
+    autos = (AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
+    (auto,) = (auto for auto in autos if architecture.endswith(auto.__name__.removeprefix("AutoModel")))
+    model = auto.from_pretrained(folder).eval()
     assert model.dtype == torch.float32, model.dtype
     ids = (torch.arange(150) * 7919 + 101) % 260
     with torch.no_grad():
         torch.save(model(ids[None]).logits[0], folder + "/logits.pt")
+    if auto is AutoModelForCausalLM:
+        assert model.generate(ids[None, :9], max_new_tokens=2, do_sample=False).shape[1] > 9
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer("<|im_start|>a")["input_ids"][0] == 2
@@ -46,11 +53,31 @@ for folder in sys.argv[1:]:
 """
 
 
-def write_all(folder: Path) -> dict[Path, torch.nn.Module]:
+def write_all(folder: Path) -> dict[Path, PreTrainedModel]:
     models = {folder / name: tiny_model(name, rope_parameters=rope) for name, rope in ROPES.items()}
     for path, model in models.items():
         write_model(model, path)
         save_tokenizer(tiny_tokenizer(), path)
+    return models
+
+
+def save_other_kinds(folder: Path) -> dict[Path, PreTrainedModel]:
+    """Save a critic, a reward model, and a policy and a critic with adapters, as runs do."""
+    from tests.text.models.test_lora import trained_lora
+    from tether.text.learning.build import save_model
+
+    critic, scored = critic_from(tiny_model("qwen3")), critic_from(tiny_model("llama"))
+    reward_model = critic_from(tiny_model("qwen2"), (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,))
+    for one in (critic, scored, reward_model):
+        torch.nn.init.normal_(value_head_of(one).weight)
+    models = {
+        folder / "critic": critic,
+        folder / "reward_model": reward_model,
+        folder / "lora" / "actor": trained_lora(tiny_model("qwen3_moe")),
+        folder / "lora" / "critic": trained_lora(scored),
+    }
+    for path, model in models.items():
+        save_model(tiny_tokenizer(), model, path)
     return models
 
 
@@ -86,10 +113,10 @@ def test_a_model_without_rotary_positions_is_written_as_it_is(tmp_path: Path) ->
 
 @pytest.mark.skipif(
     "TETHER_TEST_TRANSFORMERS_4" not in os.environ,
-    reason="TETHER_TEST_TRANSFORMERS_4: folder of pip install --target, with transformers 4 and what it needs",
+    reason="needs transformers 4 in a folder: bash scripts/test_transformers_4.sh",
 )
 def test_transformers_4_computes_the_same(tmp_path: Path) -> None:
-    models = write_all(tmp_path)
+    models = write_all(tmp_path) | save_other_kinds(tmp_path)
     environment = os.environ | {"PYTHONPATH": os.environ["TETHER_TEST_TRANSFORMERS_4"]}
     done = subprocess.run(
         [sys.executable, "-c", READ, *map(str, models)], env=environment, capture_output=True, text=True, check=False
@@ -98,5 +125,5 @@ def test_transformers_4_computes_the_same(tmp_path: Path) -> None:
     ids = (torch.arange(150) * 7919 + 101) % 260
     for path, model in models.items():
         with torch.no_grad():
-            expected = model(ids[None]).logits[0]
+            expected = model.eval()(ids[None]).logits[0]
         torch.testing.assert_close(torch.load(path / "logits.pt"), expected, rtol=1e-3, atol=1e-3)

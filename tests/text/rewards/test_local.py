@@ -21,16 +21,16 @@ def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: o
     return 1.0
 
 
-def outcomes() -> list[RewardOutcome]:
+def outcomes(*, in_thread: bool = False) -> list[RewardOutcome]:
     texts = ("loops", "asks for signals", "$2$", "is quick")
-    with LocalRewards(reward, 0.2) as rewards:
+    with LocalRewards(reward, 0.2, in_thread=in_thread) as rewards:
         result = rewards.score([RewardRequest("test", text, "1") for text in texts])
         time.sleep(0.3)  # the deadlines of calls that ended pass by
         return result
 
 
 def test_a_deadline_ends_calls_in_every_thread() -> None:
-    by_thread = {"main": outcomes()}
+    by_thread = {"main": outcomes(), "own": outcomes(in_thread=True)}
     thread = threading.Thread(target=lambda: by_thread.update(sampler=outcomes()))
     thread.start()
     thread.join()
@@ -38,7 +38,7 @@ def test_a_deadline_ends_calls_in_every_thread() -> None:
         assert isinstance(loops, RewardError)
         assert "not done after 0.2 seconds" in loops.message
         assert isinstance(quick, Score)
-    for in_main, in_sampler in zip(by_thread["main"][1:3], by_thread["sampler"][1:3], strict=True):
-        assert isinstance(in_main, Score)
-        assert isinstance(in_sampler, RewardError)
-        assert "put the function into a file (custom_reward_function.path)" in in_sampler.message
+    assert all(isinstance(outcome, Score) for outcome in by_thread["main"][1:3])
+    for outcome in (*by_thread["own"][1:3], *by_thread["sampler"][1:3]):
+        assert isinstance(outcome, RewardError)
+        assert "put the function into a file (custom_reward_function.path)" in outcome.message

@@ -32,7 +32,8 @@ def test_one_that_needs_longer_names_both_ways_out(
     tmp_path: Path, kind: str, options: dict[str, object], offered: bool
 ) -> None:
     slow = tmp_path / "python"
-    slow.write_text("#!/bin/sh\necho still compiling\nexec sleep 60\n")
+    folder = tmp_path / "folder"
+    slow.write_text(f'#!/bin/sh\necho still compiling\necho "$VLLM_RPC_BASE_PATH" > {folder}\nexec sleep 60\n')
     slow.chmod(0o755)
     launch_of = launch_vllm if kind == "vllm" else launch_sglang
     server = InferenceServer(SERVER_APIS[kind], launch_of(slow, tmp_path / "server.log", options, {}), 1.0)
@@ -45,6 +46,9 @@ def test_one_that_needs_longer_names_both_ways_out(
     assert "larger actor_rollout_ref.rollout.server_timeout" in said
     assert (EAGER in said) == offered
     assert "still compiling" in said
+    sockets = folder.read_text().strip()
+    assert bool(sockets) == (kind == "vllm")
+    assert not sockets or not Path(sockets).exists()
 
 
 def test_a_program_that_is_no_server_of_models_is_not_waited_for() -> None:

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 from tether.config.devices import PATH, device_count, misplaced, placed
-from tether.config.keys import show
+from tether.config.keys import keys, show
 from tether.config.problems import Problem
 from tether.config.schema.root import RunConfig
 
@@ -18,8 +18,8 @@ Numbers = Callable[[Any, Any], bool]
 
 def at_most(key: str, limit: str, when: Condition = lambda cfg: True) -> Rule:
     """Return the rule that a number is at most that of another key."""
-    fix = "set it to at most {other}"
-    return _pair(key, limit, lambda a, b: a > b, "{own} is more than {limit}={other}", fix, when)
+    what, fix = "{own}{default} is more than {limit}={other}", "set it to at most {other}"
+    return _pair(key, limit, lambda a, b: a > b, what, fix, when)
 
 
 def multiple(key: str, of: str) -> Rule:
@@ -75,7 +75,8 @@ def _pair(key: str, other: str, broken: Numbers, what: str, fix: str, when: Cond
         mine, theirs = (reduce(getattr, path.split("."), cfg) for path in (key, other))
         if not when(cfg) or not broken(mine, theirs):
             return None
-        words = {"key": key, "own": show(mine), "limit": other, "other": show(theirs)}
+        default = " (the default)" if mine == keys()[key].default else ""
+        words = {"key": key, "own": show(mine), "default": default, "limit": other, "other": show(theirs)}
         return Problem(key, what.format(**words), fix.format(**words))
 
     return rule

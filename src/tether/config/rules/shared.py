@@ -6,21 +6,8 @@ from tether.config.keys import values_of
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Rule, same, set_once
 from tether.config.schema.root import RunConfig
-from tether.loss_requirements import REQUIRED_AGGREGATION
 
 ACTOR = "actor_rollout_ref.actor"
-
-
-def policy_loss_is_aggregated_as_defined(cfg: RunConfig) -> Problem | None:
-    """A loss with ratios of responses requires its own aggregation."""
-    actor = cfg.actor_rollout_ref.actor
-    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
-    if aggregation in (None, demanded):
-        return None
-    key = f"{ACTOR}.loss_agg_mode"
-    what = f"{aggregation} contradicts {ACTOR}.policy_loss.loss_mode={mode}, which is defined for {demanded}"
-    return Problem(key, what, f"leave {key} out")
 
 
 def clip_cov_bounds_enclose_something(cfg: RunConfig) -> Problem | None:
@@ -77,7 +64,6 @@ KEPT_TOGETHER = same("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_
 
 
 SHARED_RULES: tuple[Rule, ...] = (
-    policy_loss_is_aggregated_as_defined,
     clip_cov_bounds_enclose_something,
     ACTOR_WARMUP,
     critic_warmup_ends,

@@ -11,6 +11,7 @@ from tether.config.keys import Key, keys, show
 from tether.config.loading.settings import Settings
 from tether.config.schema.algorithm import WITHOUT_PEERS
 from tether.config.support.live_keys import why_idle
+from tether.loss_requirements import REQUIRED_AGGREGATION
 from tether.text.sampling.config import SERVERS
 
 ACTOR = "actor_rollout_ref.actor"
@@ -28,6 +29,7 @@ def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
         _bypass,
         _uncorrected_staleness,
         _both_kls,
+        _own_aggregation,
         _no_lower_clip,
     )
     single_notes = [_clip_ratio(settings, values), _parity(settings, values), *(check(values) for check in checks)]
@@ -104,6 +106,15 @@ def _both_kls(values: Mapping[str, Any]) -> str | None:
     return (
         f"{in_reward}=True with {in_loss}=True: both penalties act ({weights}), where verl's pages describe one of them"
     )
+
+
+def _own_aggregation(values: Mapping[str, Any]) -> str | None:
+    mode, aggregation = values[f"{ACTOR}.policy_loss.loss_mode"], values[f"{ACTOR}.loss_agg_mode"]
+    demanded = REQUIRED_AGGREGATION.get(mode, aggregation)
+    if aggregation in (None, demanded):
+        return None
+    what = f"the policy loss is aggregated by {demanded}, as {mode} is defined; as in verl, only the entropy and the KL"
+    return f"{ACTOR}.loss_agg_mode={aggregation} with {ACTOR}.policy_loss.loss_mode={mode}: {what} follow the key"
 
 
 def _no_lower_clip(values: Mapping[str, Any]) -> str | None:

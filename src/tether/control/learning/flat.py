@@ -287,14 +287,15 @@ class FlatEngine:
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         policy, training_state = self.policy, self.state_dict()
         if copy:
             policy, training_state = deepcopy((policy, training_state))
 
         def write() -> None:
             save_policy(policy, folder)
-            save_state(state, training_state)
+            if state:
+                save_state(state, training_state)
 
         return write
 

@@ -338,16 +338,17 @@ class MegatronEngine(RanksEngine[Outputs]):
         first = dist.get_rank() == 0
         return ((name, value.cpu() if first else value) for name, value in self._exported())
 
-    def begin_saving(self, share: Path, name: str) -> None:
+    def begin_saving(self, share: Path, name: str, with_state: bool = True) -> None:
         """Copy what this rank has to write and start writing it, as `FsdpEngine.begin_saving` does."""
         assert self._save, "a frozen model is not saved"
         save, model = self._save, self._model_of(self._named(_master, self._mine | self._buffers))
-        moments, state = self._my_moments(), self._my_state()
+        moments, state = (self._my_moments(), self._my_state()) if with_state else ({}, {})
 
         def write() -> None:
             save(model, share / name)
-            save_moments(share / "moments.safetensors", moments)
-            save_state(share / "state.pt", state)
+            if with_state:
+                save_moments(share / "moments.safetensors", moments)
+                save_state(share / "state.pt", state)
 
         self._writing.begin(write)
 

@@ -420,12 +420,13 @@ def build_critic(config: RunConfig, engine: ValueEngine) -> Learner[TrainBatch, 
 
 def _policy_loss(actor: ActorConfig, correction: RolloutCorrectionConfig, width: int) -> PolicyLoss:
     name = "bypass_mode" if correction.bypass_mode else actor.policy_loss.loss_mode
+    required, configured = REQUIRED_AGGREGATION.get(name), actor.loss_agg_mode
+    aggregation = Aggregation(required or configured or "token-mean", actor.loss_scale_factor, width)
     return PolicyLoss(
         name=name,
         options={**policy_loss_options(actor), **(bypass_options(correction) if correction.bypass_mode else {})},
-        aggregation=Aggregation(
-            actor.loss_agg_mode or REQUIRED_AGGREGATION.get(name, "token-mean"), actor.loss_scale_factor, width
-        ),
+        aggregation=aggregation,
+        penalty_aggregation=replace(aggregation, mode=configured) if required and configured else None,
         entropy_coeff=actor.entropy_coeff,
         kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         kl_kind=actor.kl_loss_type,

@@ -233,6 +233,8 @@ class PolicyLoss:
     options: Mapping[str, object] = field(default_factory=dict)
     """Keyword arguments of the policy loss, such as clip ratios."""
     aggregation: Aggregation = Aggregation()
+    penalty_aggregation: Aggregation | None = None
+    """Aggregation of the entropy bonus and the KL; None: that of the policy loss."""
     entropy_coeff: float = 0.0
     kl_coef: float = 0.0
     kl_kind: str = "low_var_kl"
@@ -257,15 +259,16 @@ class PolicyLoss:
         )
         metrics = dict(token_loss.metrics)
         total = self.aggregation(token_loss.loss, mask, sizes)
+        penalty = self.penalty_aggregation or self.aggregation
         shares = {"actor/pg_loss": total}
         if outputs.entropy is not None:
             metrics["actor/entropy"] = Mean.of(outputs.entropy, mask)
         if self.entropy_coeff:
             assert outputs.entropy is not None
-            entropy = self.aggregation(outputs.entropy, mask, sizes)
+            entropy = penalty(outputs.entropy, mask, sizes)
             total = total - self.entropy_coeff * entropy
         if self.kl_coef:
-            kl = self.aggregation(self._kl(outputs, batch), mask, sizes)
+            kl = penalty(self._kl(outputs, batch), mask, sizes)
             total = total + self.kl_coef * kl
             shares["actor/kl_loss"] = kl
             metrics["actor/kl_coef"] = Max(torch.tensor(self.kl_coef, dtype=torch.float64))

@@ -35,7 +35,6 @@ from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.named_inputs import NO_TEMPLATE, judge_of, row_agent
 from tether.text.rewards.config import (
-    CustomRewardFunctionConfig,
     RewardModelConfig,
     ScoringModelConfig,
     ScoringServerConfig,
@@ -424,11 +423,7 @@ def build_rewards(config: RunConfig, groups: RankGroups | None = None) -> Reward
     """
     sections = read_parts(config.reward_model.parts)
     if not sections:
-        return (
-            build_reward_model(config, groups)
-            if config.reward_model.enable
-            else _build_rules(config.custom_reward_function, config.reward_model)
-        )
+        return build_reward_model(config, groups) if config.reward_model.enable else _build_rules(config)
     # Models first, so that their errors leave no process behind.
     order = sorted(sections, key=lambda name: isinstance(sections[name], RulesPart | FunctionPart | IntegrationPart))
     with ExitStack() as stack:
@@ -456,14 +451,13 @@ def _build_part(config: RunConfig, name: str, section: RewardPart, groups: RankG
         rewards: Rewards = module.build_rewards(keys, _num_workers(config.reward_model), config.reward_model.timeout)
         return rewards
     if isinstance(section, RulesPart):
-        return _build_rules(config.custom_reward_function, config.reward_model)
+        return _build_rules(config)
     return build_reward_model(config, groups)
 
 
-def _build_rules(
-    custom: CustomRewardFunctionConfig, reward: RewardModelConfig
-) -> RewardPool | LocalRewards | BatchedRewards:
+def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedRewards:
     """Build the rule or function reward. A function of a file runs in worker processes, an object in this process."""
+    custom, reward = config.custom_reward_function, config.reward_model
     if reward.reward_manager == "batch":
         if is_object(custom.path):
             raise ValueError("reward_model.reward_manager=batch: its function has to be in a file, and not an object")
@@ -471,7 +465,7 @@ def _build_rules(
         return BatchedRewards(named, timeout=reward.timeout)
     if is_object(custom.path):
         function = load_reward_function(str(custom.path), custom.name, custom.reward_kwargs)
-        return LocalRewards(function, reward.timeout)
+        return LocalRewards(function, reward.timeout, in_thread=config.trainer.async_mode != "off")
     return _pool(reward, CustomReward(custom.path, custom.name, custom.reward_kwargs) if custom.path else None)
 
 

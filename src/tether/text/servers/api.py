@@ -35,6 +35,8 @@ class Launch:
     """Whether False is the flag ``--no-NAME``; otherwise False omits the option."""
     eager: str
     """The option that disables compilation at the start."""
+    socket_folder: str | None = None
+    """Environment variable that names the folder of its sockets, which a server that is killed leaves behind."""
 
     def command(self, port: int) -> list[str]:
         """Return the command line."""

@@ -80,7 +80,8 @@ class InferenceServer:
             self._log_offset = log.stat().st_size if log.exists() else 0
             self.http, self.weights, self._was_up = Connections(f"http://127.0.0.1:{port}"), None, False
             self.is_new = True
-            self._process = start_program(self.where.command(port), log, self.where.environment)
+            where = self.where
+            self._process = start_program(where.command(port), log, where.environment, where.socket_folder)
 
     def wait_ready(self) -> None:
         """Wait until the server responds, and check that it can be used.

@@ -69,6 +69,7 @@ def launch_of(python: Path, log: Path, options: Mapping[str, object], environmen
         log,
         has_negative_flags=True,
         eager="enforce_eager",
+        socket_folder="VLLM_RPC_BASE_PATH",
     )
 
 

@@ -271,7 +271,7 @@ RAISED = [
     ("raise type('Own', (KeyError,), {'__str__': lambda self: 'mine'})", "KeyError", "mine"),
     ("import json; json.loads('')", "ValueError", "Expecting value"),
     ("b'\\xff'.decode()", "UnicodeDecodeError", "can't decode byte 0xff"),
-    ("open('/tmp/none')", "FileNotFoundError", "[Errno 2] No such file"),
+    ("open('/no/such/file')", "FileNotFoundError", "[Errno 2] No such file"),
     ("raise KeyError(x)", "KeyError", "-1"),
     ("raise StopIteration", "RuntimeError", ""),
 ]

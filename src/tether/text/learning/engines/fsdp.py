@@ -166,21 +166,23 @@ class FsdpEngine(RanksEngine[Outputs]):
             tensor = tensor.cpu() if on_host else tensor
             yield from ((name, tensor) for name in names)
 
-    def begin_saving(self, share: Path, name: str) -> None:
+    def begin_saving(self, share: Path, name: str, with_state: bool = True) -> None:
         """Copy what this rank has to write and start writing it; `writing` returns whether it is done.
 
         Args:
             share: this rank's folder, for its share of the model in the folder `name`, and of the training state.
             name: the name of the role.
+            with_state: whether the training state is saved, too.
         """
         assert self._save, "a frozen model is not saved"
-        model, (state, moments) = self._my_model(), self._my_state()
-        save = self._save
+        save, model = self._save, self._my_model()
+        state, moments = self._my_state() if with_state else ({}, {})
 
         def write() -> None:
             save(model, share / name)
-            save_moments(share / "moments.safetensors", moments)
-            save_state(share / "state.pt", state)
+            if with_state:
+                save_moments(share / "moments.safetensors", moments)
+                save_state(share / "state.pt", state)
 
         self._writing.begin(write)
 

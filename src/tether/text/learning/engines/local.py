@@ -404,23 +404,25 @@ class LocalEngine(AutogradEngine[Outputs]):
         self.version = int(state["version"])
         load_adamw(self.optimizer, state)
 
-    def saving(self, folder: Path, state: Path, *, copy: bool) -> Callable[[], None]:
+    def saving(self, folder: Path, state: Path | None, *, copy: bool) -> Callable[[], None]:
         assert self._save, "a frozen model is not saved"
         if not copy:
             return lambda: self._write(folder, state)
-        save, training_state = self._save, tree_to_cpu(self.state_dict())
+        save, training_state = self._save, tree_to_cpu(self.state_dict()) if state else {}
         with self.masters.installed() if self.masters else nullcontext():
             model = with_weights(self.model, map(to_cpu, self.model.parameters()))
 
         def write() -> None:
             save(model, folder)
-            save_state(state, training_state)
+            if state:
+                save_state(state, training_state)
 
         return write
 
-    def _write(self, folder: Path, state: Path) -> None:
+    def _write(self, folder: Path, state: Path | None) -> None:
         self.save(folder)
-        save_state(state, self.state_dict())
+        if state:
+            save_state(state, self.state_dict())
 
     def load_state(self, file: Path) -> None:
         with reading(file, ANOTHER_CHECKPOINT):

@@ -2,7 +2,8 @@
 
 The model's parameters are bfloat16 themselves, so no forward casts them and the sampler can share them. Each gradient
 is added to the master's float32 gradient as soon as it is complete and then freed, so that micro-batches accumulate in
-float32 and there is only one set of gradients in memory.
+float32 and there is only one set of gradients in memory. Frozen weights, as under LoRA, have no master: nothing
+computes with more than their bfloat16 values.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class MasterWeights:
             if id(parameter) in head:
                 self._pairs.append((parameter, parameter))
                 continue
-            master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            parameter.data = master.data.to(dtype)
+            master = nn.Parameter(parameter.data) if parameter.requires_grad else parameter
+            parameter.data = parameter.data.to(dtype)
             self._pairs.append((parameter, master))
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_accumulate_hook(master, self._stale))
@@ -63,15 +64,16 @@ class MasterWeights:
     def copy_to_model(self) -> None:
         """Copy the masters to the model in place, rounded, after an optimizer step."""
         for parameter, master in self._pairs:
-            if parameter is not master and master.requires_grad:
+            if parameter is not master:
                 parameter.copy_(master)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the masters as the model's parameters within the context, to save the model."""
+        """Install the masters as the model's parameters within the context, and frozen weights in float32, to save the
+        model."""
         narrow = [parameter.data for parameter, _ in self._pairs]
         for parameter, master in self._pairs:
-            parameter.data = master.data
+            parameter.data = master.data.float()
         try:
             yield
         finally:

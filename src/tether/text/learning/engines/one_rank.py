@@ -32,9 +32,9 @@ class OneRankEngine(LocalEngine[Outputs]):
             tensor = value.cpu()
             yield from ((name, tensor) for name in names)
 
-    def begin_saving(self, share: Path, name: str) -> None:
+    def begin_saving(self, share: Path, name: str, with_state: bool = True) -> None:
         """Copy the model and its training state and start writing them, as `FsdpEngine.begin_saving` does."""
-        self._writing.begin(self.saving(share / name, share / "state.pt", copy=True))
+        self._writing.begin(self.saving(share / name, share / "state.pt" if with_state else None, copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
         """Return whether writing is done, and the error if it failed."""

@@ -40,12 +40,13 @@ def writers(model: PreTrainedModel, ranks: int) -> list[int]:
     return assignment
 
 
-def join_shares(shares: Sequence[Path], folder: Path, state: Path) -> None:
-    """Combine what each rank wrote in `FsdpEngine.begin_saving` into a model's folder and its training state."""
+def join_shares(shares: Sequence[Path], folder: Path, state: Path | None) -> None:
+    """Combine what ranks wrote in `FsdpEngine.begin_saving` into a model's folder and, unless None, its state."""
     join_shards([share / folder.name for share in shares], folder)
-    for number, share in enumerate(shares, 1):
-        if (moments := share / "moments.safetensors").exists():
-            moments.rename(moments_path(state, number, len(shares)))
-    (shares[0] / "state.pt").rename(state)
+    if state:
+        for number, share in enumerate(shares, 1):
+            if (moments := share / "moments.safetensors").exists():
+                moments.rename(moments_path(state, number, len(shares)))
+        (shares[0] / "state.pt").rename(state)
     if (adapter := adapter_folder(shares[0] / folder.name)).exists():
         adapter.rename(adapter_folder(folder))

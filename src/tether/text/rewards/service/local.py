@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from tether.runtime.deadline import deadline
@@ -21,14 +22,28 @@ _USE_A_FILE = "signals do not work with trainer.async_mode: put the function int
 
 
 class LocalRewards(Rewards):
-    """Calls a function in this process. `submit` calls the function immediately."""
+    """Calls a function in this process. `submit` calls the function immediately.
 
-    def __init__(self, function: RewardFunction, timeout: float) -> None:
+    Args:
+        function: function with the same arguments as in a `RewardPool`.
+        timeout: maximum seconds of a call.
+        in_thread: never calls the function in the main thread. A function that works there but not in the thread of a
+            sampler ahead, because it uses signals, then fails in the preflight already.
+    """
+
+    def __init__(self, function: RewardFunction, timeout: float, *, in_thread: bool = False) -> None:
         self._function, self._timeout = function, timeout
+        self._thread = ThreadPoolExecutor(1, "reward") if in_thread else None
         self._done: dict[int, tuple[RewardOutcome, float]] = {}
         self.durations: list[float] = []
 
     def submit(self, index: int, request: RewardRequest) -> None:
+        if self._thread and threading.current_thread() is threading.main_thread():
+            self._thread.submit(self._call, index, request).result()
+        else:
+            self._call(index, request)
+
+    def _call(self, index: int, request: RewardRequest) -> None:
         random_state, start = random.getstate(), time.monotonic()
         random.seed(request.solution_str)  # as in the pool
         try:
@@ -46,3 +61,7 @@ class LocalRewards(Rewards):
         self._done.clear()
         self.durations = [seconds for _, seconds in done]
         return [outcome for outcome, _ in done]
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.shutdown()
