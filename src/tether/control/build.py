@@ -103,7 +103,7 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             evaluation=evaluation,
             seed=trainer_config.seed,
             env_seed=train.seed,
-            warn=parts["loggers"].warn,
+            warn=lambda message: parts["loggers"].warn(message),
             ranks=trainer_config.devices,
             transfers=groups.all_ranks.transfers.take if groups else dict,
             trust_pickles=trainer_config.trust_checkpoint_pickle,
