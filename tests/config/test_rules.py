@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.loading import load, problems_of
-from tether.config import ConfigError, contradictions
+from tether.config import ConfigError, Override, contradictions
 from tether.config.devices import placed
 from tether.config.keys import keys
 from tether.text.config_rules import RULES
@@ -865,10 +865,11 @@ def test_an_inheriting_key_takes_whatever_its_source_takes():
     ("given", "key", "message"),
     [
         (["actor: 0-1, rollout: 3, critic: 0-1"], PLACES, "leaves devices [2] with nothing to do"),
-        (["actor: 0-1, critic: 2, rollout: 2-4"], f"{PLACES}.rollout", "resource 4 does not exist: there are 4"),
+        (["actor: 0-1, critic: 2, rollout: 2-4"], f"{PLACES}.rollout", "device 4 does not exist: there are 4"),
         (["actor: 0-1, critic: 2, env: 3"], f"{PLACES}.env", "no model of a text run"),
-        (["actor: '0,2', critic: 1, rollout: 3"], f"{PLACES}.actor", "leaves a gap in [0, 2]"),
-        (["actor: '0:0-1', critic: 1, rollout: 2-3"], f"{PLACES}.actor", "not one process per device"),
+        (["actor: '0,2', critic: 1, rollout: 3"], f"{PLACES}.actor", "'0,2' is no range of devices. write"),
+        (["actor: 3-1, critic: 0, rollout: 0"], f"{PLACES}.actor", "'3-1' is no range of devices"),
+        (["actro: 0-1, critic: 2-3"], f"{PLACES}.actro", "Did you mean actor?"),
         (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes", "in addition to"),
         (["actor: 0-1, critic: 0-1, rollout: 2-3", f"{ACTOR}.strategy=megatron"], f"{PLACES}.rollout",
          "it shares the actor's"),
@@ -886,6 +887,11 @@ def test_a_placement_that_does_not_add_up_is_one_error(given, key, message):
     found = problems_of("trainer.n_gpus_per_node=4", f"{PLACES}={{{places}}}", *scores, *more)
     assert list(found) == [key]
     assert message in found[key]
+
+
+def test_a_component_has_one_placement():
+    twice = Override(PLACES, {"actor,critic": "all", "actor": 0, "rollout": "ALL"}, delete=False)
+    assert "is placed twice" in problems_of(twice, "trainer.n_gpus_per_node=2")[f"{PLACES}.actor"]
 
 
 def test_models_have_the_devices_that_their_keys_say():

@@ -35,12 +35,7 @@ from tether.algorithms.kl import (
 from tether.algorithms.logits import entropy_from_logits, forward_kl_topk, full_kl, sum_pi_squared
 from tether.algorithms.masking import count_valid, masked_mean, masked_sum, masked_var, masked_whiten, select
 from tether.algorithms.pf_ppo import pf_ppo_indices
-from tether.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    REQUIRED_AGGREGATION,
-    TOKEN_SELECTIONS,
-    interpolate_proximal,
-)
+from tether.algorithms.policy_losses import POLICY_LOSSES, REQUIRED_AGGREGATION, TOKEN_SELECTIONS, interpolate_proximal
 from tether.algorithms.registry import checked, needs
 from tether.algorithms.reward_shaping import RunningRewardNormalizer, normalize_rewards_per_batch, overlong_penalty
 from tether.algorithms.rollout_correction import (

@@ -34,12 +34,7 @@ class Entry(TypedDict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Sync every file of a folder to disk, record its hash, then write the manifest.
-
-    Args:
-        folder: the folder to describe.
-        step: the training step that the folder belongs to.
-    """
+    """Sync every file of a folder to disk, record its hash, then write the manifest."""
     names = sorted(_names(folder))
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, num_threads())) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name, durable=True), names), strict=True))

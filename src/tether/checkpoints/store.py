@@ -26,14 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tether.checkpoints.manifest import (
-    MANIFEST,
-    PARTIAL,
-    find_damage,
-    sync_folder,
-    write_durably,
-    write_manifest,
-)
+from tether.checkpoints.manifest import MANIFEST, PARTIAL, find_damage, sync_folder, write_durably, write_manifest
 
 BEST = "best"
 """Folder, inside that of a run, for the checkpoint of its best evaluation."""

@@ -33,10 +33,7 @@ from tether.runtime.install import pip_install
 from tether.runtime.package_warnings import hide_warnings_of_packages
 from tether.runtime.printable import printable
 from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
-from tether.runtime.terminal import (
-    Activity,
-    Screen,
-)
+from tether.runtime.terminal import Activity, Screen
 from tether.runtime.user_files import raised_by_tether, search_also
 
 if TYPE_CHECKING:
@@ -218,7 +215,6 @@ def evaluate(
             metavar="[RUN.yaml] [KEY=VALUE]...",
             help="For example data.val_files=math/test.parquet, or env.eval.num_episodes=100. RUN.yaml is for models "
             "that are not checkpoints of a run.",
-            show_default=False,
         ),
     ] = None,
     threads: Threads = None,
@@ -277,10 +273,7 @@ def bc(
     arguments: ConfigArguments = None,
     data: Annotated[Path, typer.Option(help="Folder of episodes from `tether collect` or LeRobot.")] = Path("demos"),
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Folder of the checkpoint; default: cloned in the run's folder.", show_default=False
-        ),
+        Path | None, typer.Option("--out", "-o", help="Folder of the checkpoint; default: cloned in the run's folder.")
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Maximum number of passes over the episodes.")] = 100,
     patience: Annotated[
@@ -314,17 +307,12 @@ def bc(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="A model directory, a run, a checkpoint, a known name or a hub id.")],
-    prompts: Annotated[
-        list[str],
-        typer.Argument(help="Prompts; - reads standard input, @FILE the lines of a file."),
-    ],
+    prompts: Annotated[list[str], typer.Argument(help="Prompts; - reads standard input, @FILE the lines of a file.")],
     max_new_tokens: int = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: float = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; -1 keeps all.")] = -1,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End a reply before this text; may be repeated.", show_default=False)
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End a reply before this text; may be repeated.")] = None,
     n: Annotated[int, typer.Option(help="Replies per prompt.")] = 1,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     seed: int = 1,
@@ -396,24 +384,20 @@ def plan(
         str | None,
         typer.Option(
             help="Devices, such as h100-80g:8; memory=24,teraflops=120,bandwidth=900,link=10:2 for others; default: "
-            "this machine, as tether doctor measured it.",
-            show_default=False,
+            "this machine, as tether doctor measured it."
         ),
     ] = None,
     host_memory: Annotated[
-        float | None,
-        typer.Option(min=1, help="GiB of host memory of a machine; default: unknown.", show_default=False),
+        float | None, typer.Option(min=1, help="GiB of host memory of a machine; default: unknown.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.", show_default=False)] = None,
-    price: Annotated[
-        str | None, typer.Option(help="Price of a device for an hour, such as 2.5EUR.", show_default=False)
-    ] = None,
-    prompt_mean: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.", show_default=False)] = None,
-    response_mean: Annotated[float | None, typer.Option(help="Mean tokens of a response.", show_default=False)] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines.")] = None,
+    price: Annotated[str | None, typer.Option(help="Price of a device for an hour, such as 2.5EUR.")] = None,
+    prompt_mean: Annotated[float | None, typer.Option(help="Mean tokens of a prompt.")] = None,
+    response_mean: Annotated[float | None, typer.Option(help="Mean tokens of a response.")] = None,
     response_tail: Annotated[
-        float | None, typer.Option(help="Tokens that 99 % of the responses do not exceed.", show_default=False)
+        float | None, typer.Option(help="Tokens that 99 % of the responses do not exceed.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data.", show_default=False)] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of the training data.")] = None,
     reward_seconds: Annotated[float, typer.Option(min=0, help="Seconds of waiting for rewards in a step.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="Print no tables.")] = False,
@@ -514,7 +498,6 @@ def import_verl(
         typer.Argument(
             metavar="[ARGUMENT]... [KEY=VALUE]...",
             help="Arguments of the script ($1, $2, ...), and settings that override its own.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Path of the YAML file; default: print it.")] = None,
@@ -532,9 +515,7 @@ def explain(
         str | None, typer.Argument(help="For example algorithm.lam, or a section; without it, sections are listed.")
     ] = None,
     arguments: ConfigArguments = None,
-    search: Annotated[
-        str | None, typer.Option("--search", "-s", help="List the keys that contain this word.", show_default=False)
-    ] = None,
+    search: Annotated[str | None, typer.Option("--search", "-s", help="List the keys that contain this word.")] = None,
 ) -> None:
     """Explain a key: its meaning, valid values and default; with a configuration also its value and its effect."""
     from tether.config import explanations
@@ -551,17 +532,10 @@ def explain(
 @critic_app.command()
 def pretrain(
     arguments: ConfigArguments = None,
-    rollouts: Annotated[
-        Path | None, typer.Option(help="Stored rollouts; default: trainer.rollout_data_dir.", show_default=False)
-    ] = None,
+    rollouts: Annotated[Path | None, typer.Option(help="Stored rollouts; default: trainer.rollout_data_dir.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder of the critic; default: pretrained_critic in the run's folder.",
-            show_default=False,
-        ),
+        typer.Option("--out", "-o", help="Folder of the critic; default: pretrained_critic in the run's folder."),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the rollouts.")] = 1,
     held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of held-out prompts, at least one.")] = 0.1,
@@ -585,9 +559,7 @@ def check_reward(
     arguments: ConfigArguments = None,
     rows: Annotated[int, typer.Option(min=1, help="Number of rows of the training data.")] = 64,
     samples: Annotated[int, typer.Option(min=0, help="Replies of the untrained policy; 0 loads no policy.")] = 32,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="PNG of the scores; default: none.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="PNG of the scores; default: none.")] = None,
 ) -> None:
     """Check the reward before training on ground truths, wrong replies and sampled replies.
 

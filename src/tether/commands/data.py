@@ -13,23 +13,13 @@ data_app = typer.Typer(name="data", help="Download published datasets.", no_args
 @data_app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="Name of a dataset; `tether data list` shows them.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder of the files; default: ~/data/NAME.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the files; default: ~/data/NAME.")] = None,
     repository: Annotated[
-        str | None,
-        typer.Option(help="OWNER/NAME on the hub; modelscope:OWNER/NAME on ModelScope.", show_default=False),
+        str | None, typer.Option(help="OWNER/NAME on the hub; modelscope:OWNER/NAME on ModelScope.")
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.", show_default=False)
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of the hub; default: the newest.")] = None,
     source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            help="Local file or folder of the dataset; nothing is downloaded.",
-            show_default=False,
-        ),
+        Path | None, typer.Option("--from", help="Local file or folder of the dataset; nothing is downloaded.")
     ] = None,
 ) -> None:
     """Download a published dataset and convert it to the layout of training data; an interrupted download resumes.

@@ -132,9 +132,9 @@ def _run(command: list[str], what: str) -> None:
 
 
 def setup(
-    name: Annotated[str, typer.Argument(help="vllm, sglang, lerobot or metaworld.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="vllm, sglang, lerobot or metaworld.")],
     python: Annotated[
-        str | None, typer.Option(help="Interpreter; default: this one, or python3.12 for lerobot.", show_default=False)
+        str | None, typer.Option(help="Interpreter; default: this one, or python3.12 for lerobot.")
     ] = None,
 ) -> None:
     """Make the environment of a program that needs other versions of packages than tether.
@@ -149,7 +149,7 @@ def setup(
 
 
 def serve(
-    name: Annotated[str, typer.Argument(help="vllm or sglang.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="vllm or sglang.")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[OPTION]...", help="Options of the server, for example --model MODEL --port 8000."),

@@ -117,10 +117,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
 
 
 def _evaluate_text(loaded: LoadedConfig, model: Path | str, step: int, screen: Screen) -> EvaluationResult:
-    with (
-        build_evaluator(loaded, model) as (evaluation, collector),
-        Waiting("sampled", None, screen) as waiting,
-    ):
+    with build_evaluator(loaded, model) as (evaluation, collector), Waiting("sampled", None, screen) as waiting:
         key = NoiseKey(loaded.config.trainer.seed, step)
         return evaluation.run(collector, key, lambda done, total: waiting.show(done, total=total))
 

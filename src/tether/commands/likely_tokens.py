@@ -42,7 +42,8 @@ def likely_tokens(
         ValueError: the model cannot be loaded.
     """
     tokenizer = load_tokenizer(model)
-    policy = load_causal_lm(model, dtype=DTYPES[number_format(dtype, torch.device("cpu"))], attn="sdpa")
+    policy = load_causal_lm(model, dtype=DTYPES[number_format(dtype, torch.device("cpu"))])
+    policy.set_attn_implementation("sdpa")  # a plain forward pass, without tether's packing
     ids = torch.tensor([[*prompt_ids, *response_ids]])
     hidden = policy.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 :]
     head = lm_head_of(policy)

@@ -12,12 +12,10 @@ ConfigArguments = Annotated[
     typer.Argument(
         metavar="[RUN.yaml] [KEY=VALUE]...",
         help="A YAML file, overrides in Hydra's grammar (a.b=c, +a.b=c, ~a), or both; the last override of a key wins.",
-        show_default=False,
     ),
 ]
 ConfigPath = Annotated[
-    Path | None,
-    typer.Option("--config-path", "-cp", help="Folder of the configuration, as in Hydra.", show_default=False),
+    Path | None, typer.Option("--config-path", "-cp", help="Folder of the configuration, as in Hydra.")
 ]
 ConfigName = Annotated[
     str | None,
@@ -25,7 +23,6 @@ ConfigName = Annotated[
         "--config-name",
         "-cn",
         help="File in that folder, as in Hydra; names of verl's files, such as ppo_trainer, select verl's defaults.",
-        show_default=False,
     ),
 ]
 Threads = Annotated[
@@ -34,6 +31,5 @@ Threads = Annotated[
         "--threads",
         min=1,
         help="CPU threads; default: trainer.num_threads of the run, else OMP_NUM_THREADS, else one per usable core.",
-        show_default=False,
     ),
 ]

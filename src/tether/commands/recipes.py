@@ -62,9 +62,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 
 
 def recipe(
-    name: Annotated[
-        str | None, typer.Argument(help="Recipe to copy; without it, all are listed.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Recipe to copy; without it, all are listed.")] = None,
     to: Annotated[Path, typer.Option(help="Folder in which recipes/NAME is created.")] = Path(),
 ) -> None:
     """List the recipes, or copy one to edit and run: its README with results, configuration and other files."""

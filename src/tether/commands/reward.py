@@ -117,11 +117,7 @@ def _table(audited: Audit) -> Table:
 
 
 def _check_plot_path(out: Path) -> None:
-    """Check that the plot can be written, before anything is scored.
-
-    Raises:
-        ValueError: matplotlib is not installed or does not support the format, or the folder is not writable.
-    """
+    """Check that the plot can be written, before anything is scored."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -134,11 +130,7 @@ def _check_plot_path(out: Path) -> None:
 
 
 def _draw(audited: Audit, out: Path) -> None:
-    """Plot every score as a dot, with one row per kind of reply, and the means.
-
-    Raises:
-        ValueError: the plot cannot be written.
-    """
+    """Plot every score as a dot, with one row per kind of reply, and the means."""
     from matplotlib.figure import Figure
 
     probes = audited.rows[::-1]

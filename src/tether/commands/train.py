@@ -96,11 +96,7 @@ def train(loaded: LoadedConfig, callbacks: Callbacks | None = None) -> TrainingR
         earlier.append(ended)
         loaded, start = _resume_config(loaded, ended)
         restart = f"Restart {len(earlier)} of {max_restarts} (trainer.max_restarts)"
-        screen.print(
-            f"{ended.reason}\nThat was {ended.when}. {restart}, {start}",
-            style="bold yellow",
-            soft_wrap=True,
-        )
+        screen.print(f"{ended.reason}\nThat was {ended.when}. {restart}, {start}", style="bold yellow", soft_wrap=True)
     return ended
 
 

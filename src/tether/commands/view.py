@@ -179,12 +179,7 @@ def _answer(run: RunFolder, query: Query) -> object:
     if not query.given:
         return queries.overview(run) | {"advice": advise(run)}
     answer = queries.samples(
-        run,
-        step=query.step,
-        where=query.where,
-        text=query.search,
-        sort=query.sort,
-        limit=query.limit or DEFAULT_LIMIT,
+        run, step=query.step, where=query.where, text=query.search, sort=query.sort, limit=query.limit or DEFAULT_LIMIT
     )
     _say_what_is_missing(answer["shown"], answer["total"], "samples" if run.kind == "text" else "episodes")
     return answer

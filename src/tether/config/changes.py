@@ -90,10 +90,6 @@ def changes_since(
 def check_resumable(saved: Path, now: LoadedConfig) -> None:
     """Check that a run that resumes does not change settings of models that were built before.
 
-    Args:
-        saved: the ``run.yaml`` of the checkpoint.
-        now: the configuration of the run that resumes.
-
     Raises:
         ValueError: a key that only acts when models are built has changed, or the checkpoint has no critic.
     """

@@ -6,15 +6,17 @@ Devices are numbered over those of ``trainer.nnodes`` first, then those that onl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tether.config.kl import asks_reference, full_kl_setting, reference_is_policy, reference_runs_with_actor
-from tether.config.placement import PATH, Placement, parse_placements
 from tether.config.problems import Problem
 from tether.config.schema.root import RunConfig
 from tether.runtime.ranks import Pool
+from tether.spelling import did_you_mean
 from tether.text.sampling.config import SERVERS
 
+PATH = "cluster.component_placement"
 MODELS = {
     "actor": "actor",
     "critic": "critic",
@@ -120,30 +122,32 @@ def _placement_of_config(cfg: RunConfig, devices: int) -> dict[str, range] | Pro
         return Problem(
             separate[0][1], f"sets separate devices in addition to {PATH}", f"keep one of the two, such as {PATH}"
         )
-    placements, problems = parse_placements(cfg.cluster.component_placement, {}, devices)
-    if problems:
-        return problems[0]
-    ranks_by_model = {}
-    for placement in placements:
-        ranks = _contiguous(placement)
-        if isinstance(ranks, Problem):
-            return ranks
-        ranks_by_model[MODELS[placement.component]] = ranks
-    return ranks_by_model
+    devices_by_model: dict[str, range] = {}
+    for names, value in cfg.cluster.component_placement.items():
+        for name in str(names).replace(" ", "").split(","):
+            path, ranks = f"{PATH}.{name}", _ranks(value, devices)
+            if name not in MODELS:
+                what = f"is no model of a text run.{did_you_mean(name, MODELS)}"
+                return Problem(path, what, f"a run has {', '.join(MODELS)}")
+            if MODELS[name] in devices_by_model:
+                return Problem(path, "is placed twice", "keep one of the two")
+            if isinstance(ranks, str):
+                return Problem(path, ranks, "write a device or a range of them, such as 0-3, or all")
+            devices_by_model[MODELS[name]] = ranks
+    return devices_by_model
 
 
-def _contiguous(placement: Placement) -> range | Problem:
-    """Return the devices of a placement, which must be contiguous, with one process per device."""
-    path, processes = f"{PATH}.{placement.component}", placement.processes
-    if placement.component not in MODELS:
-        return Problem(path, "is no model of a text run", f"a run has {', '.join(MODELS)}")
-    assert processes is not None, "the number of devices is known"
-    if len(set(processes)) < len(processes) or any(len(resources) > 1 for resources in processes):
-        return Problem(path, "is not one process per device", "write devices only, such as 0-3")
-    devices = [resources[0] for resources in processes]
-    if devices[-1] - devices[0] >= len(devices):
-        return Problem(path, f"leaves a gap in {devices}", "use consecutive devices")
-    return range(devices[0], devices[-1] + 1)
+def _ranks(value: object, devices: int) -> range | str:
+    """Return the devices in ``0-3``, ``0`` or ``all``; otherwise what is wrong with the value."""
+    if str(value).strip().lower() == "all":
+        return range(devices)
+    match = re.fullmatch(r"\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?\s*", str(value))
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+    if last < first:
+        return f"{value!r} is no range of devices"
+    if last >= devices:
+        return f"device {last} does not exist: there are {devices}"
+    return range(first, last + 1)
 
 
 def _overlap(devices_by_model: Mapping[str, range]) -> Problem | None:

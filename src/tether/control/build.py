@@ -34,33 +34,23 @@ from tether.control.envs.config import EnvConfig, EvalEnvConfig, TrainEnvConfig
 from tether.control.envs.protocol import DiscreteActions, VectorEnv, choices_of
 from tether.control.learning.advantages import ControlAdvantages, EnvRewards, LearnedDecisions
 from tether.control.learning.flat import FlatEngine
-from tether.control.learning.losses import (
-    ControlLoss,
-    RolloutForward,
-    RolloutOutputs,
-    loss_spec,
-)
+from tether.control.learning.losses import ControlLoss, RolloutForward, RolloutOutputs, loss_spec
 from tether.control.learning.preflight import ENVIRONMENTS, sample_steps
 from tether.control.learning.recording import EpisodeRecorder
 from tether.control.learning.rollouts import POLICY, ControlEvaluation, EnvRollouts, OpenVideo, StartStates
 from tether.control.policies.config import PolicyConfig
 from tether.control.policies.mlp_policy import ControlPolicy, Policy, load_policy
-from tether.loop.alarms import Alarms
-from tether.loop.checkpoint import Persistence, check_identity
+from tether.loop.checkpoint import check_identity
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import Engine, Learner, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts import Saver
 from tether.loop.preflight import MemoryNeed, Preflight, preflight
 from tether.loop.run import (
     Run,
     after_rollbacks,
     begin_run,
-    build_best_evaluation,
-    build_critic_warmup,
     build_profiler,
     build_recorder,
-    build_rollbacks,
     find_start,
     loss_by_step,
     ranks_line,
@@ -104,9 +94,8 @@ def build_control_run(loaded: LoadedConfig) -> Run:
         evaluation = None
         if trainer_config.test_freq > 0 or (trainer_config.val_before_train and not checkpoint):
             evaluation = build_evaluation(config.env, config.policy, policy, video_folder(config), resources)
-        profiler = build_profiler(trainer_config, schedule)
-        loggers = begin_run(loaded, store, schedule, checkpoint)
-        resources.callback(loggers.close)
+        profiler = build_profiler(trainer_config, schedule, groups.all_ranks if groups else None)
+        parts = begin_run(loaded, store, identity, schedule, checkpoint, resources)
         source = StartStates.from_config(train)
         rollouts = EnvRollouts(
             policy=policy,
@@ -114,12 +103,11 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             evaluation=evaluation,
             seed=trainer_config.seed,
             env_seed=train.seed,
-            warn=lambda message: loggers.warn(message),
+            warn=lambda message: parts["loggers"].warn(message),
             ranks=trainer_config.devices,
             transfers=groups.all_ranks.transfers.take if groups else dict,
             trust_pickles=trainer_config.trust_checkpoint_pickle,
         )
-        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         trainer = Trainer(
             source=source,
             rollouts=rollouts,
@@ -129,22 +117,10 @@ def build_control_run(loaded: LoadedConfig) -> Run:
             reward_transforms=[EnvRewards.from_config(train, config.policy, config.algorithm)],
             estimate_advantages=ControlAdvantages.from_config(config.algorithm, train),
             select_rows=LearnedDecisions.from_config(config.actor_rollout_ref.actor, train, policy),
-            critic_warmup=build_critic_warmup(trainer_config),
-            best=build_best_evaluation(trainer_config, persistence, checkpoint),
-            saver=Saver(trainer_config.async_save),
-            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            profiler=profiler,
             recorder=EpisodeRecorder(build_recorder(trainer_config, checkpoint), roles.collector.env.layout),
-            on_collapse=trainer_config.on_collapse,
-            rollbacks=build_rollbacks(trainer_config, store, checkpoint),
-            alarms=Alarms(
-                weight_decay=config.actor_rollout_ref.actor.optim.weight_decay,
-                entropy_coeff=config.actor_rollout_ref.actor.entropy_coeff,
-            ),
-            schedule=schedule,
-            persistence=persistence,
-            loggers=loggers,
+            **parts,
         )
-        resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
         env = roles.env
@@ -204,13 +180,7 @@ def training_steps(trainer: TrainerConfig, train: TrainEnvConfig) -> int:
 
 
 def _schedule(trainer: TrainerConfig, train: TrainEnvConfig) -> Schedule:
-    return Schedule(
-        training_steps(trainer, train),
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq,
-        val_before_train=trainer.val_before_train,
-        log_freq=trainer.log_freq,
-    )
+    return replace(Schedule.from_config(trainer, training_steps(trainer, train)), log_freq=trainer.log_freq)
 
 
 @dataclass(frozen=True)
@@ -360,13 +330,6 @@ def build_evaluation(
 ) -> ControlEvaluation:
     """Build the evaluation of a policy in the environments of ``env.eval``, which `envs` closes.
 
-    Args:
-        section: the environments of the run.
-        policy_config: the policy's section.
-        policy: the policy.
-        videos: folder of the videos, if there are any.
-        envs: closes the environments.
-
     Raises:
         ValueError: as in `make_env`, or the policy does not fit, or a package for videos is missing.
     """
@@ -465,11 +428,6 @@ def _few_envs(train: TrainEnvConfig, policy_config: PolicyConfig, policy: Policy
 def build_agent(config: RunConfig, checkpoint: Path, seed: int) -> tuple[EnvAgent, Callable[[], Env]]:
     """Build the `tether.control.collecting.agent.EnvAgent` of a checkpoint, and a factory of environments of
     ``env.eval``.
-
-    Args:
-        config: configuration of the run.
-        checkpoint: the ``global_step_N`` folder.
-        seed: seed of the noise for sampling actions.
 
     Raises:
         ValueError: the checkpoint has no spaces and the environment cannot be made, or a package is missing.

@@ -127,11 +127,7 @@ def new_policy(
 
 
 def _check_mask(env: VectorEnv, chunk: int) -> None:
-    """Check that an action mask in the observations fits the actions of one step.
-
-    Raises:
-        ValueError: the number of entries is wrong, or the policy chooses actions of several steps at once.
-    """
+    """Check that an action mask in the observations fits the actions of one step."""
     for entry in env.layout:
         if entry.kind != "mask":
             continue
@@ -264,11 +260,7 @@ def _if_other(size: int, actors: int) -> int | None:
 
 
 def _copy_weights(policy: Policy, start: Policy, path: str) -> None:
-    """Copy the weights and statistics of one policy to another; a critic of a different width starts untrained.
-
-    Raises:
-        ValueError: the policies have different shapes; the message names the field.
-    """
+    """Copy the weights and statistics of one policy to another; a critic of a different width starts untrained."""
     set_by_run = ("value_width",) if isinstance(policy, _WITHOUT_TRANSFORMERS) else policy.set_by_run
     for field, wanted in vars(policy.spec).items():
         actual = getattr(start.spec, field, None)

@@ -76,13 +76,6 @@ def roles_on_ranks(
 ) -> tuple[ControlRoles, RankGroups]:
     """Build the components on the ranks of a run; the policy in this process has their weights, for evaluation.
 
-    Args:
-        config: configuration of the run.
-        checkpoint: the checkpoint to resume from.
-        total_steps: number of training steps.
-        logs: folder for the output of the ranks.
-        resources: closes the ranks.
-
     Raises:
         ValueError: as in `build_groups` and `make_env`, or the ranks would need an object of this process.
     """
@@ -124,14 +117,7 @@ def build_control_parts(
 
 
 def environments_of(train: TrainEnvConfig, rank: int, ranks: int, on_node: int) -> tuple[TrainEnvConfig, int]:
-    """Return the section of a rank's environments, in complete groups, and the index of the first one.
-
-    Args:
-        train: section of all environments.
-        rank: index of the rank.
-        ranks: number of ranks.
-        on_node: number of ranks that share a machine's cores.
-    """
+    """Return the section of a rank's environments, in complete groups, and the index of the first one."""
     groups = train.total_num_envs // train.group_size
     first, end = (groups * number // ranks * train.group_size for number in (rank, rank + 1))
     workers = (train.num_workers // ranks) if train.num_workers else usable_cores() // on_node
@@ -179,7 +165,6 @@ class FlatRankEngine(FlatEngine):
         self._writing.begin(self.saving(folder, state, copy=True))
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def load_state(self, file: Path) -> int:  # type: ignore[override]
@@ -335,12 +320,7 @@ class ShardedFlatEngine(EngineHandle):
 
 
 class ShardedEnvs:
-    """The `VectorEnv` of all ranks' environments, in the order of ranks, which step them.
-
-    Args:
-        group: the ranks.
-        component: key of the `RankEnvs` on the ranks.
-    """
+    """The `VectorEnv` of all ranks' environments, in the order of ranks, which step them."""
 
     def __init__(self, group: Group, component: str) -> None:
         self._group, self._component = group, component
@@ -416,11 +396,9 @@ class ShardedCollector:
         self.env.call("restart", (seed,))
 
     def state_dict(self) -> StateDict:
-        """Return the state of each rank's collector."""
         return {"ranks": self.env.call("state_dict", ())}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the state of each rank's collector."""
         self.env.call("load_state_dict", *[(rank_state,) for rank_state in state["ranks"]])
 
     def _joined_batch(self, batches: Sequence[EnvBatch]) -> EnvBatch:

@@ -116,9 +116,6 @@ def _check_reachable(address: str, nodes: int) -> None:
     """Check that Ray listens at HOST:PORT, or at the address of this machine's last cluster.
 
     Ray itself would wait for minutes.
-
-    Raises:
-        RankFailed: nothing listens there, or another program.
     """
     if address == "auto":
         with suppress(OSError):
@@ -212,12 +209,7 @@ def nodes_of(address: str, timeout: float = NODE_SECONDS) -> list[str]:
 
 
 def _versions_of(reply: Any, timeout: float) -> str:
-    """Return the comparison of a node's versions with those of this machine.
-
-    Args:
-        reply: reference to the node's `Process`.
-        timeout: seconds that the node had, for the message.
-    """
+    """Return the comparison of a node's versions with those of this machine."""
     try:
         theirs = ray.get(reply, timeout=0).versions
     except GetTimeoutError:

@@ -317,7 +317,6 @@ class RankSubset:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
         return len(self.ranks)
 
     @property

@@ -44,7 +44,6 @@ class StoredWeights:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def update(self, version: int) -> WeightUpdate:

@@ -118,7 +118,6 @@ class Worker:
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def process(self) -> Process:
-        """Return the description of this process."""
         return this_process()
 
     def join(self, ranks: range, device: str, timeout: float) -> None:
@@ -135,13 +134,11 @@ class Worker:
             torch.cuda.set_device(0)  # Ray shows each rank its own device alone
 
     def build(self, factory: Callable[..., Mapping[str, Any]], arguments: tuple[object, ...]) -> None:
-        """Build the components of this rank."""
         self._doing, self._since = "build", time.time()
         self._components = factory(*arguments)
         self._doing, self._since = "waits", time.time()
 
     def call(self, component: str, method: str, *arguments: object) -> Any:
-        """Call a method of a component."""
         return self._do(f"{component}.{method}", lambda: getattr(self._components[component], method)(*arguments))
 
     def next_weights(self, component: str, begin: bool) -> tuple[StoredWeights | None, bool]:

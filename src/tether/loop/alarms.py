@@ -71,7 +71,6 @@ class EvaluationHistory:
     """Scores of the training steps since the last evaluation."""
 
     def add_training_score(self, score: float) -> None:
-        """Add the score of a training step."""
         self.training_scores.append(score)
 
     def add_evaluation(self, step: int, score: float) -> EvaluationDrop | None:
@@ -218,7 +217,6 @@ class MismatchAlarm:
         return {ALARM: float(is_mismatched)}
 
     def state_dict(self) -> StateDict:
-        """Return whether the warning was shown."""
         return {"has_spoken": self.has_spoken}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -607,7 +605,6 @@ class Alarms:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned."""
         self.step, self.since, self.collapsed_since = state["step"], dict(state["since"]), state["collapsed_since"]
         self.streaks, self.active = dict(state["streaks"]), list(state["said"])
         self.first_score, self.best_score = state["first_score"], state["best_score"]

@@ -250,13 +250,9 @@ class RowBatch(Protocol):
     response_mask: Tensor
     """[B, T]: where the policy decided something that is trained on."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: Any, /) -> Any:
-        """Return some of the rows."""
-        ...
+    def __getitem__(self, rows: Any, /) -> Any: ...
 
 
 Batch = TypeVar("Batch", bound=RowBatch)

@@ -28,9 +28,7 @@ replay(Path(__file__).parent)
 class SkippedUpdate(Protocol):
     """A mini-batch whose gradient was not finite, which is pickled with everything that its gradient depends on."""
 
-    def __len__(self) -> int:
-        """Return the number of rows, or of sequences."""
-        ...
+    def __len__(self) -> int: ...
 
     def backward(self, row: int) -> Tensor:
         """Compute the gradient of one row's loss in every parameter's ``grad``, and return the loss."""

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from tether.checkpoints import DiskFull, write_own
 from tether.loop.alarms import Alarms, MismatchAlarm
 from tether.loop.checkpoint import TRAINING, Persistence, check_saving, restore
+from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.loop.parts import (
     STOPS,
@@ -59,6 +60,11 @@ class Schedule:
     test_freq: int = -1
     val_before_train: bool = True
     log_freq: int = 1
+
+    @classmethod
+    def from_config(cls, trainer: TrainerConfig, total_steps: int) -> Schedule:
+        """Return the schedule of a run with `total_steps` training steps, each of which is logged."""
+        return cls(total_steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def saves_at(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step; always after the last, if any are saved."""
@@ -364,12 +370,7 @@ class Trainer:
         return path
 
     def begin_checkpoint(
-        self,
-        state: StateDict,
-        persistence: Persistence | None = None,
-        *,
-        in_step: bool = False,
-        copy: bool = False,
+        self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False, copy: bool = False
     ) -> Callable[[], Path]:
         """Begin a checkpoint and return a function that completes it.
 
@@ -454,7 +455,6 @@ class Trainer:
         }
 
     def load_state(self, state: StateDict) -> None:
-        """Load what `state` returned."""
         self.step_number = self.saved_step = int(state["step"])
         self.unlogged = {str(key): float(value) for key, value in state["unlogged"].items()}
         self.validation_due = state["validation_due"] and self.rollouts.can_evaluate

@@ -103,11 +103,7 @@ OnSaved = Callable[[int, Path], None]
 
 
 class Saver:
-    """Writes one checkpoint at a time; `collect` raises the errors of writing.
-
-    Args:
-        background: whether to write in a thread.
-    """
+    """Writes one checkpoint at a time; `collect` raises the errors of writing."""
 
     def __init__(self, background: bool = False) -> None:
         self.background = background
@@ -128,7 +124,6 @@ class Saver:
         on_saved(self._step, pending.result())
 
     def close(self) -> None:
-        """Wait for the thread to finish."""
         self._thread.shutdown()
 
 
@@ -210,11 +205,9 @@ class BestEvaluation:
             self.score = score
 
     def state_dict(self) -> StateDict:
-        """Return the best score so far."""
         return {"score": self.score}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned."""
         self.score = state["score"]
 
 
@@ -267,9 +260,7 @@ class Ranks(Protocol):
     """The processes of a run on several devices, as the loop knows them; `tether.distributed.Group` adds more."""
 
     @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
+    def size(self) -> int: ...
 
     def call(self, component: str, method: str, arguments: Sequence[tuple[object, ...] | None]) -> list[Any]:
         """Call a method of a component on all ranks at once.

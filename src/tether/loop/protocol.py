@@ -41,16 +41,26 @@ class EvaluationResult:
     """All responses in the order of the dataset."""
 
 
+@dataclass(frozen=True)
+class CheckpointExtras:
+    """What the rollouts add to a checkpoint."""
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Entries that replace those of `Rollouts.state_dict`."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Contents of files by name."""
+
+
 class Stateful(Protocol):
-    """An object with state that persists between steps."""
+    """An object with state that persists between steps; by default there is none."""
 
     def state_dict(self) -> StateDict:
         """Return the state for a checkpoint."""
-        ...
+        return {}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load what `state_dict` returned."""
-        ...
+        return
 
 
 class Source(Stateful, Protocol[Tasks_co]):
@@ -62,7 +72,7 @@ class Source(Stateful, Protocol[Tasks_co]):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the position of the source before the next tasks."""
-        ...
+        return {}
 
 
 class RewardTransform(Stateful, Protocol[Batch_contra]):
@@ -74,7 +84,7 @@ class RewardTransform(Stateful, Protocol[Batch_contra]):
 
 
 class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
-    """Acts with the current policy, in training and in evaluation."""
+    """Acts with the current policy, in training and in evaluation; by default without a state and files."""
 
     @property
     def can_evaluate(self) -> bool:
@@ -83,7 +93,7 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
 
     def begin(self, step: int) -> None:
         """Prepare for the first step of a run that starts or resumes after `step` steps."""
-        ...
+        return
 
     def collect(self, tasks: Tasks_contra, step: int, time: Timer, progress: Progress) -> Experience[Batch, Details]:
         """Sample with the current policy and score the samples.
@@ -98,7 +108,7 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
 
     def record(self, step: int, experience: Experience[Batch, Details], time: Timer) -> None:
         """Write the samples to files if the user configured that; the batch has its advantages."""
-        ...
+        return
 
     def metrics(self, experience: Experience[Batch, Details], outputs: Any, time: Timer) -> dict[str, float]:
         """Return the metrics of a finished step.
@@ -112,11 +122,11 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
 
     def metrics_to_log(self) -> dict[str, float]:
         """Return metrics of everything since the last log."""
-        ...
+        return {}
 
     def logged(self) -> None:
         """Reset the metrics of `metrics_to_log`, which were logged."""
-        ...
+        return
 
     def load_weights(self, weights: WeightUpdate) -> None:
         """Sample with these weights from now on; shared weights are not copied."""
@@ -132,15 +142,15 @@ class Rollouts(Stateful, Protocol[Tasks_contra, Batch, Details]):
         Args:
             in_step: whether a step was begun after `state_dict` and failed.
         """
-        ...
+        return CheckpointExtras()
 
     def checkpoint_saved(self, step: int) -> None:
         """Handle that a checkpoint of `step` steps was written and the run continues."""
-        ...
+        return
 
     def load_checkpoint(self, checkpoint: Path) -> None:
         """Load the files of a checkpoint, before `load_state_dict`."""
-        ...
+        return
 
 
 class StepRecorder(Protocol):
@@ -162,13 +172,3 @@ class StepRecorder(Protocol):
                 engine does not return them.
         """
         ...
-
-
-@dataclass(frozen=True)
-class CheckpointExtras:
-    """What the rollouts add to a checkpoint."""
-
-    state: Mapping[str, Any] = field(default_factory=dict)
-    """Entries that replace those of `Rollouts.state_dict`."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """Contents of files by name."""

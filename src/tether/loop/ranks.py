@@ -59,7 +59,6 @@ class Writing:
         self._job: Future[None] | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Start a job."""
         self._job = self._thread.submit(job)
 
     def answer(self) -> tuple[bool, BaseException | None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 from torch import nn
 
@@ -14,11 +15,12 @@ from tether.algorithms import TOKEN_SELECTIONS
 from tether.checkpoints import BEST, CheckpointStore, forget_other_rollbacks, rollbacks_of, step_of
 from tether.config import LoadedConfig, RunConfig, check_resumable, device_count
 from tether.config.schema import ActorConfig, OptimConfig
+from tether.loop.alarms import Alarms
 from tether.loop.checkpoint import TRAINING, Persistence
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLoss, OptimizerOptions
-from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts import BestEvaluation, CriticWarmup, Rollbacks, StepProfiler
+from tether.loop.loop import OnCollapse, Schedule, Trainer
+from tether.loop.parts import BestEvaluation, CriticWarmup, Ranks, Rollbacks, Saver, StepProfiler
 from tether.loop.preflight import Preflight
 from tether.metrics.loggers import Loggers, RunInfo, build_loggers
 from tether.metrics.records import RecordFile
@@ -109,17 +111,33 @@ def after_rollbacks(loaded: LoadedConfig, store: CheckpointStore, checkpoint: Pa
     return loaded.with_values({"actor_rollout_ref.actor.optim.lr": rate}, f"{done} rollbacks")
 
 
-def build_rollbacks(config: TrainerConfig, store: CheckpointStore, checkpoint: Path | None) -> Rollbacks | None:
-    """Return the rollback after a collapse; None if the run does not roll back."""
-    if config.on_collapse != "rollback":
-        return None
-    done = rollbacks_of(store.root, checkpoint)
-    return Rollbacks(store, config.max_rollbacks, done, config.rollback_lr_factor)
+class TrainerParts(TypedDict):
+    """The fields of a `Trainer` that do not depend on the kind of policy."""
+
+    critic_warmup: CriticWarmup
+    best: BestEvaluation
+    saver: Saver
+    on_collapse: OnCollapse
+    rollbacks: Rollbacks | None
+    alarms: Alarms
+    schedule: Schedule
+    persistence: Persistence
+    loggers: Loggers
 
 
-def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, checkpoint: Path | None) -> Loggers:
-    """Open the loggers of a run, and set aside checkpoints that are not on the path to its start."""
-    trainer = loaded.config.trainer
+def begin_run(
+    loaded: LoadedConfig,
+    store: CheckpointStore,
+    identity: dict[str, str],
+    schedule: Schedule,
+    checkpoint: Path | None,
+    resources: ExitStack,
+) -> TrainerParts:
+    """Open the loggers of a run, and set aside checkpoints that are not on the path to its start.
+
+    Nothing may refuse the run afterwards, because earlier checkpoints have been moved.
+    """
+    actor, trainer = loaded.config.actor_rollout_ref.actor, loaded.config.trainer
     info = RunInfo(
         directory=store.root,
         project=trainer.project_name,
@@ -129,15 +147,32 @@ def begin_run(loaded: LoadedConfig, store: CheckpointStore, schedule: Schedule, 
         resumed_step=step_of(checkpoint) if checkpoint else None,
     )
     loggers = build_loggers(trainer.logger, info)
+    resources.callback(loggers.close)
     aside = None if trainer.resume_mode == "auto" or trainer.val_only else store.set_aside(checkpoint)
+    done, rollbacks = rollbacks_of(store.root, checkpoint), None
     if not trainer.val_only:
-        forget_other_rollbacks(store.root, rollbacks_of(store.root, checkpoint))
+        forget_other_rollbacks(store.root, done)
     if aside:
         loggers.warn(
             f"trainer.resume_mode={trainer.resume_mode}: the checkpoints of an earlier run in {store.root} are in "
             f"{aside} now. Delete that folder if nobody needs them."
         )
-    return loggers
+    persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
+    saver = Saver(trainer.async_save)
+    resources.callback(saver.close)
+    if trainer.on_collapse == "rollback":
+        rollbacks = Rollbacks(store, trainer.max_rollbacks, done, trainer.rollback_lr_factor)
+    return TrainerParts(
+        critic_warmup=CriticWarmup(trainer.critic_warmup, trainer.critic_warmup_until_explained_variance),
+        best=_best_evaluation(trainer, persistence, checkpoint),
+        saver=saver,
+        on_collapse=trainer.on_collapse,
+        rollbacks=rollbacks,
+        alarms=Alarms(weight_decay=actor.optim.weight_decay, entropy_coeff=actor.entropy_coeff),
+        schedule=schedule,
+        persistence=persistence,
+        loggers=loggers,
+    )
 
 
 def optimizer_options(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
@@ -163,7 +198,7 @@ def optimizer_options(optim: OptimConfig, total_steps: int) -> OptimizerOptions:
     )
 
 
-def build_best_evaluation(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestEvaluation:
+def _best_evaluation(trainer: TrainerConfig, persistence: Persistence, checkpoint: Path | None) -> BestEvaluation:
     """Return the component that keeps the checkpoint with the best evaluation.
 
     Args:
@@ -183,7 +218,7 @@ def build_best_evaluation(trainer: TrainerConfig, persistence: Persistence, chec
     return BestEvaluation(replace(persistence, store=store) if trainer.keep_best else None, trainer.stop_at_score)
 
 
-def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler | None:
+def build_profiler(trainer: TrainerConfig, schedule: Schedule, ranks: Ranks | None) -> StepProfiler | None:
     """Return the profiler of selected steps; None if no step is profiled.
 
     Raises:
@@ -195,7 +230,7 @@ def build_profiler(trainer: TrainerConfig, schedule: Schedule) -> StepProfiler |
         raise ValueError(
             f"trainer.profile_steps: there is no step {last}, the run has {schedule.total_steps}. Name others."
         )
-    return StepProfiler(trainer.profile_steps, Path(trainer.default_local_dir) / "profile")
+    return StepProfiler(trainer.profile_steps, Path(trainer.default_local_dir) / "profile", ranks)
 
 
 def build_recorder(trainer: TrainerConfig, checkpoint: Path | None) -> RecordFile:
@@ -207,11 +242,6 @@ def build_recorder(trainer: TrainerConfig, checkpoint: Path | None) -> RecordFil
 def ranks_line(config: RunConfig) -> str:
     """Return a line for the user about several devices."""
     return f"{device_count(config)} devices; up to {config.trainer.max_restarts} restarts when one is lost"
-
-
-def build_critic_warmup(trainer: TrainerConfig) -> CriticWarmup:
-    """Return the warm-up of the critic, which delays the training of the policy."""
-    return CriticWarmup(trainer.critic_warmup, trainer.critic_warmup_until_explained_variance)
 
 
 def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
@@ -229,13 +259,7 @@ def policy_loss_options(actor: ActorConfig) -> dict[str, float | None]:
 
 
 def loss_by_step(actor: ActorConfig, total_steps: int, make: Callable[[ActorConfig], AnyLoss]) -> LossByStep | None:
-    """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant.
-
-    Args:
-        actor: section of the policy's update.
-        total_steps: number of training steps.
-        make: makes the loss of such a section.
-    """
+    """Return `Learner.loss_at` for a decaying clip range or entropy bonus; None if both are constant."""
     falls = {
         "clip_ratio_low": actor.clip_ratio_schedule == "linear",
         "clip_ratio_high": actor.clip_ratio_schedule == "linear",

@@ -76,10 +76,7 @@ def group_metrics(scores: Float[Tensor, " B"], uid: Int[Tensor, " B"], scored: B
     ]
     if not stds:
         return {}
-    return {
-        "group/zero_std_fraction": stds.count(0.0) / len(stds),
-        "group/score_std_mean": sum(stds) / len(stds),
-    }
+    return {"group/zero_std_fraction": stds.count(0.0) / len(stds), "group/score_std_mean": sum(stds) / len(stds)}
 
 
 def identical_replies(batch: TrainBatch) -> dict[str, float]:
@@ -113,9 +110,7 @@ def repeated_sequences(batch: TrainBatch) -> dict[str, float]:
 
 
 def mismatch_metrics(
-    rollout_log_probs: Float[Tensor, "B T"],
-    old_log_probs: Float[Tensor, "B T"],
-    response_mask: Bool[Tensor, "B T"],
+    rollout_log_probs: Float[Tensor, "B T"], old_log_probs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"]
 ) -> dict[str, float]:
     """Return distances between the log-probabilities of sampler and trainer for the same weights and tokens.
 
@@ -168,11 +163,7 @@ def _correlation(x: Float[Tensor, " N"], y: Float[Tensor, " N"]) -> float:
 
 
 def estimator_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs.
-
-    Args:
-        batch: a batch with `advantages`.
-    """
+    """Return metrics of the advantages of a finished batch, and of the optional fields that its estimator needs."""
     mask, scored = batch.response_mask, batch.scored
     metrics = _mean("critic/score/nonzero_fraction", _row_sums(batch.token_level_scores, mask)[scored] != 0)
     if batch.advantages is not None:

@@ -85,13 +85,7 @@ PANELS = (
     Panel("Explained variance of the critic", "1 is perfect", ("critic/vf_explained_var",), floor=-1.0),
     Panel("Policy loss", "clipped surrogate", ("actor/pg_loss",)),
     Panel("Value loss", "", ("critic/vf_loss",), log=True),
-    Panel(
-        "Gradient norm",
-        "before clipping",
-        ("actor/grad_norm", "critic/grad_norm"),
-        ("actor", "critic"),
-        log=True,
-    ),
+    Panel("Gradient norm", "before clipping", ("actor/grad_norm", "critic/grad_norm"), ("actor", "critic"), log=True),
 )
 
 

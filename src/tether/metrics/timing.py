@@ -84,13 +84,7 @@ GIB = 2**30
 
 
 def throughput_metrics(num_tokens: int, seconds: float, *, num_devices: int = 1) -> dict[str, float]:
-    """Return the speed of a step.
-
-    Args:
-        num_tokens: prompt and response tokens of the step.
-        seconds: duration of the step.
-        num_devices: number of devices that shared the work.
-    """
+    """Return the tokens, the seconds, and the tokens a second and device of a step."""
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": seconds,

@@ -138,11 +138,6 @@ def in_a_line(error: Exception) -> str:
 def read_json(file: Path, kind: type[Json], fix: str) -> Json:
     """Return the content of a small file of JSON.
 
-    Args:
-        file: a JSON file with an object or a list.
-        kind: expected type, `dict` or `list`.
-        fix: what to do otherwise, as in `reading`.
-
     Raises:
         ValueError: as in `reading`.
     """

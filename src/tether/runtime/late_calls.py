@@ -42,11 +42,9 @@ class LateCalls:
             self._thread.start()
 
     def begin(self) -> None:
-        """Mark the start of a call."""
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """Mark the end of the call."""
         self._since = 0.0
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ class ProcessTrace:
         self._profile: profile | None = None
 
     def start(self) -> None:
-        """Start recording."""
         devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *devices], record_shapes=True, profile_memory=True)
         self._profile.__enter__()

@@ -39,10 +39,6 @@ class RunFolderBusy(ValueError):
 class RunLock:
     """Creates the folder of a run, and locks other runs out until `close` or the end of the process.
 
-    Args:
-        folder: folder of the run.
-        key: configuration key or option that names the folder, for messages.
-
     Raises:
         RunFolderBusy: another run uses the folder.
         ValueError: the path is not a writable folder.
@@ -81,7 +77,6 @@ class RunLock:
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -77,12 +77,7 @@ class SupervisedProcess:
 
     @classmethod
     def fork(cls, serve: Serve, *, limit: int = 2**32 - 1) -> SupervisedProcess:
-        """Fork this process and run `serve` in the copy.
-
-        Args:
-            serve: the work of the process.
-            limit: maximum bytes of an answer.
-        """
+        """Fork this process and run `serve` in the copy."""
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         tag, owner = secrets.token_bytes(TAG_BYTES), os.getpid()

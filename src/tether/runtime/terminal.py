@@ -81,11 +81,7 @@ class Screen(Console):
 
 
 class Heartbeat:
-    """Calls a function from a separate thread whenever nothing was shown for `EVERY` seconds.
-
-    Args:
-        show: the function.
-    """
+    """Calls a function from a separate thread whenever nothing was shown for `EVERY` seconds."""
 
     EVERY = 8.0
     """Seconds; with delays on a busy machine, the screen changes at least every ten seconds."""
@@ -100,7 +96,6 @@ class Heartbeat:
         self._shown = monotonic()
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -113,11 +108,7 @@ class Heartbeat:
 
 
 class Activity:
-    """Reports what a command is doing until it has other output, repeatedly if it takes long.
-
-    Args:
-        screen: console for one line per activity.
-    """
+    """Reports what a command is doing until it has other output, repeatedly if it takes long."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -132,7 +123,6 @@ class Activity:
         self._heartbeat.close()
 
     def begin(self, what: str) -> None:
-        """Start a new activity."""
         self._what, self._begun = what, monotonic()
         self._heartbeat.reset()
         self._print(f"{what} ...")

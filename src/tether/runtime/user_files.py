@@ -123,10 +123,7 @@ def import_python_file(path: str | Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{key}={path}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # user modules may raise anything
+    except (Exception, SystemExit) as error:  # user modules may raise anything
         tail = traceback.format_exc(limit=-1).strip()
         raise ValueError(f"{key}={path}: importing the file failed:\n{tail}") from error
     _imported[resolved] = text, module

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from tether.runtime.interrupt import Interrupted
@@ -159,9 +158,7 @@ class WorkerPool(Generic[Answer]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait_for(self, ready: Callable[[], bool]) -> None:
@@ -233,20 +230,13 @@ class WorkerPool(Generic[Answer]):
         threads = max(1, num_threads() // len(self._own))
         environment = {"PYTHONHASHSEED": "0", OMP_NUM_THREADS: str(threads)}  # 0: the same order of sets in all workers
         worker = SupervisedProcess.spawn(
-            self._work.serve,
-            limit=self._work.limit,
-            longest_beat=self._work.longest_beat,
-            environment=environment,
+            self._work.serve, limit=self._work.limit, longest_beat=self._work.longest_beat, environment=environment
         )
         worker.send(pickle.dumps(self._work.begin(self.about)), self._startup_timeout)
         return worker
 
     def _await_ready(self, worker: SupervisedProcess) -> None:
-        """Wait until a worker has started.
-
-        Raises:
-            ValueError: the worker cannot start, or exceeds the timeout.
-        """
+        """Wait until a worker has started."""
         doing = f"loading the {self._work.name}"
         try:
             while isinstance(answer := json.loads(worker.receive()), list):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,24 +37,13 @@ from tether.config.schema import AlgorithmConfig
 from tether.distributed.groups import RankGroups, build_groups
 from tether.integrations import integration
 from tether.loop.ahead import SamplingAhead, SourceAhead
-from tether.loop.alarms import Alarms, MismatchAlarm, mismatch_tolerance
-from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint, object_fingerprint
+from tether.loop.alarms import MismatchAlarm, mismatch_tolerance
+from tether.loop.checkpoint import check_identity, model_fingerprint, object_fingerprint
 from tether.loop.config import TrainerConfig
 from tether.loop.engine import AnyLearner
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts import Saver
 from tether.loop.preflight import preflight
-from tether.loop.run import (
-    Run,
-    begin_run,
-    build_best_evaluation,
-    build_critic_warmup,
-    build_profiler,
-    build_recorder,
-    build_rollbacks,
-    checkpoint_line,
-    ranks_line,
-)
+from tether.loop.run import Run, begin_run, build_profiler, build_recorder, checkpoint_line, ranks_line
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig
@@ -102,7 +90,7 @@ from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
 from tether.text.servers.build import look_at_servers
-from tether.text.sources import sources_of
+from tether.text.sources import Sources
 from tether.text.start import start_run
 from tether.text.turns.build import build_tool_pool
 from tether.text.turns.config import MultiTurnConfig
@@ -139,23 +127,23 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         if checkpoint:
             check_identity(checkpoint, identity)
         saved_identity = identity | _scoring_files(rollout.multi_turn, config.custom_reward_function)
-        persistence = Persistence(store, saved_identity, loaded.to_yaml(), loaded.has_secrets)
         groups = build_groups(config, device, directory / "ranks", resources)
         rewards = build_rewards(config, groups)
         resources.callback(rewards.close)
         sampler = _sampler(config.data, algorithm, len(inputs.train))
         schedule = _schedule(config, len(inputs.train))
-        profiler = build_profiler(config.trainer, schedule)
+        profiler = build_profiler(config.trainer, schedule, groups.all_ranks if groups else None)
         steps, incidents = schedule.total_steps, directory / "incidents"
-        sources = sources_of(config, inputs, checkpoint, device=device, total_steps=steps, incidents=incidents)
+        paths = (inputs.model_path, inputs.critic_path, inputs.reference_path)
+        sources = Sources(*paths, inputs.tokenizer, checkpoint, device, steps, incidents)
         roles = build_roles(config, sources, SamplingParams.from_config(rollout), directory, resources, groups)
         datasets = list(filter(None, (inputs.train, inputs.validation)))
         collector = build_collector(config, roles.sampler, rewards, inputs.tokenizer, datasets, tools, resources)
-        loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
-        resources.callback(loggers.close)
+        parts = begin_run(loaded, store, saved_identity, schedule, checkpoint, resources)
+        warn = parts["loggers"].warn
         source = PromptSource(inputs.train, sampler)
-        rollouts = _rollouts(config, inputs, collector, sampler, groups, loggers.warn)
-        ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, loggers.warn)
+        rollouts = _rollouts(config, inputs, collector, sampler, groups, warn)
+        ahead = _sampling_ahead(loaded, source, rollouts, roles.actor, schedule, warn)
         if ahead:
             resources.callback(ahead.close)
         shaping = build_reward_shaping(algorithm, config.reward_model, config.data.max_response_length)
@@ -170,24 +158,12 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
             estimate_advantages=build_advantage_estimator(algorithm),
             rollout_correction=build_rollout_correction(algorithm.rollout_correction),
             select_rows=filtration.draw if filtration else None,
-            critic_warmup=build_critic_warmup(config.trainer),
-            best=build_best_evaluation(config.trainer, persistence, checkpoint),
-            saver=Saver(config.trainer.async_save),
-            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
+            profiler=profiler,
             recorder=SampleRecorder(build_recorder(config.trainer, checkpoint), inputs.tokenizer),
-            on_collapse=config.trainer.on_collapse,
-            rollbacks=build_rollbacks(config.trainer, store, checkpoint),
-            alarms=Alarms(
-                weight_decay=config.actor_rollout_ref.actor.optim.weight_decay,
-                entropy_coeff=config.actor_rollout_ref.actor.entropy_coeff,
-            ),
-            schedule=schedule,
-            persistence=persistence,
             mismatch=_mismatch_alarm(config.trainer, rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype),
-            loggers=loggers,
             old_log_probs=old_log_probs_from(config),
+            **parts,
         )
-        resources.callback(trainer.saver.close)
         if checkpoint:
             trainer.resume(checkpoint)
         learners: list[AnyLearner] = [roles.actor, *([roles.critic] if roles.critic else [])]
@@ -345,18 +321,12 @@ def _sampler(data: DataConfig, algorithm: AlgorithmConfig, num_prompts: int) -> 
 
 def _schedule(config: RunConfig, num_prompts: int) -> Schedule:
     trainer = config.trainer
-    batches_per_epoch = math.ceil(
-        num_prompts / config.data.train_batch_size
-    )  # regardless of what dynamic sampling drops
+    # Regardless of what dynamic sampling drops.
+    batches_per_epoch = math.ceil(num_prompts / config.data.train_batch_size)
     total_steps = trainer.total_training_steps or trainer.total_epochs * batches_per_epoch
     if problem := staleness_problem(config, total_steps):
         raise ValueError(str(problem))
-    return Schedule(
-        total_steps=total_steps,
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq,
-        val_before_train=trainer.val_before_train,
-    )
+    return Schedule.from_config(trainer, total_steps)
 
 
 def _mismatch_alarm(trainer: TrainerConfig, *formats: str) -> MismatchAlarm:

@@ -14,11 +14,4 @@ from tether.text.rewards.config_rules import REWARD_RULES
 from tether.text.sampling.config_rules import SAMPLING_RULES
 from tether.text.turns.config_rules import TURN_RULES
 
-RULES: tuple[Rule, ...] = (
-    *DATA_RULES,
-    *SHARED_RULES,
-    *SAMPLING_RULES,
-    *TURN_RULES,
-    *REWARD_RULES,
-    *LEARNING_RULES,
-)
+RULES: tuple[Rule, ...] = (*DATA_RULES, *SHARED_RULES, *SAMPLING_RULES, *TURN_RULES, *REWARD_RULES, *LEARNING_RULES)

@@ -54,10 +54,6 @@ class Inputs:
 def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
     """Find the models, load the tokenizer, read and tokenize the prompts.
 
-    Args:
-        config: configuration of the run.
-        tools: schemas of the tools in prompts.
-
     Raises:
         ValueError: paths, files, rows, the chat template or data sources are invalid.
     """
@@ -110,11 +106,7 @@ def check_adapters(config: RunConfig, inputs: Inputs) -> None:
 
 
 def _check_heads(config: RunConfig, policy: Path | str, reference: Path | str, critic: Path | str) -> None:
-    """Refuse a number of devices that does not divide the attention heads.
-
-    Raises:
-        ValueError: the message names the key, the heads and the valid numbers.
-    """
+    """Refuse a number of devices that does not divide the attention heads."""
     roles = (
         ("actor_rollout_ref.actor", "actor", policy),
         ("actor_rollout_ref.ref", "reference", reference),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tether.config import Problem, RunConfig, reads_weights, reference_model, stored_weights
-from tether.config.schema import CriticModelConfig, ModelConfig
+from tether.config.schema import BackboneConfig
 from tether.config.support.live_keys import is_own_function
 from tether.runtime.cache import cache_dir
 from tether.runtime.disk import COPY_AGAIN, read_json, reading
@@ -95,13 +95,7 @@ def interactions_of(turns: MultiTurnConfig) -> Sequence[str]:
 
 
 def agent_problem(rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """Return the problem with the agent named by a row; empty if there is none.
-
-    Args:
-        rollout: section of sampling.
-        row: row of the data.
-        interactions: names of `interactions_of`; None: unknown.
-    """
+    """Return the problem with the agent that a row names, or an empty text; unknown interactions (None) fit."""
     name = row.agent_name
     if name is not None and rollout.agent.plays_endpoint:
         return f"`agent_name` is {name!r}, but a program plays every row ({AGENT}={ENDPOINT}). Drop the column"
@@ -317,13 +311,13 @@ def _chats(data: DataConfig, first: int | None, name: str) -> None:
         load_chats(data, [name], first)
 
 
-def trained_sections(config: RunConfig) -> dict[str, ModelConfig | CriticModelConfig]:
+def trained_sections(config: RunConfig) -> dict[str, BackboneConfig]:
     """Return the sections of the models that are trained."""
-    sections: dict[str, ModelConfig | CriticModelConfig] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    sections: dict[str, BackboneConfig] = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
     return sections | ({"critic.model": config.critic.model} if config.critic.enable else {})
 
 
-def _adapter(section: str, settings: ModelConfig | CriticModelConfig, _: str) -> None:
+def _adapter(section: str, settings: BackboneConfig, _: str) -> None:
     check_adapter(section, settings)
 
 

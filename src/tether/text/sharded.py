@@ -28,15 +28,7 @@ as in verl."""
 
 
 class ShardedEngine(EngineHandle, Generic[Outputs]):
-    """The `tether.loop.engine.Engine` on many ranks, with an `FsdpEngine` or a `MegatronEngine` on each.
-
-    Args:
-        group: the ranks.
-        component: key of the engine on the ranks.
-        replicas: ranks that share their rows.
-        assign: assigns rows to replicas.
-        copies: as in `EngineHandle`.
-    """
+    """The `tether.loop.engine.Engine` on many ranks, with an `FsdpEngine` or a `MegatronEngine` on each."""
 
     def __init__(
         self, group: Group, component: str, replicas: Replicas, assign: Assign = balanced, *, copies: bool = False
@@ -97,12 +89,6 @@ class ShardedSampler:
 
     If a rank cannot sample all of its responses at a time, prompts are split into chunks, and a rank that has finished
     one takes the next. Chunks do not depend on the speed of ranks, so that identical ranks sample identical bits.
-
-    Args:
-        group: the ranks.
-        component: key of the sampler on the ranks.
-        eos_token_ids: tokens that end a response.
-        max_num_seqs: responses that a rank samples at a time.
     """
 
     def __init__(self, group: Group, component: str, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:

@@ -11,9 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from tether.batch import RolloutBatch, WeightUpdate
-from tether.config import RunConfig
 from tether.distributed import StoredWeights
-from tether.text.inputs import Inputs
 from tether.text.sampling.engine import NativeEngine
 
 
@@ -71,8 +69,3 @@ class RankSampler:
     def ends(self) -> frozenset[int]:
         """Return the stop token ids."""
         return self._engine.eos_token_ids
-
-
-def sources_of(config: RunConfig, inputs: Inputs, checkpoint: Path | None, **fields: Any) -> Sources:
-    """Return the sources of a run's models; `fields` are the other fields."""
-    return Sources(inputs.model_path, inputs.critic_path, inputs.reference_path, inputs.tokenizer, checkpoint, **fields)

@@ -12,22 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tether.config import LoadedConfig, RunConfig
 from tether.distributed.groups import build_groups
-from tether.loop.alarms import Alarms
-from tether.loop.checkpoint import Persistence, check_identity, model_fingerprint
+from tether.loop.checkpoint import check_identity, model_fingerprint
 from tether.loop.engine import Learner, LossSpec, UpdatePlan
 from tether.loop.loop import Schedule, Trainer
-from tether.loop.parts import Saver
 from tether.loop.preflight import preflight
-from tether.loop.run import (
-    Run,
-    begin_run,
-    build_best_evaluation,
-    build_critic_warmup,
-    build_profiler,
-    build_rollbacks,
-    checkpoint_line,
-    ranks_line,
-)
+from tether.loop.run import Run, begin_run, build_profiler, checkpoint_line, ranks_line
 from tether.runtime.cache import cache_dir
 from tether.text.data.chats import load_chats
 from tether.text.data.config import DataConfig
@@ -76,16 +65,13 @@ def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = la
             identity["actor_rollout_ref.model.path"] = model_fingerprint(model_path)
         if checkpoint:
             check_identity(checkpoint, identity)
-        persistence = Persistence(store, identity, loaded.to_yaml(), loaded.has_secrets)
         begin(f"loading {Path(model_path).name}")
         groups = build_groups(config, start.device, store.root / "ranks", resources)
         schedule = _schedule(config, len(train))
-        profiler = build_profiler(trainer, schedule)
+        profiler = build_profiler(trainer, schedule, groups.all_ranks if groups else None)
         incidents, steps = store.root / "incidents", schedule.total_steps
         sources = Sources(model_path, model_path, model_path, tokenizer, checkpoint, start.device, steps, incidents)
         learner = _learner(config, build_policy_engine(config, sources, groups))
-        loggers = begin_run(loaded, store, schedule, checkpoint)  # after everything that may refuse its inputs
-        resources.callback(loggers.close)
         sampler = PromptSampler(len(train), data.train_batch_size, shuffle=data.shuffle, seed=data.seed)
         fine_tuning = Trainer(
             source=DatasetSource(train, sampler),
@@ -96,18 +82,9 @@ def build_supervised_run(loaded: LoadedConfig, begin: Callable[[str], None] = la
             reward_transforms=(),
             estimate_advantages=lambda batch: {},
             old_log_probs="update",
-            critic_warmup=build_critic_warmup(trainer),
-            best=build_best_evaluation(trainer, persistence, checkpoint),
-            saver=Saver(trainer.async_save),
-            profiler=profiler and replace(profiler, ranks=groups.all_ranks if groups else None),
-            on_collapse=trainer.on_collapse,
-            rollbacks=build_rollbacks(trainer, store, checkpoint),
-            alarms=Alarms(weight_decay=config.actor_rollout_ref.actor.optim.weight_decay),
-            schedule=schedule,
-            persistence=persistence,
-            loggers=loggers,
+            profiler=profiler,
+            **begin_run(loaded, store, identity, schedule, checkpoint, resources),
         )
-        resources.callback(fine_tuning.saver.close)
         if checkpoint:
             fine_tuning.resume(checkpoint)
         about = [f"training data: {train.report}", *([f"validation data: {held_out.report}"] if held_out else [])]
@@ -160,9 +137,5 @@ def _learner(config: RunConfig, engine: PolicyEngine) -> Learner:
 def _schedule(config: RunConfig, num_examples: int) -> Schedule:
     trainer = config.trainer
     steps_per_epoch = math.ceil(num_examples / config.data.train_batch_size)
-    return Schedule(
-        total_steps=trainer.total_training_steps or trainer.total_epochs * steps_per_epoch,
-        save_freq=trainer.save_freq,
-        test_freq=trainer.test_freq if trainer.test_freq > 0 else steps_per_epoch,
-        val_before_train=trainer.val_before_train,
-    )
+    schedule = Schedule.from_config(trainer, trainer.total_training_steps or trainer.total_epochs * steps_per_epoch)
+    return replace(schedule, test_freq=trainer.test_freq if trainer.test_freq > 0 else steps_per_epoch)

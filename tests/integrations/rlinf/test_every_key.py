@@ -299,12 +299,9 @@ def test_the_first_releases_text_runs_had_no_estimator_of_that_name(imported):
     assert "no counterpart" in refused(imported(TEXT, "algorithm.adv_type=ppo"))["algorithm.adv_type"]
 
 
-def test_math_is_the_older_name_of_reasoning_whose_actor_scored(imported):
-    placed = TEXT + "cluster: {num_nodes: 1, component_placement: {'actor,rollout': '0-1'}}"
-    (problem,) = imported(placed).problems
-    assert "reward" in str(problem)
+def test_math_is_the_older_name_of_reasoning(imported):
     for older in ("runner.task_type=math", "algorithm.loss_type=grpo"):  # names of that time
-        result = imported(placed, older)
+        result = imported(TEXT, older)
         assert (result.problems, refused(result)) == ((), {})
         assert result.native == imported(TEXT).native
 

@@ -61,20 +61,6 @@ def said(result):
         (EMBODIED, "actor.model=${runner.max_epochs}", "actor.model", "3 stands where a section of keys belongs"),
         (EMBODIED, "env.train.init_params=x", "env.train.init_params", "x is refused: arguments of an environment are"),
         (EMBODIED, "env.train.init_params=[]", "env.train.init_params", "[] is refused: arguments of an environment"),
-        (EMBODIED, "cluster.node_groups=3", "cluster.node_groups", "3 is not a list of groups"),
-        (EMBODIED, "cluster.node_groups=x", "cluster.node_groups", "'x' is not a list of groups"),
-        (
-            EMBODIED,
-            "cluster.node_groups=[{label: a, node_ranks: 0, hardware: 3}]",
-            "cluster.node_groups[0]",
-            "hardware=3 is not a section",
-        ),
-        (
-            EMBODIED,
-            "cluster.component_placement={env: 0-99999999999}",
-            "cluster.component_placement.env",
-            "is beyond 1000000 ranks",
-        ),
         (TEXT, "algorithm.group_size=x", "algorithm.group_size", "x is refused: it is not a whole number above 0"),
     ],
 )

@@ -61,12 +61,6 @@ def test_float32_weights_stand_where_computed_ones_would(tiny_dir):
     assert addresses(AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)) != {0}
 
 
-def test_transformers_own_attention_can_be_kept(tiny_dir):
-    model = load_causal_lm(tiny_dir, dtype=torch.bfloat16, attn="sdpa")
-    assert model.dtype == torch.bfloat16
-    assert model(torch.arange(5)[None]).logits.shape == (1, 5, model.config.vocab_size)
-
-
 @pytest.mark.parametrize(
     ("entry", "says"),
     [

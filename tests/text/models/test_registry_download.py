@@ -380,7 +380,7 @@ def test_real_tokenizer(smollm2):
 
 @pytest.mark.slow
 def test_real_model_is_whole_and_answers_and_stops(smollm2):
-    model, tokenizer = load_causal_lm(smollm2, dtype=torch.float32, attn="sdpa"), load_tokenizer(smollm2)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32), load_tokenizer(smollm2)
     assert model.num_parameters() == 134_515_008
     assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -18,12 +18,7 @@ from tether.algorithms.policy_losses.unclipped import clip_cov, dro, gpg, kl_cov
 from tether.algorithms.registry import uniform
 from tether.loss_requirements import REQUIRED_AGGREGATION
 
-__all__ = [
-    "POLICY_LOSSES",
-    "REQUIRED_AGGREGATION",
-    "TOKEN_SELECTIONS",
-    "interpolate_proximal",
-]
+__all__ = ["POLICY_LOSSES", "REQUIRED_AGGREGATION", "TOKEN_SELECTIONS", "interpolate_proximal"]
 
 POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = uniform(
     {

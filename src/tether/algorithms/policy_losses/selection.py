@@ -55,12 +55,7 @@ def select_clip_cov(
 
 @torch.no_grad()
 def select_kl_cov(
-    log_probs: Tokens,
-    old_log_probs: Tokens,
-    advantages: Tokens,
-    response_mask: Mask,
-    *,
-    kl_cov_ratio: Fraction = 2e-4,
+    log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, response_mask: Mask, *, kl_cov_ratio: Fraction = 2e-4
 ) -> Bool[Tensor, "B T"]:
     """Select the tokens with the largest covariance: the fraction kl_cov_ratio of the mini-batch, at least one."""
     mask = response_mask.bool()

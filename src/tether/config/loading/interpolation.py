@@ -63,7 +63,6 @@ class Values:
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
 
     def __setitem__(self, path: str, value: object) -> None:
-        """Replace a value."""
         self._written[path] = value
         self._tree = None
 

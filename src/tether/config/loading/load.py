@@ -86,11 +86,6 @@ def load_config(
 def for_environment(loaded: LoadedConfig, *, continuous: bool, pictures: bool) -> LoadedConfig:
     """Return the config with the defaults that were undecided until an environment was made.
 
-    Args:
-        loaded: a config with undecided defaults.
-        continuous: the environment has continuous actions.
-        pictures: all of an observation is pictures.
-
     Raises:
         ConfigError: the user's settings contradict them.
     """

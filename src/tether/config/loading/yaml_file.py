@@ -92,11 +92,7 @@ class _Numbers(ast.NodeTransformer):
 
 
 def _check_size(root: yaml.Node | None) -> None:
-    """Check the number of values of a file with its aliases expanded, which may also be recursive.
-
-    Raises:
-        YAMLError: too many or recursive values, or a NUL character.
-    """
+    """Check the number of values of a file with its aliases expanded, which may also be recursive."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:

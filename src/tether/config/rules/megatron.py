@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import reduce
 from typing import Any
 
-from tether.config.devices import device_count, devices_of, misplaced, uses_megatron
+from tether.config.devices import PATH, device_count, devices_of, misplaced, uses_megatron
 from tether.config.keys import show, values_of
 from tether.config.kl import full_kl_setting, has_reference, reference_runs_with_actor
-from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.rules.shapes import Condition, Rule
 from tether.config.schema.root import RunConfig

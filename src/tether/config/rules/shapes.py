@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, TypeAlias
 
-from tether.config.devices import device_count, misplaced, placed
+from tether.config.devices import PATH, device_count, misplaced, placed
 from tether.config.keys import keys, show
-from tether.config.placement import PATH
 from tether.config.problems import Problem
 from tether.config.schema.root import RunConfig
 

@@ -8,12 +8,13 @@ from tether.config.schema.actor import ActorConfig, RefConfig
 from tether.config.schema.algorithm import AlgorithmConfig, FilterGroupsConfig, RolloutCorrectionConfig
 from tether.config.schema.critic import CriticConfig
 from tether.config.schema.engine import ShardConfig, TrainedFsdpConfig
-from tether.config.schema.model import CriticModelConfig, ModelConfig
+from tether.config.schema.model import BackboneConfig, CriticModelConfig, ModelConfig
 from tether.config.schema.optim import OptimConfig
 
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "BackboneConfig",
     "CriticConfig",
     "CriticModelConfig",
     "FilterGroupsConfig",

@@ -34,49 +34,19 @@ LORA_AT_VLLM = ActsIf(
 )
 
 
-class ModelConfig(Section):
-    """The policy's backbone; the reference is its frozen copy."""
+class BackboneConfig(Section):
+    """A backbone that is trained: its weights, and its LoRA adapters."""
 
-    path: Annotated[str, EMBODIED_TOO] = Field(examples=["Qwen/Qwen2.5-0.5B-Instruct"])
-    """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name; embodied: a checkpoint, or null."""
-    tokenizer_path: Annotated[str, Inherits(".path")]
-    """Folder or hub id of the tokenizer."""
+    path: str
+    """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name."""
     trust_remote_code: bool = False
     """Let the model's repository run its own code."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, more time, same gradients."""
     use_remove_padding: bool = True
     """Pack rows without padding into one long sequence: faster, same gradients."""
-    lora_rank: Annotated[Count, EMBODIED_TOO] = 0
-    """Rank of LoRA adapters; 0 trains all weights. The reference is then the model without its adapter."""
-    lora_alpha: Annotated[Count, LORA, EMBODIED_TOO] = 16
-    """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
-    target_modules: Annotated[Strings, FRESH, EMBODIED_TOO] = ("all-linear",)
-    """Linear layers that get an adapter: names, a pattern of full names, or all-linear: all but head and experts."""
-    exclude_modules: Annotated[Strings, NullIsUnset(), FRESH] = ()
-    """Linear layers among them that get none: names, or a pattern (a regular expression) of full names."""
-    lora_adapter_path: str | None = None
-    """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a fresh one."""
-    lora: Annotated[LoraConfig, LORA_AT_VLLM]
-    custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
-    """verl's name of data.chat_template."""
-    override_config: Options
-    """Fields of the model's own config.json to change."""
-
-
-class CriticModelConfig(Section):
-    """The critic's backbone; a scalar head stands on it."""
-
-    path: Annotated[str, Inherits("actor_rollout_ref.model.path")]
-    """Model whose backbone the critic starts from."""
-    trust_remote_code: Annotated[bool, Inherits("actor_rollout_ref.model.trust_remote_code")]
-    """Let the model's repository run its own code."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, more time, same gradients."""
-    use_remove_padding: bool = False
-    """Pack rows without padding into one long sequence: faster, same gradients."""
     lora_rank: Count = 0
-    """Rank of LoRA adapters; 0 trains all weights. The scalar head is trained whole beside them."""
+    """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: Annotated[Count, LORA] = 16
     """Scale of LoRA: the adapter's output is multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[Strings, FRESH] = ("all-linear",)
@@ -85,6 +55,33 @@ class CriticModelConfig(Section):
     """Linear layers among them that get none: names, or a pattern (a regular expression) of full names."""
     lora_adapter_path: str | None = None
     """Folder of the LoRA adapter to start from, with its rank, scale and layers; null: a fresh one."""
-    fsdp_config: TrainedFsdpConfig
     override_config: Options
     """Fields of the model's own config.json to change."""
+
+
+class ModelConfig(BackboneConfig):
+    """The policy's backbone; the reference is its frozen copy."""
+
+    path: Annotated[str, EMBODIED_TOO] = Field(examples=["Qwen/Qwen2.5-0.5B-Instruct"])
+    """Model: a Hugging Face folder, a GGUF file, a hub id, or a known name; embodied: a checkpoint, or null."""
+    lora_rank: Annotated[Count, EMBODIED_TOO] = 0
+    """Rank of LoRA adapters; 0 trains all weights. The reference is then the model without its adapter."""
+    lora_alpha: Annotated[Count, LORA, EMBODIED_TOO] = 16
+    target_modules: Annotated[Strings, FRESH, EMBODIED_TOO] = ("all-linear",)
+    lora: Annotated[LoraConfig, LORA_AT_VLLM]
+    tokenizer_path: Annotated[str, Inherits(".path")]
+    """Folder or hub id of the tokenizer."""
+    custom_chat_template: Annotated[str | None, AliasOf("data.chat_template")] = None
+    """verl's name of data.chat_template."""
+
+
+class CriticModelConfig(BackboneConfig):
+    """The critic's backbone; a scalar head stands on it."""
+
+    path: Annotated[str, Inherits("actor_rollout_ref.model.path")]
+    """Model whose backbone the critic starts from."""
+    trust_remote_code: Annotated[bool, Inherits("actor_rollout_ref.model.trust_remote_code")]
+    use_remove_padding: bool = False
+    lora_rank: Count = 0
+    """Rank of LoRA adapters; 0 trains all weights. The scalar head is trained whole beside them."""
+    fsdp_config: TrainedFsdpConfig

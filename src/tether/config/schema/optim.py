@@ -60,8 +60,7 @@ class OptimConfig(Section):
     ] = 0.0
     """Cosine and linear: the rate never falls below this share of lr."""
     num_cycles: Annotated[
-        PositiveFloat,
-        ActsIf(".lr_scheduler_type", on=("cosine",), other=ActsIf(".lr_decay_style", on=("cosine",))),
+        PositiveFloat, ActsIf(".lr_scheduler_type", on=("cosine",), other=ActsIf(".lr_decay_style", on=("cosine",)))
     ] = 0.5
     """Cosine: periods over the run; 0.5 ends at the minimum."""
     warmup_style: Annotated[Literal["constant", "cosine"] | None, AliasOf(".lr_scheduler_type")] = None

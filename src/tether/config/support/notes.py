@@ -20,12 +20,7 @@ CLIPS_RATIOS = ("vanilla", "gspo", "clip_cov", "cispo", "bypass_mode", "decouple
 
 
 def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
-    """Return the notes on a config.
-
-    Args:
-        settings: the user's settings.
-        values: every key of the loaded config.
-    """
+    """Return the notes on a config."""
     checks = (
         _engine,
         _first_machine_only,

@@ -10,12 +10,7 @@ from tether.config.problems import Problem
 
 
 def refusals(settings: Settings, values: Mapping[str, object]) -> list[Problem]:
-    """Return a problem for each refused choice and reason, at the first key with it that the user set.
-
-    Args:
-        settings: the user's settings.
-        values: every key of the loaded config.
-    """
+    """Return a problem for each refused choice and reason, at the first key with it that the user set."""
     refused: dict[tuple[str, str], list[Key]] = {}
     for key in keys().values():
         if key.path in settings and key.refuses is not None and _names(values[key.path]) & set(key.refuses.choices):

@@ -56,11 +56,9 @@ class EpisodeTracker:
         return self._success.copy()
 
     def state_dict(self) -> StateDict:
-        """Return the state of the unfinished episodes."""
         return {name: torch.from_numpy(column) for name, column in vars(self).items()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned."""
         for name, column in state.items():
             setattr(self, name, column.numpy().copy())
 
@@ -101,12 +99,7 @@ class EpisodeTracker:
 
 
 class raised_at:  # a class, because a generator would cost as much as a step of a cheap environment
-    """A context that adds a note to exceptions: which environments raised it, and at which step.
-
-    Args:
-        env_id: name of the environments.
-        step: index of the step, from 1.
-    """
+    """A context that adds a note to exceptions: which environments raised it, and at which step."""
 
     def __init__(self, env_id: str, step: int) -> None:
         self._where = env_id, step
@@ -198,7 +191,6 @@ class _Rows:
     seeds: NDArray[np.int64]
 
     def select_columns(self, columns: slice) -> _Rows:
-        """Return some of the columns."""
         others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
         return _Rows(obs={name: field[columns] for name, field in self.obs.items()}, **others)
 
@@ -291,7 +283,6 @@ class EnvCollector:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffers in bytes."""
         flags = self._terminated.nbytes + self._truncated.nbytes + self._valid.nbytes
         return int(self._obs.bytes() + self._actions.nbytes + self._rewards.nbytes + flags)
 

@@ -21,24 +21,16 @@ BLOCK = 16
 class Writer(Protocol):
     """The writer of imageio."""
 
-    def append_data(self, picture: NDArray[np.generic], /) -> None:
-        """Write one image."""
-        ...
+    def append_data(self, picture: NDArray[np.generic], /) -> None: ...
 
 
 class Video:
-    """Appends an image of the first environment on each call.
-
-    Args:
-        env: the rendered environments.
-        writer: writer of the file.
-    """
+    """Appends an image of the first environment on each call."""
 
     def __init__(self, env: Renders, writer: Writer) -> None:
         self._env, self._writer = env, writer
 
     def __call__(self) -> None:
-        """Append an image."""
         picture = self._env.render()
         missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
         self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
@@ -47,11 +39,6 @@ class Video:
 @contextmanager
 def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
     """Write an mp4 (H.264) and create its folders.
-
-    Args:
-        env: the rendered environments.
-        path: path of the file.
-        fps: images, that is steps, per second.
 
     Raises:
         ValueError: ffmpeg is missing.

@@ -66,13 +66,7 @@ class BatchedEnv:
     """
 
     def __init__(
-        self,
-        id: str,
-        env: Simulation,
-        num_envs: int,
-        *,
-        ignore_terminations: bool = False,
-        resets_itself: bool = False,
+        self, id: str, env: Simulation, num_envs: int, *, ignore_terminations: bool = False, resets_itself: bool = False
     ) -> None:
         self.id, self.num_envs = id, num_envs
         self._env, self._resets_itself = env, resets_itself

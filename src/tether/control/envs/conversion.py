@@ -38,10 +38,6 @@ class ObservationReader:
     Discrete values start at 0, pictures are [height, width, channels], texts are bytes, and floats are float32, in
     which networks compute; other dtypes stay.
 
-    Args:
-        space: observation space of an environment.
-        env_id: id for error messages.
-
     Raises:
         ValueError: no policy supports a component of the space, or there are several texts.
     """
@@ -112,11 +108,7 @@ class _Leaf:
 
 
 def _floats(obs: Raw, dtype: DTypeLike) -> Array:
-    """Convert numbers to a float dtype.
-
-    Raises:
-        ValueError: they are no real numbers.
-    """
+    """Convert numbers to a float dtype."""
     array = np.asarray(obs)
     if array.dtype.kind not in "fiub":
         raise ValueError(f"{array.dtype} is not a number that {np.dtype(dtype)} can hold")
@@ -124,11 +116,7 @@ def _floats(obs: Raw, dtype: DTypeLike) -> Array:
 
 
 def _exactly(obs: Raw, dtype: DTypeLike) -> Array:
-    """Convert to an integer dtype without changing a value.
-
-    Raises:
-        ValueError: the dtype cannot hold a value: a fraction, a pixel in [0, 1], or out of range.
-    """
+    """Convert to an integer dtype without changing a value."""
     array = np.asarray(obs)
     if np.can_cast(array.dtype, dtype):
         return array.astype(dtype, copy=False)
@@ -324,11 +312,6 @@ def _numbers_of(actions: ActionSpec) -> ContinuousActions | None:
 def check_finite(actions: Array, env_id: str, first: int = 0) -> None:
     """Refuse actions [N, width] with a value that is not finite, before they reach a simulator.
 
-    Args:
-        actions: of N environments.
-        env_id: name of the environments.
-        first: index of the first of them.
-
     Raises:
         ValueError: names environment and entry.
     """
@@ -361,10 +344,6 @@ def is_usual(answer: object) -> bool:
 
 def read_unusual(answer: object, who: str) -> Stepped:
     """Convert a step's result: reward and flags to Python numbers, and an info of None to an empty one.
-
-    Args:
-        answer: result of `step`.
-        who: the environment, for error messages.
 
     Raises:
         ValueError: the result is not (observation, reward, terminated, truncated, info).
@@ -415,11 +394,6 @@ def _counted(answer: object) -> str:
 
 def read_flag(value: object, what: str, who: str) -> bool:
     """Return a flag that may be a number or a tensor.
-
-    Args:
-        value: as the environment returns it.
-        what: names the flag in messages.
-        who: names the environment in messages.
 
     Raises:
         ValueError: the flag is neither True, False, 1 nor 0.

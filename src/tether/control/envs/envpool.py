@@ -15,12 +15,7 @@ from tether.spelling import did_you_mean
 
 
 class EnvPool:
-    """A pool that is recreated at each reset, because envpool accepts a seed only when it starts.
-
-    Args:
-        id: id of an envpool task.
-        make: creates a pool from a seed.
-    """
+    """A pool that is recreated at each reset, because envpool accepts a seed only when it starts."""
 
     def __init__(self, id: str, make: Callable[[int], GymnasiumVectorEnv]) -> None:
         self.id = id

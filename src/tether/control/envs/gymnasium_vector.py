@@ -33,10 +33,6 @@ class GymnasiumVectorEnv:
     - ``NEXT_STEP``: it returns the last observation; the following step ignores its action and only resets, so it is
       marked as not valid.
     - ``DISABLED``: the caller resets, which `step` does immediately.
-
-    Args:
-        id: name of the environment in error messages.
-        env: the vector environment, which is closed with this one.
     """
 
     def __init__(self, id: str, env: VectorEnv[Any, Any, Any]) -> None:

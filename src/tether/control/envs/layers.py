@@ -39,12 +39,7 @@ class ActionCode(Protocol):
 
 
 class CodedEnv:
-    """Makes environments with continuous actions accept those of a policy.
-
-    Args:
-        env: the environments.
-        code: encoding of the policy.
-    """
+    """Makes environments with continuous actions accept those of a policy."""
 
     def __init__(self, env: VectorEnv, code: ActionCode) -> None:
         self._env, self._code = env, code
@@ -73,12 +68,7 @@ class CodedEnv:
 
 
 class PartOfEnvs:
-    """Seeds environments by their index in the run; everything else is delegated.
-
-    Args:
-        env: the environments.
-        first: index of the first one in the run.
-    """
+    """Seeds environments by their index in the run; everything else is delegated."""
 
     def __init__(self, env: VectorEnv, first: int) -> None:
         self._env, self._first = env, first

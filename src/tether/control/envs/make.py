@@ -254,11 +254,7 @@ def has_vector_code_alone(options: EnvOptions) -> bool:
 
 
 def _refuse_single_environments(options: EnvOptions) -> None:
-    """Refuse options that need single environments, for an id without them.
-
-    Raises:
-        ValueError: such options are set.
-    """
+    """Refuse options that need single environments, for an id without them."""
     filmed = "render_mode" in options.init_params  # by the vector environment itself
     needing = {
         f"{options.role}.vectorization={options.vectorization}": options.vectorization == "subprocess"
@@ -415,11 +411,7 @@ def _new(function: Callable[..., object], where: str, /, **arguments: object) ->
 
 
 def _called(function: Callable[..., object], where: str, /, **arguments: object) -> object:
-    """Call a user's function.
-
-    Raises:
-        ValueError: it raised an error.
-    """
+    """Call a user's function; whatever it raises becomes a ValueError."""
     try:
         return function(**arguments)
     except (Exception, SystemExit) as error:  # user code may raise anything
@@ -446,11 +438,7 @@ def _new_vector(function: Callable[..., object], where: str, /, **arguments: obj
 
 
 def _check_own(options: EnvOptions) -> None:
-    """If the id names a user's function of single environments, make one environment and take one step.
-
-    Raises:
-        ValueError: the environment does not implement Gymnasium's interface.
-    """
+    """If the id names a user's function of single environments, make one environment and take one step."""
     if options.env_type == "gymnasium" and (function := _own(options)) and not _takes_their_number(function):
         with _in_time(options):
             _check_function(options, function)
@@ -624,12 +612,7 @@ def _clips_an_evaluation(options: EnvOptions, wrapper: str) -> bool:
 
 
 def without_clipping(options: EnvOptions, arguments: Arguments) -> Info:
-    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off.
-
-    Args:
-        options: of the environments.
-        arguments: values of the constructor's parameters.
-    """
+    """Return the arguments of an evaluation's constructor that turn the clipping of rewards off."""
     return {name: False for name in CLIPPING_ARGUMENTS if options.role == EVALUATION and arguments.get(name) is True}
 
 
@@ -660,11 +643,7 @@ def _refuse_statistics(env: Env, options: EnvOptions) -> None:
 
 
 def _arguments(options: EnvOptions) -> Info:
-    """Return the keyword arguments of an environment.
-
-    Raises:
-        ValueError: Gymnasium would consume one of the `init_params`.
-    """
+    """Return the keyword arguments of an environment."""
     arguments = dict(options.init_params)
     if options.env_type == "gymnasium":
         if _own(options):

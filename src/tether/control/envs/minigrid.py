@@ -34,11 +34,7 @@ class SuccessByReward(Wrapper):
 
 
 def view(env: Simulator) -> NDArray[np.uint8]:
-    """Return the image [size, size, 3] of ``MiniGridEnv.gen_obs``: object, colour and state of each visible cell.
-
-    Args:
-        env: the ``MiniGridEnv``.
-    """
+    """Return the image [size, size, 3] of ``MiniGridEnv.gen_obs``: object, colour and state of each visible cell."""
     size, grid = env.agent_view_size, env.grid
     x, y = (int(at) for at in env.agent_pos)
     around = _cells_around(size, int(env.agent_dir), grid.width, grid.height, x, y)

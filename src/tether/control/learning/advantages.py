@@ -46,7 +46,6 @@ class RelativeRewards:
         self._last = torch.zeros(num_envs)
 
     def state_dict(self) -> StateDict:
-        """Return the last reward of each unfinished episode."""
         return {"last": self._last}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -64,13 +63,7 @@ class RelativeRewards:
 
 
 class RewardScaler:
-    """Divides rewards by the running standard deviation of the discounted return of an episode so far.
-
-    Args:
-        num_envs: number of environments N.
-        gamma: discount per step.
-        clip: bound of the absolute value of the result.
-    """
+    """Divides rewards by the running standard deviation of the discounted return so far in an episode; clips them."""
 
     def __init__(self, num_envs: int, gamma: float, clip: float) -> None:
         self._gamma, self._clip = gamma, clip
@@ -93,7 +86,6 @@ class RewardScaler:
         return (rewards / (self._statistics.std or 1.0)).clamp(-self._clip, self._clip)
 
     def state_dict(self) -> StateDict:
-        """Return the statistics, and the sums of unfinished episodes."""
         return {"statistics": self._statistics.state_dict(), "before": self._before}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -120,7 +112,6 @@ class EnvRewards:
 
     @classmethod
     def from_config(cls, train: TrainEnvConfig, policy: PolicyConfig, algorithm: AlgorithmConfig) -> EnvRewards:
-        """Return the configured transformations."""
         num_envs, scaler = train.total_num_envs, None
         if policy.normalize_rewards:
             scaler = RewardScaler(num_envs, algorithm.gamma, policy.clip_rewards)
@@ -141,7 +132,6 @@ class EnvRewards:
         return {}
 
     def state_dict(self) -> StateDict:
-        """Return the state of each transformation."""
         transforms = {"relative": self._relative, "scaler": self._scaler}
         return {name: transform.state_dict() for name, transform in transforms.items() if transform is not None}
 
@@ -189,7 +179,6 @@ class ControlAdvantages:
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, train: TrainEnvConfig) -> ControlAdvantages:
-        """Return the configured estimator."""
         bounds = algorithm.rewards_lower_bound, algorithm.rewards_upper_bound
         return cls(
             gamma=algorithm.gamma,

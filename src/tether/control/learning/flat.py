@@ -44,11 +44,7 @@ from tether.types import StateDict
 
 
 class FlatParameters:
-    """Moves all parameters into one vector and their gradients into another, and makes them views of these.
-
-    Args:
-        groups: the parameters, grouped by learning rate.
-    """
+    """Moves all parameters into one vector and their gradients into another, and makes them views of these."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         parameters = [parameter for group in groups for parameter in group]
@@ -66,14 +62,7 @@ class FlatParameters:
 
 
 class FlatAdamW:
-    """AdamW (Loshchilov and Hutter 2019) over `FlatParameters`, equal to ``torch.optim.AdamW``.
-
-    Args:
-        parameters: the parameters to train.
-        betas: decay rates of the first and second moment.
-        eps: term in the denominator.
-        weight_decay: the decoupled weight decay.
-    """
+    """AdamW (Loshchilov and Hutter 2019) over `FlatParameters`, equal to ``torch.optim.AdamW``."""
 
     def __init__(
         self, parameters: FlatParameters, *, betas: tuple[float, float], eps: float, weight_decay: float
@@ -106,11 +95,9 @@ class FlatAdamW:
             values[span].addcdiv_(self._first[span], self._denominator[span], value=-rate / (1 - beta1**self._steps))
 
     def state_dict(self) -> StateDict:
-        """Return the moments and the number of steps."""
         return {"first": self._first.clone(), "second": self._second.clone(), "steps": self._steps}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         self._first.copy_(state["first"])
         self._second.copy_(state["second"])
         self._steps = int(state["steps"])
@@ -297,7 +284,6 @@ class FlatEngine:
         return self._optimizer.state_dict() | {"rate_factor": self._rate_factor, "version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         self._optimizer.load_state_dict(state)
         self._rate_factor, self.version = float(state["rate_factor"]), int(state["version"])
 
@@ -362,7 +348,6 @@ class SkippedControlMiniBatch:
         self._policy, self._loss, self._samples, self._draws = policy, loss, samples, draws
 
     def __len__(self) -> int:
-        """Return the number of decisions, or of sequences."""
         return len(self._samples)
 
     def backward(self, row: int) -> Tensor:

@@ -114,15 +114,12 @@ class Samples:
     """[N] observations that update the policy's statistics after the update; they belong to no row."""
 
     def __len__(self) -> int:
-        """Return the number of rows, or of sequences."""
         return len(self.obs)
 
     def __getitem__(self, rows: Tensor | slice) -> Samples:
-        """Return some of the rows, or of the sequences."""
         return self.each(lambda column: column[rows])
 
     def to(self, device: torch.device) -> Samples:
-        """Return the same rows on a device."""
         return self.each(lambda column: column.to(device))
 
     @property
@@ -170,11 +167,7 @@ def dealt(samples: Samples, ranks: int) -> list[tuple[Samples, Observations]]:
 
 
 def loss_weights(
-    mode: str,
-    loss: Tensor,
-    mask: Tensor | None,
-    episode_weights: Tensor | None,
-    max_length: float | None,
+    mode: str, loss: Tensor, mask: Tensor | None, episode_weights: Tensor | None, max_length: float | None
 ) -> Tensor | float:
     """Return the weight of each element of a loss [B, L] in its mean over a mini-batch; the rows are its sequences.
 
@@ -498,12 +491,7 @@ class ControlLoss:
         }
 
     def _value_weights(self, values: Tensor, rows: Samples) -> tuple[Tensor | None, Tensor | float]:
-        """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss.
-
-        Args:
-            values: a tensor of their shape.
-            rows: the rows of the mini-batch.
-        """
+        """Return the mask of valid values [B, V] (None means all), and the weight of each in the loss."""
         counted = None if values.shape[1] == 1 else rows.mask  # one before each action, or one for the chunk
         mode = EPISODES_WEIGH_EQUALLY if self.aggregation == EPISODES_WEIGH_EQUALLY else "token-mean"
         return counted, loss_weights(mode, values, counted, rows.weights, None) * self.value_coeff

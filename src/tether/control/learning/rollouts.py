@@ -18,7 +18,7 @@ from tether.control.envs.protocol import EnvState, VectorEnv
 from tether.control.learning.losses import RolloutOutputs
 from tether.control.policies.mlp_policy import Policy
 from tether.keyed_random import generator, seed_of
-from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
+from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress, Rollouts, Source
 from tether.metrics.timing import Timer
 from tether.types import StateDict
 
@@ -71,8 +71,8 @@ class ControlEvaluation:
 
 
 @dataclass(frozen=True)
-class StartStates:
-    """Provides the seeds of the start states of each rollout, as a `tether.loop.protocol.Source`."""
+class StartStates(Source[list[int]]):
+    """Provides the seeds of the start states of each rollout; a seed depends only on the step."""
 
     seed: int
     epochs: int
@@ -91,19 +91,10 @@ class StartStates:
             return []
         return [seed_of(self.seed, step, "start", epoch) for epoch in range(self.epochs)]
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> StateDict:
-        return {}  # a seed depends only on the step
-
-    def load_state_dict(self, state: StateDict) -> None:
-        pass
-
 
 @dataclass(kw_only=True)
-class EnvRollouts:
-    """Acts in environments, as a `tether.loop.protocol.Rollouts`."""
+class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
+    """Acts in environments."""
 
     policy: Policy
     collector: EnvCollector
@@ -158,9 +149,6 @@ class EnvRollouts:
         batch.policy_version = self.version
         time.seconds["env"] = self.collector.env_seconds - waited
         return Experience(batch, None)
-
-    def record(self, step: int, experience: Experience[EnvBatch, None], time: Timer) -> None:
-        pass
 
     def metrics(
         self, experience: Experience[EnvBatch, None], outputs: RolloutOutputs | None, time: Timer

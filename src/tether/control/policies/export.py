@@ -176,12 +176,7 @@ def _parts(codec: ActionCodec, columns: Sequence[int], name: str) -> Iterator[tu
 
 
 class _Graph:
-    """Adds the nodes of a policy to a graph of ONNX; values are known by their names.
-
-    Args:
-        exported: the policy.
-        onnx: the package.
-    """
+    """Adds the nodes of a policy to a graph of ONNX; values are known by their names."""
 
     def __init__(self, exported: Exported, onnx: ModuleType) -> None:
         self._exported, self._onnx = exported, onnx

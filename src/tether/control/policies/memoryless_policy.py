@@ -157,11 +157,7 @@ class MemorylessPolicy(nn.Module):
 
 
 class PolicyActor:
-    """The `tether.control.policies.networks.Act` of a `MemorylessPolicy`.
-
-    Args:
-        policy: a policy on any device.
-    """
+    """The `tether.control.policies.networks.Act` of a `MemorylessPolicy`."""
 
     def __init__(self, policy: MemorylessPolicy) -> None:
         self._policy, self._device = policy, device_of(policy)

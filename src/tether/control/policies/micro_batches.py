@@ -19,12 +19,7 @@ Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def forward_in_micro_batches(forward: Forward, micro_batches: Iterable[tuple[object, ...]]) -> ForwardPass:
-    """Return the outputs of all micro-batches; a single micro-batch keeps its graph for `backward_in_micro_batches`.
-
-    Args:
-        forward: the forward pass of one micro-batch.
-        micro_batches: its arguments for each micro-batch.
-    """
+    """Return the outputs of all micro-batches; a single micro-batch keeps its graph for `backward_in_micro_batches`."""
     batches = list(micro_batches)
     with torch.set_grad_enabled(len(batches) == 1):
         results = [forward(*batch) for batch in batches]

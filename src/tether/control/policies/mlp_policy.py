@@ -33,12 +33,7 @@ OTHER_VERSION = "Another version of tether wrote this file; train the policy aga
 
 
 class ControlPolicy(nn.Module):
-    """Actor and critic as perceptrons over one normalised observation, with gradients by hand.
-
-    Args:
-        spec: shape of the policy.
-        seed: seed of the initial weights.
-    """
+    """Actor and critic as perceptrons over one normalised observation, with gradients by hand."""
 
     state_width = 0
     """There is no recurrent state."""
@@ -63,7 +58,6 @@ class ControlPolicy(nn.Module):
         """Number of decisions in a forward and backward pass; None: all at once."""
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of the actor, and of the critic."""
         critic = [] if self.critic is None else list(self.critic.parameters())
         return [*self.actor.parameters(), *self.head.parameters()], critic
 

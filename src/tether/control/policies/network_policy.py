@@ -82,12 +82,7 @@ class Cnn(nn.Module):
     """
 
     def __init__(
-        self,
-        picture: tuple[int, int, int],
-        kind: str,
-        activation: str,
-        pixel_scale: float,
-        generator: torch.Generator,
+        self, picture: tuple[int, int, int], kind: str, activation: str, pixel_scale: float, generator: torch.Generator
     ) -> None:
         super().__init__()
         self._activation, self._scale = ACTIVATIONS[activation], pixel_scale
@@ -264,12 +259,7 @@ class Torso(nn.Module):
 
 
 class NetworkPolicy(nn.Module):
-    """Actor and critic over images, or with recurrent state.
-
-    Args:
-        spec: shape of the policy.
-        seed: seed of the initial weights.
-    """
+    """Actor and critic over images, or with recurrent state."""
 
     spaces: JsonObject | None = None
     """Spaces of the environment (`tether.control.envs.spaces`); None: not known."""
@@ -345,7 +335,6 @@ class NetworkPolicy(nn.Module):
         return outputs, self.critic(valued), states
 
     def acting(self) -> Actor | NetworkActor:
-        """Return an actor with the current weights."""
         own = self.spec.network or self.spec.features_extractor
         in_numpy = self.pictures is None and not own and device_of(self).type == "cpu"
         return Actor(self) if in_numpy else NetworkActor(self)

@@ -287,11 +287,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 class CategoricalHead(nn.Module):
-    """One or several choices, conditionally independent given the observation.
-
-    Args:
-        choices: number of alternatives of each column of an action.
-    """
+    """One or several choices, conditionally independent given the observation."""
 
     _starts: Tensor
     _counts: Tensor
@@ -352,10 +348,6 @@ class GaussianHead(nn.Module):
     """A Gaussian whose mean is the output and whose standard deviation is a parameter, equal in all states.
 
     Actions are not squashed; the environment clips them to its bounds.
-
-    Args:
-        width: columns of an action.
-        init_logstd: logarithm of the initial standard deviation.
     """
 
     def __init__(self, width: int, init_logstd: float) -> None:
@@ -453,13 +445,7 @@ class StateDependentHead(nn.Module):
 
 
 class MixedHead(nn.Module):
-    """Choices and numbers, independent given the observation; the columns and outputs of choices come first.
-
-    Args:
-        choices: number of alternatives of each choice.
-        width: columns of numbers.
-        init_logstd: logarithm of the initial standard deviation of numbers.
-    """
+    """Choices and numbers, independent given the observation; the columns and outputs of choices come first."""
 
     def __init__(self, choices: tuple[int, ...], width: int, init_logstd: float) -> None:
         super().__init__()
@@ -560,11 +546,7 @@ class Choice:
 
 
 class Actor:
-    """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update.
-
-    Args:
-        policy: a policy on any device.
-    """
+    """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update."""
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
         self._row, self._forward = policy.row, policy.in_numpy()
@@ -590,9 +572,6 @@ class NetworkActor:
     """The `Act` of networks that read images, of user-defined ones, and of all on a device other than the CPU.
 
     Create a new one after an update.
-
-    Args:
-        policy: a policy on any device.
     """
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:

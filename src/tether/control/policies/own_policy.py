@@ -47,7 +47,6 @@ class OwnPolicy(NetworkPolicy):
         self.normalizer = spec.make_normalizer()
 
     def parameter_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of the actor, and of the critic."""
         named = list(self.network.named_parameters())
         actor = [value for name, value in named if not name.startswith("critic")]
         return [*actor, *self.head.parameters()], [value for name, value in named if name.startswith("critic")]

@@ -33,10 +33,6 @@ class FlatRow:
     """Concatenates fields as float32: choices one-hot, images [height, width, channels], bytes as numbers.
 
     Masks are not included.
-
-    Args:
-        layout: all fields of an observation.
-        without: names of fields to leave out.
     """
 
     def __init__(self, layout: ObsLayout, without: Sequence[str] = ()) -> None:
@@ -60,12 +56,7 @@ class FlatRow:
 
 
 class Pictures:
-    """Stacks the channels of images of one size.
-
-    Args:
-        layout: all fields of an observation.
-        names: names of the images.
-    """
+    """Stacks the channels of images of one size."""
 
     def __init__(self, layout: ObsLayout, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -215,7 +206,6 @@ class Memory:
         return Memory(change(self.starts), change(self.state), change(self.selected))
 
     def rows(self, which: slice | Tensor) -> Memory:
-        """Return some of the sequences."""
         return Memory(self.starts[which], self.state[which], self.selected[which])
 
 

@@ -8,6 +8,5 @@
     print(report(imported))
 
 `importer` applies the tables (`shared`, `text`, `embodied`: one row a key) to what `loading.compose` and `values` read;
-`tether.config.loading.rlinf_marks` says which files are RLinf's, and `tether.config.placement` is the grammar of
-`cluster.component_placement`.
+`tether.config.loading.rlinf_marks` says which files are RLinf's.
 """

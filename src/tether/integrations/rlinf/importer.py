@@ -16,12 +16,11 @@ from tether.config.loading.overrides import Override
 from tether.config.loading.rlinf_marks import ENV_KEY, MARKS, POLICY_KEY
 from tether.config.loading.typos import nearest
 from tether.config.loading.yaml_file import MISSING, read_yaml
-from tether.config.placement import check_embodied, check_reasoning, parse_node_groups, parse_placements
 from tether.config.problems import ConfigError, Problem
 from tether.config.support.patterns import look_up
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.integrations.rlinf.embodied import EMBODIED, START, fixed
-from tether.integrations.rlinf.older_names import LOSS_KEY, TASK_KEY, VALUES, Older, Task, with_current_names
+from tether.integrations.rlinf.older_names import TASK_KEY, VALUES, Older, Task, with_current_names
 from tether.integrations.rlinf.other_simulator import (
     names_own_simulator,
     names_task,
@@ -95,8 +94,7 @@ def import_file(path: Path, overrides: Sequence[Override]) -> Imported:
     imported = _with_original_names(
         apply(TABLES[task], values, fixed(values) if task == "embodied" else {}, _other(task)), older
     )
-    actor_scores = not older.values.keys().isdisjoint((TASK_KEY, LOSS_KEY))  # in text runs of that time
-    all_problems = (*problems, *unresolved, *imported.problems, *_placement_problems(values, task, actor_scores))
+    all_problems = (*problems, *unresolved, *imported.problems)
     other_overrides = tuple(override for override in shared if override not in file_overrides)
     imported = replace(
         imported,
@@ -290,21 +288,6 @@ def _covers(other: Table, key: str, table: Table) -> bool:
     if name is None or not name.endswith(".*"):
         return name is not None
     return not any(row.startswith(name.removesuffix("*")) for row in table)
-
-
-def _placement_problems(values: Values, task: Task, actor_scores: bool) -> list[Problem]:
-    nodes = values.get("cluster.num_nodes", 1)
-    sizes, problems = parse_node_groups(values.get("cluster.node_groups"), nodes if type(nodes) is int else 1)
-    if "cluster.component_placement" not in values:
-        return problems
-    placements, unreadable = parse_placements(values["cluster.component_placement"], sizes)
-    problems += unreadable
-    if problems:
-        return problems
-    critic = bool(values.get("critic.use_critic_model"))
-    if task == "embodied":
-        return check_embodied(placements)
-    return check_reasoning(placements, critic, reward=not actor_scores)
 
 
 def _with_missing_keys(imported: Imported) -> Imported:

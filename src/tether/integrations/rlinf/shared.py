@@ -21,7 +21,7 @@ ACTOR = "actor_rollout_ref.actor"
 OVERLAP = NoEffect("how work overlaps changes no result")
 TRACES = NoEffect("trainer.profile_steps writes traces")
 RANKS_LOGS = NoEffect("each rank's log is in the folder of the run")
-PLACED = "checked; runs on one device, to the same result, unless the command says trainer.n_gpus_per_node"
+PLACED = NoEffect("runs on one device, to the same result, unless the command says trainer.n_gpus_per_node")
 NAME = NoEffect("names a group of Ray workers")
 SHARDS = NoEffect("on one device there are no shards to place")
 MEMORY = NoEffect("saves memory, and changes no result")
@@ -63,8 +63,8 @@ def resume_mode(value: object, values: Values) -> object:
 
 SHARED: Table = {
     "cluster.num_nodes": Refused("machines are counted by trainer.nnodes, beside the file", fine=(1, None)),
-    "cluster.component_placement": Checked(PLACED),
-    "cluster.node_groups": Checked(PLACED),
+    "cluster.component_placement": PLACED,
+    "cluster.node_groups": PLACED,
     "cluster.auto_scheduler": Refused("moving processes between components is not supported", fine=(False, None)),
     **{f"cluster.{name}": SCHEDULER for name in SCHEDULING},
     "cluster.profiling.*": TRACES,

@@ -70,11 +70,9 @@ class ConsoleLogger:
         self._show(lambda display: display.phase(_Phase(name, done, total)))
 
     def warn(self, message: str) -> None:
-        """Show a warning."""
         self._show(lambda display: display.warn(message))
 
     def close(self) -> None:
-        """Restore the terminal."""
         self._show(lambda display: display.close())
 
     def _show(self, action: Callable[[_Display], None]) -> None:

@@ -71,7 +71,6 @@ class JsonlLogger:
         self._samples.append([{"step": step, **asdict(sample)} for sample in samples])
 
     def close(self) -> None:
-        """Close all files."""
         self._events.close()
         self._metrics.close()
         self._samples.close()
@@ -130,7 +129,6 @@ class _Events(logging.Handler):
         self.add("warning", {"text": record.getMessage()})
 
     def add(self, kind: str, content: Mapping[str, object]) -> None:
-        """Append an event."""
         event = {"step": self.step, "time": time.time(), "kind": kind, **content}
         line = json.dumps(event, default=str, ensure_ascii=False) + "\n"
         with suppress(OSError), self._path.open("ab") as file:

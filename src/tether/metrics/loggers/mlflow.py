@@ -48,7 +48,6 @@ class MlflowLogger:
             id_file.write_text(self._run_id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics under this step."""
         if step <= self._last_step:
             return
         now = int(time.time() * 1000)
@@ -65,7 +64,6 @@ class MlflowLogger:
             )
 
     def take_notes(self) -> list[str]:
-        """Return what the user should know, each note once."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -76,7 +74,6 @@ class MlflowLogger:
             self._client.log_dict(self._run_id, {"samples": rows}, f"samples/step_{step:06d}.json")
 
     def close(self) -> None:
-        """Mark the mlflow run as finished."""
         with _storing():
             self._client.set_terminated(self._run_id)
 

@@ -40,18 +40,15 @@ class SwanlabLogger:
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics under this step."""
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Log the samples as texts."""
         texts = [
             swanlab.Text(f"{sample.prompt}\n-----\n{sample.response}", caption=_caption(sample)) for sample in samples
         ]
         self._run.log({"samples": texts}, step=step)
 
     def close(self) -> None:
-        """Finish the swanlab run."""
         self._run.finish()
 
 

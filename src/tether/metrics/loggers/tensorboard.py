@@ -56,7 +56,6 @@ class TensorboardLogger:
         self._write([_event(step, text("samples", "\n\n".join(map(_markdown, samples))))])
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, events: Iterable[Event]) -> None:

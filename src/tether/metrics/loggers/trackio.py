@@ -23,11 +23,9 @@ class TrackioLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics under this step."""
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Log the samples as a table."""
         rows = [
             asdict(sample) | {"ground_truth": str(sample.ground_truth), "extra": str(sample.extra)}
             for sample in samples
@@ -35,5 +33,4 @@ class TrackioLogger:
         self._run.log({"samples": trackio.Table(data=rows)}, step=step)
 
     def close(self) -> None:
-        """Write what is pending."""
         self._run.finish()

@@ -37,15 +37,12 @@ class WandbLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log all metrics under this step."""
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Log the samples as a table."""
         cells = [{column: getattr(sample, column) for column in COLUMNS} for sample in samples]
         rows = [[str(value) if column in AS_TEXT else value for column, value in row.items()] for row in cells]
         self._run.log({"samples": wandb.Table(columns=[*COLUMNS], data=rows)}, step=step)
 
     def close(self) -> None:
-        """Finish the wandb run."""
         self._run.finish()

@@ -31,12 +31,7 @@ class ChatRow:
 
 
 def load_chats(data: DataConfig, files: Sequence[str], first: int | None = None) -> list[ChatRow]:
-    """Read the conversations of files and hub datasets.
-
-    Args:
-        data: names the columns.
-        files: sources as in ``data.train_files``.
-        first: maximum rows to read per file; None: all.
+    """Read the conversations of files and hub datasets, at most `first` rows of each file.
 
     Raises:
         ValueError: a source is missing or unreadable, or rows are not conversations; lists up to ten problems.

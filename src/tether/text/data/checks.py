@@ -98,14 +98,7 @@ def turn_end_problem(
     chat_template: str | None,
     template_kwargs: Mapping[str, Any],
 ) -> str | None:
-    """Find a token that ends the assistant's turn in the chat template or tokenizer, but is not a stop token.
-
-    Args:
-        tokenizer: the policy's.
-        ends: ids of the stop tokens.
-        chat_template: a Jinja template instead of the tokenizer's.
-        template_kwargs: further variables of the template.
-    """
+    """Find a token that ends the assistant's turn in the chat template or tokenizer, but is not a stop token."""
     expected = {"the tokenizer's eos_token is": tokenizer.eos_token_id}
     if chat_template or tokenizer.chat_template:
         arguments = {"chat_template": chat_template, **template_kwargs, "add_generation_prompt": False}

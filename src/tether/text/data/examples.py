@@ -143,11 +143,6 @@ def assistant_mask(
 ) -> tuple[TokenIds, NDArray[np.bool_]]:
     """Return the token ids of a conversation, and which of them are the assistant's.
 
-    Args:
-        messages: the conversation.
-        tokenizer: a fast tokenizer.
-        arguments: arguments of `apply_chat_template`, with `chat_template`.
-
     Raises:
         ValueError: the template refuses the conversation, or writes messages differently when more follow.
     """

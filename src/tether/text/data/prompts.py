@@ -236,12 +236,6 @@ class PromptSampler:
 
     The last batch of an epoch may be smaller than `batch_size`; no row is dropped, and no batch mixes two epochs. With
     a `batch_size` above `num_prompts`, a batch is the full dataset.
-
-    Args:
-        num_prompts: size of the dataset, at least 1.
-        batch_size: rows per batch, at least 1.
-        shuffle: whether to shuffle the rows in each epoch.
-        seed: seed of the shuffling.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:

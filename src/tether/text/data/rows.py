@@ -47,9 +47,7 @@ _NAMED_BY = {"question": "data.prompt_key", "answer": "data.answer_key", "data_s
 class Records(Protocol):
     """The raw rows of one source, read on access."""
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> object:
         """Return row `number` as a mapping in the layout above; a custom dataset may return a `Prompt` instead."""
@@ -109,12 +107,7 @@ class RowAgent:
 
 
 def agent_of(name: str, extra_info: ExtraInfo) -> RowAgent:
-    """Read a row's agent.
-
-    Args:
-        name: `agent_name` of the row, or the default.
-        extra_info: `extra_info` of the row.
-    """
+    """Read a row's agent."""
     if name in (SINGLE_TURN, ENDPOINT):
         return RowAgent(False, None)
     if name == TOOL_AGENT:

@@ -72,7 +72,6 @@ class RewardShaping:
         return metrics
 
     def state_dict(self) -> StateDict:
-        """Return the running statistics, if there are any."""
         return self.running.state_dict() if self.running else {}
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -112,11 +111,9 @@ class KLReward:
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
     def state_dict(self) -> StateDict:
-        """Return the controller's state."""
         return self.controller.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the controller's state."""
         self.controller.load_state_dict(state)
 
 
@@ -170,10 +167,6 @@ class RewardComponents:
 
     def add_to(self, batch: TrainBatch, outcomes: Sequence[RewardOutcome]) -> dict[str, float]:
         """Set `reward_components`, 0 for rows without a score, and return metrics of their variation within groups.
-
-        Args:
-            batch: the scored rows.
-            outcomes: the reward's result for each row.
 
         Raises:
             ValueError: a component of a scored response is missing, or is not a number in the range of float32.
@@ -299,10 +292,7 @@ def _length_penalty(buffer: OverlongBufferConfig, max_length: int) -> LengthPena
     if not buffer.enable:
         return None
     return partial(
-        overlong_penalty,
-        max_length=max_length,
-        buffer_length=buffer.len,
-        penalty_factor=buffer.penalty_factor,
+        overlong_penalty, max_length=max_length, buffer_length=buffer.len, penalty_factor=buffer.penalty_factor
     )
 
 

@@ -28,6 +28,7 @@ from tether.config import (
 )
 from tether.config.schema import (
     ActorConfig,
+    BackboneConfig,
     CriticConfig,
     CriticModelConfig,
     ModelConfig,
@@ -79,10 +80,6 @@ def replays(config: RunConfig) -> bool:
 
 def check_router_replay(config: RunConfig, policy: Path | str) -> None:
     """Refuse a policy without experts, before it loads.
-
-    Args:
-        config: configuration of the run.
-        policy: location of its config.
 
     Raises:
         ValueError: the policy has no experts.
@@ -170,7 +167,7 @@ def load_policy(
 
 
 def _to_train(
-    model: PreTrainedModel, config: ModelConfig | CriticModelConfig, section: str, saved: Path | None, seed: int
+    model: PreTrainedModel, config: BackboneConfig, section: str, saved: Path | None, seed: int
 ) -> PreTrainedModel:
     """Insert the adapter of a policy or critic (the one beside its `saved` model, else the one to start from, else a
     fresh one) and set recomputation up."""
@@ -481,8 +478,5 @@ def _update_micro(role: ActorConfig | CriticConfig, packed: bool, ranks: int) ->
 def update_plan(role: ActorConfig | CriticConfig, responses: int, seed: int) -> UpdatePlan:
     """Return the epochs and mini-batches of a role, with `responses` per prompt."""
     return UpdatePlan(
-        mini_batch_rows=role.ppo_mini_batch_size * responses,
-        epochs=role.ppo_epochs,
-        shuffle=role.shuffle,
-        seed=seed,
+        mini_batch_rows=role.ppo_mini_batch_size * responses, epochs=role.ppo_epochs, shuffle=role.shuffle, seed=seed
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.algorithms import explained_variance
@@ -19,6 +18,7 @@ from tether.batch import TrainBatch, filled
 from tether.text.learning.losses import ValueOutputs
 from tether.text.learning.pretraining import held_out_prompts
 from tether.text.learning.rollout_files import StoredResponse
+from tether.text.learning.scoring import marked_rows
 
 EXPLAINED = "critic/vf_explained_var"
 
@@ -27,11 +27,6 @@ def split_by_prompt(
     responses: Sequence[StoredResponse], held_out: float, seed: int
 ) -> tuple[list[StoredResponse], list[StoredResponse]]:
     """Split responses by prompt into training and held-out responses, with at least one prompt on each side.
-
-    Args:
-        responses: responses to at least two prompts.
-        held_out: share of the prompts that is held out.
-        seed: seed of the random split.
 
     Raises:
         ValueError: all responses are to the same prompt.
@@ -43,30 +38,17 @@ def split_by_prompt(
 
 def value_batch(responses: Sequence[StoredResponse], gamma: float) -> TrainBatch:
     """Return a batch whose `returns` are the rewards from each token on, discounted by gamma per token."""
-
-    def padded(rows: list[list[int]] | list[list[bool]] | list[list[float]]) -> Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-    mask = padded([response.response_mask for response in responses])
-    rewards = padded([response.rewards for response in responses])
-    zeros, rows = torch.zeros_like(rewards), len(responses)
     prompts: dict[tuple[int, ...], int] = {}
-    return TrainBatch(
-        uid=torch.tensor([prompts.setdefault(tuple(response.prompt_ids), len(prompts)) for response in responses]),
-        prompt_ids=padded([response.prompt_ids for response in responses]),
-        prompt_length=torch.tensor([len(response.prompt_ids) for response in responses]),
-        response_ids=padded([response.response_ids for response in responses]),
-        response_length=torch.tensor([len(response.response_ids) for response in responses]),
-        response_mask=mask,
-        rollout_log_probs=zeros,
-        kept=None,
-        truncated=torch.zeros(rows, dtype=torch.bool),
-        token_level_scores=rewards,
-        scored=mask.any(dim=-1),
-        values=zeros,
-        returns=discounted_returns(rewards, mask, gamma),
-        batch_size=[rows],
+    batch = marked_rows(
+        [prompts.setdefault(tuple(response.prompt_ids), len(prompts)) for response in responses],
+        [response.prompt_ids for response in responses],
+        [response.response_ids for response in responses],
+        [[column for column, valid in enumerate(response.response_mask) if valid] for response in responses],
     )
+    rewards = pad_sequence([torch.tensor(response.rewards) for response in responses], batch_first=True)
+    batch.token_level_scores, batch.values = rewards, torch.zeros_like(rewards)
+    batch.returns = discounted_returns(rewards, batch.response_mask, gamma)
+    return batch
 
 
 def explained(outputs: ValueOutputs, batch: TrainBatch) -> dict[str, float]:

@@ -336,7 +336,6 @@ class LikelihoodLoss:
     aggregation: Aggregation = Aggregation()
 
     def __call__(self, outputs: PolicyOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """Compute the loss as a `tether.loop.engine.LossFunction`."""
         total = self.aggregation(-outputs.log_probs, batch.response_mask, sizes)
         return LossTerm(total, {}, {"train/loss": total})
 

@@ -160,12 +160,6 @@ def divide(
 ) -> list[tuple[Tensor, list[MiniBatch]]]:
     """Divide each mini-batch among ranks.
 
-    Args:
-        minis: the mini-batches of the whole batch.
-        costs: the cost of each row of the batch.
-        ranks: the number of ranks.
-        assign: assigns rows to ranks, such as `balanced`.
-
     Returns:
         For each rank its rows of the batch, ascending, and its share of each mini-batch.
     """
@@ -194,14 +188,7 @@ def balance_metrics(
     tokens: Sequence[int],
     costs: Sequence[float],
 ) -> dict[str, float]:
-    """Return metrics of the balance over ranks: tokens per rank in a pass over the batch, and their costs.
-
-    Args:
-        minis: the mini-batches of the whole batch.
-        shares: the result of `divide`.
-        tokens: the tokens of each row.
-        costs: the cost of each row.
-    """
+    """Return metrics of the balance over ranks: tokens per rank in a pass over the batch, and their costs."""
     ranks = len(shares)
     undealt = divide(minis, costs, ranks, in_order)
     before, after = (torch.tensor(_loads(dealt, tokens)).sum(dim=1) for dealt in (undealt, shares))
@@ -425,12 +412,7 @@ def _distinct(predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(batch: TrainBatch, *, merges: bool) -> tuple[Tensor, Tensor, AttentionLayout, Tensor, Tensor]:
-    """Return tokens, positions, layout, and where each row's prompt and response start.
-
-    Args:
-        batch: the rows.
-        merges: shares equal responses to a prompt.
-    """
+    """Return tokens, positions, layout, and where each row's prompt and response start."""
     sequences: list[Tensor] = []
     after: list[int | None] = []
     uid, prompt_length, response_length = (

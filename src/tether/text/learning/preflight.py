@@ -76,13 +76,7 @@ class ResponseSample:
 
 
 def sample_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFormat) -> ResponseSample:
-    """Sample sixteen responses with the untrained policy.
-
-    Args:
-        source: provides the prompts.
-        rollouts: rollouts that are ready to sample.
-        chat: the chat format of the prompts.
-    """
+    """Sample sixteen responses with the untrained policy."""
     tokenizer = rollouts.tokenizer
     count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
     prompts = [source.dataset[row] for row in range(count)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from tether.algorithms import Mean, masked_sum
 from tether.batch import Prompt, TrainBatch, WeightUpdate
-from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience, Progress
+from tether.loop.protocol import EvaluationResult, Experience, Progress, Rollouts, Source
 from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
 from tether.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_per_token_ms
 from tether.text.data.prompts import PromptDataset, PromptSampler
@@ -71,17 +70,15 @@ TextExperience = Experience[TrainBatch, ScoredResponses]
 class RowDataset(Protocol):
     """The rows of a run, in any form."""
 
-    def __getitem__(self, position: int, /) -> Any:
-        """Return a row."""
-        ...
+    def __getitem__(self, position: int, /) -> Any: ...
 
 
 AnyDataset = TypeVar("AnyDataset", bound=RowDataset)
 
 
 @dataclass(frozen=True)
-class DatasetSource(Generic[AnyDataset]):
-    """Provides rows in the order of the sampler, as a `tether.loop.protocol.Source`."""
+class DatasetSource(Source[list[Any]], Generic[AnyDataset]):
+    """Provides rows in the order of the sampler."""
 
     dataset: AnyDataset
     sampler: PromptSampler
@@ -102,34 +99,9 @@ class DatasetSource(Generic[AnyDataset]):
 PromptSource = DatasetSource[PromptDataset]
 
 
-class StatelessRollouts:
-    """Methods of a `tether.loop.protocol.Rollouts` without a state, whose metrics are all those of steps."""
-
-    def metrics_to_log(self) -> dict[str, float]:
-        return {}
-
-    def logged(self) -> None:
-        pass
-
-    def checkpoint_extras(self, *, in_step: bool) -> CheckpointExtras:
-        return CheckpointExtras()
-
-    def checkpoint_saved(self, step: int) -> None:
-        pass
-
-    def load_checkpoint(self, checkpoint: Path) -> None:
-        pass
-
-    def state_dict(self) -> StateDict:
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        pass
-
-
 @dataclass(frozen=True, kw_only=True)
-class TextRollouts(StatelessRollouts):
-    """Samples and scores responses, as a `tether.loop.protocol.Rollouts`; optional components may be None."""
+class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
+    """Samples and scores responses; optional components may be None."""
 
     collector: Collector
     sampling: SamplingParams

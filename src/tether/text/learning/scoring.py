@@ -51,7 +51,6 @@ class ScoreForward:
     def __call__(
         self, model: PreTrainedModel, batch: TrainBatch, reference: ReferenceModel | None = None
     ) -> ScoreOutputs:
-        """Score each row at its last token."""
         rows = on_device(token_rows(batch, packed=True), model.device)
         states = hidden_states(model, rows.input_ids, rows.position_ids, rows.layout)[rows.ends]
         return ScoreOutputs(values_from_hidden(states, value_head_of(model)), batch_size=batch.batch_size)
@@ -88,7 +87,6 @@ class PreferenceLoss:
     """
 
     def __call__(self, outputs: PairOutputs, batch: TrainBatch, sizes: LossSizes) -> LossTerm:
-        """Compute the loss as a `tether.loop.engine.LossFunction`."""
         margin = outputs.chosen - outputs.rejected
         loss = -logsigmoid(margin - batch.token_level_scores.sum(-1))
         all_rows = torch.ones_like(margin)

@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from tether.batch import TrainBatch, WeightUpdate
 from tether.loop.engine import Learner, LossSizes
 from tether.loop.preflight import Finding
-from tether.loop.protocol import EvaluationResult, Experience, Progress
+from tether.loop.protocol import EvaluationResult, Experience, Progress, Rollouts
 from tether.metrics.timing import Timer, memory_metrics, throughput_metrics
 from tether.text.data.examples import Example, ExampleDataset
 from tether.text.data.prompts import decode
 from tether.text.learning.losses import PolicyOutputs
 from tether.text.learning.packing import sequence_lengths
-from tether.text.learning.rollouts import StatelessRollouts
 from tether.text.learning.scoring import marked_rows
 
 SHOWN_CHARACTERS = 2000
@@ -39,8 +38,8 @@ def example_batch(examples: Sequence[Example]) -> TrainBatch:
 
 
 @dataclass(frozen=True)
-class SupervisedRollouts(StatelessRollouts):
-    """Makes batches of examples and measures the loss of held-out ones, as a `tether.loop.protocol.Rollouts`."""
+class SupervisedRollouts(Rollouts[Sequence[Example], TrainBatch, None]):
+    """Makes batches of examples and measures the loss of held-out ones."""
 
     learner: Learner[TrainBatch, PolicyOutputs]
     held_out: ExampleDataset | None
@@ -51,16 +50,10 @@ class SupervisedRollouts(StatelessRollouts):
     def can_evaluate(self) -> bool:
         return self.held_out is not None
 
-    def begin(self, step: int) -> None:
-        pass
-
     def collect(
         self, examples: Sequence[Example], step: int, time: Timer, progress: Progress
     ) -> Experience[TrainBatch, None]:
         return Experience(example_batch(examples), None)
-
-    def record(self, step: int, experience: Experience[TrainBatch, None], time: Timer) -> None:
-        pass
 
     def metrics(self, experience: Experience[TrainBatch, None], outputs: object, time: Timer) -> dict[str, float]:
         return {

@@ -23,14 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tether.text.models.load import (
-    CRITIC_CLASSES,
-    architecture_of,
-    from_checkpoint,
-    load_causal_lm,
-    load_config,
-    ready,
-)
+from tether.text.models.load import CRITIC_CLASSES, architecture_of, from_checkpoint, load_causal_lm, load_config, ready
 from tether.text.models.output import value_head_of
 
 _CLASS_OF_CONFIG = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)

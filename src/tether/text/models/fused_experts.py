@@ -18,10 +18,6 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 def fused(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
     """Convert tensors from their names in files to those in memory; each is yielded once all of its experts have
     arrived.
-
-    Args:
-        tensors: name and value in a file.
-        experts: number of experts of a layer.
     """
     waiting: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, value in tensors:

@@ -126,13 +126,7 @@ def replace_modules(model: nn.Module, classes: Container[str], replacement: Call
 
 
 class RMSNorm(nn.Module):
-    """RMS norm computed with `tether.kernels.reference.Reference.rms_norm`.
-
-    Args:
-        weight: the parameter of the replaced module.
-        eps: constant added to the mean square.
-        offset: offset of the weight, as in `OFFSETS`.
-    """
+    """RMS norm computed with `tether.kernels.reference.Reference.rms_norm`."""
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()

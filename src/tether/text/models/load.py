@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tether.runtime.disk import in_a_line, is_of_content
 from tether.runtime.objects import held, is_object
 from tether.spelling import did_you_mean
-from tether.text.models.layers import ATTENTION_NAME, use_tether_attention
+from tether.text.models.layers import use_tether_attention
 from tether.text.models.lazy_weights import has_lazy_weights, lazy_model
 from tether.text.models.model_path import check_is_text
 from tether.text.models.packing_check import disable_dropout, prepare_for_packing
@@ -62,7 +62,6 @@ def load_causal_lm(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     override_config: Mapping[str, object] | None = None,
-    attn: str = ATTENTION_NAME,
     auto_class: object = AutoModelForCausalLM,
     lazy_device: torch.device | None = None,
 ) -> PreTrainedModel:
@@ -76,8 +75,6 @@ def load_causal_lm(
         auto_class: class that loads the weights, possibly user-defined.
         lazy_device: leave the weights in their files, for later use on this device, if
             `tether.text.models.lazy_weights` supports it; the caller then compares the packing after reading them.
-        attn: tether's attention, or the name of one of transformers' implementations (then nothing is compared and the
-            model accepts no layout).
 
     Raises:
         ValueError: the model does not exist, the checkpoint lacks weights, an entry to override is unknown, the model
@@ -93,19 +90,17 @@ def load_causal_lm(
         model = from_checkpoint(
             auto_class, path, config, dtype, trust_remote_code=trust_remote_code, lazy_device=lazy_device
         )
-    return ready(model, attn)
+    return ready(model)
 
 
-def ready(model: PreTrainedModel, attn: str = ATTENTION_NAME) -> PreTrainedModel:
+def ready(model: PreTrainedModel) -> PreTrainedModel:
     """Disable dropout, enable tether's attention, and compare packing if the weights are loaded."""
     disable_dropout(model)
     model.eval()
-    if attn == ATTENTION_NAME and has_lazy_weights(model):
+    if has_lazy_weights(model):
         use_tether_attention(model)
-    elif attn == ATTENTION_NAME:
-        prepare_for_packing(model)
     else:
-        model.set_attn_implementation(attn)
+        prepare_for_packing(model)
     return model
 
 

@@ -181,11 +181,7 @@ def load_lora(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _plain_config(model: PreTrainedModel, directory: Path) -> LoraConfig:
-    """Return the config of the adapter in a directory, without what acts in peft's training alone.
-
-    Raises:
-        ValueError: it computes something else than `LoraOptions` says.
-    """
+    """Return the config of the adapter in a directory, without what acts in peft's training alone."""
     given = LoraConfig.from_pretrained(str(directory))
     plain = _config_of(model, **{name: getattr(given, name) for name in _OF_PLAIN_LORA})
     found, expected = given.to_dict(), plain.to_dict()

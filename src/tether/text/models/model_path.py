@@ -166,10 +166,6 @@ def read_config(directory: Path) -> dict[str, object]:
 def check_is_text(name: Path | str, config: Mapping[str, object]) -> None:
     """Refuse a model that also reads images, video or sound.
 
-    Args:
-        name: of the model, for the message.
-        config: its ``config.json``.
-
     Raises:
         ValueError: it has the config of an encoder for them.
     """

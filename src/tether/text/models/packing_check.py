@@ -53,10 +53,6 @@ def compare_packing(model: PreTrainedModel, dtype: torch.dtype) -> None:
     The packed hidden states are compared and, of a causal LM, the logits that `lm_head_of` leads to, and the hidden
     states of the last tokens when they are run one at a time over the cached keys of those before them.
 
-    Args:
-        model: a model with its weights, possibly sharded.
-        dtype: dtype of its computation.
-
     Raises:
         ValueError: weights or outputs are not finite, the two differ by more than `SELF_TEST_TOLERANCE`, or the class
             does not support a layout.

@@ -25,13 +25,7 @@ _RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 
 
 def write_model(model: PreTrainedModel, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write a model, or the weights of it that are not on the meta device.
-
-    Args:
-        model: the model.
-        folder: target folder.
-        state: weights to write; None: those of the model.
-    """
+    """Write a model with the weights of `state`, by default its own, without those on the meta device."""
     weights = dict(model.state_dict() if state is None else state)
     loaded = {name: value for name, value in weights.items() if value.device.type != "meta"}
     if len(loaded) == len(weights):

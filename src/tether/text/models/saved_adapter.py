@@ -7,14 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tether.config import ADAPTER_CONFIG
-from tether.config.schema import CriticModelConfig, ModelConfig
+from tether.config.schema import BackboneConfig
 from tether.runtime.disk import COPY_AGAIN, check_readable, read_json
 from tether.runtime.objects import is_object
 from tether.spelling import ask
 from tether.text.models.model_path import weight_files
 
 
-def check_adapter(section: str, settings: ModelConfig | CriticModelConfig, base: Path | str | None = None) -> None:
+def check_adapter(section: str, settings: BackboneConfig, base: Path | str | None = None) -> None:
     """Refuse the adapter of ``lora_adapter_path`` if it is none, has another size, or belongs to another model.
 
     Args:

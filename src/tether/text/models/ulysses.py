@@ -33,7 +33,6 @@ class SequenceRanks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return dist.get_world_size(self.group)
 
     def span(self, tokens: int) -> tuple[int, int]:

@@ -473,8 +473,5 @@ def _build_rules(config: RunConfig) -> RewardPool | LocalRewards | BatchedReward
 
 def _pool(reward: RewardModelConfig, function: CustomReward | None) -> RewardPool:
     return RewardPool(
-        function,
-        num_workers=_num_workers(reward),
-        timeout=reward.timeout,
-        programs=program_options(reward),
+        function, num_workers=_num_workers(reward), timeout=reward.timeout, programs=program_options(reward)
     )

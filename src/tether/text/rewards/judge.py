@@ -46,9 +46,6 @@ class Judge:
     def check(self, key: str) -> None:
         """Check the template and the parser.
 
-        Args:
-            key: section of the configuration, for messages.
-
         Raises:
             ValueError: the template or the parser cannot work.
         """
@@ -182,7 +179,6 @@ class BatchJudge:
     """Marks a response as plain text, so that `answer_all` does not read special tokens in it."""
 
     def __call__(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Return the outcome of each request, in order."""
         marked = (replace(request, solution_str=self.as_text(request.solution_str)) for request in requests)
         prompts = [self.judge.messages(request) for request in marked]
         conversations = [messages for messages in prompts if not isinstance(messages, RewardError)]

@@ -125,10 +125,6 @@ def check_truth(data_source: str, ground_truth: object, extra_info: ExtraInfo, *
 def find_reward(data_source: str, programs: ProgramOptions = ProgramOptions()) -> RewardFunction:
     """Return the rule for `data_source`, which is imported at the first call.
 
-    Args:
-        data_source: data source of a row.
-        programs: options of programs, for rules that run them.
-
     Raises:
         ValueError: there is no rule.
     """

@@ -204,14 +204,7 @@ class ServerApi(Protocol):
         ...
 
     def load_weights(self, http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-        """Load new weights under this name.
-
-        Args:
-            http: connections to the server.
-            name: name of the weights.
-            weights: weights under their names in transformers.
-            timeout: seconds for each request.
-        """
+        """Load new weights under this name."""
         ...
 
     def reset_prefix_cache(self, http: Connections, timeout: float) -> None:

@@ -30,13 +30,6 @@ class BroadcastGroup:
 
     It is used for one update, so that nothing remains after a killed run or server.
 
-    Args:
-        http: connections to the server.
-        workers: number of its workers.
-        name: name of the weights.
-        timeout: seconds for joining, and for each broadcast.
-        backend: ``gloo`` or ``nccl``.
-
     Raises:
         ServerGone: it does not respond.
         ValueError: the server cannot connect to this machine at the address from which this machine connects to the

@@ -152,9 +152,7 @@ def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: 
     if settings.rollout.name not in SERVERS or not settings.rollout.server_urls:
         return
     policy = load_config(
-        model,
-        trust_remote_code=settings.model.trust_remote_code,
-        override_config=settings.model.override_config,
+        model, trust_remote_code=settings.model.trust_remote_code, override_config=settings.model.override_config
     )
     api = _server_api(settings, policy)
     for url in settings.rollout.server_urls:
@@ -203,11 +201,7 @@ def _load_format(rollout: RolloutConfig) -> str:
 
 
 def _check_files(rollout: RolloutConfig, model: Path | str) -> None:
-    """Refuse missing weight files; those of a hub are checked when they are loaded.
-
-    Raises:
-        ValueError: the message names the key and the model.
-    """
+    """Refuse missing weight files; those of a hub are checked when they are loaded."""
     name = _load_format(rollout)
     if name == "dummy":
         return

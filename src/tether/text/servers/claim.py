@@ -22,9 +22,6 @@ class Claim:
 
     Only processes on this machine are excluded; runs on different machines notice that the server has other weights.
 
-    Args:
-        http: connections to the server.
-
     Raises:
         ValueError: another run uses it.
     """
@@ -40,7 +37,6 @@ class Claim:
         self._is_closed = False
 
     def close(self) -> None:
-        """Release the server."""
         if self._is_closed:
             return
         self._is_closed = True

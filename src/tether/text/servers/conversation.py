@@ -42,7 +42,6 @@ class Conversation:
     """Number of tokens of the row that are in the prompt of the current request."""
 
     def append_turn(self, turn: SampledRow, version: int) -> None:
-        """Append the result of a request."""
         self.token_ids += turn.token_ids
         self.log_probs += turn.log_probs
         self.versions += [version] * len(turn.token_ids)

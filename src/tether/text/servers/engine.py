@@ -276,11 +276,6 @@ class ServedEngine:
         """Request rows; returns the servers that failed, each with its last error.
 
         When newer weights arrive, running requests are aborted and continue once the servers have loaded them.
-
-        Args:
-            requests: the requests by row.
-            on_result: receives the result for a row.
-            next_requests: returns further requests after some results.
         """
         failures: dict[InferenceServer, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}

@@ -71,7 +71,6 @@ class InferenceServer:
 
     @property
     def url(self) -> str:
-        """Address of the server."""
         return self.http.url
 
     def start(self) -> None:
@@ -157,10 +156,6 @@ class InferenceServer:
 
     def generate(self, request: GenerateRequest, vocabulary: int) -> SampledRow:
         """Return a row, sampled with the current weights.
-
-        Args:
-            request: the request.
-            vocabulary: size of the policy's vocabulary.
 
         Raises:
             ServerGone: no response, an incomplete one, one that does not fit the request, or one with other weights.
@@ -383,7 +378,6 @@ class InferenceServer:
         return [line[:300] for line in self._log() if line.strip()][-12:]
 
     def _log(self) -> list[str]:
-        """Return the lines that a launched server has printed."""
         if isinstance(self.where, str) or not self.where.log.exists():
             return []
         with self.where.log.open(errors="replace") as file:

@@ -10,16 +10,7 @@ from typing import Any
 
 import torch
 
-from tether.text.servers import (
-    CPU,
-    BroadcastGroup,
-    Connections,
-    WeightPayload,
-    gpu_of,
-    is_local,
-    shared_file,
-    this_gpu,
-)
+from tether.text.servers import CPU, BroadcastGroup, Connections, WeightPayload, gpu_of, is_local, shared_file, this_gpu
 
 Transfer = Callable[[Connections, str, WeightPayload, float], None]
 
@@ -50,11 +41,7 @@ def _by_broadcast(http: Connections, name: str, weights: WeightPayload, timeout:
 
 
 def _by_nccl(http: Connections, name: str, weights: WeightPayload, timeout: float) -> None:
-    """Broadcast chunks from GPU to GPU.
-
-    Raises:
-        ValueError: a worker has no GPU, or shares that of the trainer.
-    """
+    """Broadcast chunks from GPU to GPU."""
     device, workers = this_gpu(), _workers(http, timeout)
     for worker in workers:
         if worker["own"] in (None, gpu_of(device)):

@@ -187,7 +187,6 @@ class FsdpEngine(RanksEngine[Outputs]):
         self._writing.begin(write)
 
     def writing(self) -> tuple[bool, BaseException | None]:
-        """Return whether writing is done, and the error if it failed."""
         return self._writing.answer()
 
     def _my_model(self) -> PreTrainedModel:

@@ -78,7 +78,6 @@ class SkippedMiniBatch(Generic[Outputs]):
         self.model, self.reference, self.batch, self.loss = model, reference, batch, loss
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return len(self.batch)
 
     def backward(self, row: int) -> Tensor:
@@ -165,15 +164,7 @@ class AutogradEngine(Generic[Outputs]):
         minis: Sequence[MiniBatch],
         step: int,
     ) -> Updated[Outputs]:
-        """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`.
-
-        Args:
-            batch: the rows that are here.
-            loss: what is lowered.
-            plan: see there.
-            parts: of each mini-batch, what is here.
-            step: see there.
-        """
+        """Make one optimizer step for each mini-batch; see `tether.loop.engine.Engine.update`."""
         assert self.optimizer, "a frozen model has no update"
         assert self.options
         self.version += 1
@@ -252,14 +243,7 @@ class AutogradEngine(Generic[Outputs]):
     def _sum_gradients(
         self, mini: TrainBatch, loss: LossSpec[TrainBatch, Outputs], sizes: LossSizes, groups: list[list[int]]
     ) -> tuple[list[dict[str, Metric]], dict[str, Tensor], Outputs | None]:
-        """Accumulate gradients as `accumulate_gradients` does, overwriting those of a failed attempt.
-
-        Args:
-            mini: the rows on this rank.
-            loss: the loss to minimise.
-            sizes: the sizes of the whole mini-batch.
-            groups: the rows of each micro-batch.
-        """
+        """Accumulate gradients as `accumulate_gradients` does, overwriting those of a failed attempt."""
         self._begin_gradients()
         measured: list[dict[str, Metric]] = []
         shares: dict[str, Tensor] = {}
@@ -412,12 +396,10 @@ class LocalEngine(AutogradEngine[Outputs]):
         self._save(model, folder)
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state and the version, without the weights."""
         assert self.optimizer
         return self.optimizer.state_dict() | {"version": self.version}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load the result of `state_dict`."""
         assert self.optimizer
         self.version = int(state["version"])
         load_adamw(self.optimizer, state)

@@ -42,7 +42,6 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(_accumulate_hook(master, self._stale))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer updates."""
         return [master for _, master in self._pairs if master.requires_grad]
 
     def begin_gradients(self) -> None:

@@ -215,11 +215,7 @@ def _call(function: str, arguments: object, expected: object, index: int) -> Cal
 
 
 def _check_value(value: object, what: str) -> None:
-    """Check that a value consists of types of JSON, and is not nested too deeply.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a value consists of types of JSON, and is not nested too deeply."""
     level = [value]
     for _ in range(MAX_NESTING + 1):
         for item in level:

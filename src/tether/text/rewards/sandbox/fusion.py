@@ -66,11 +66,7 @@ def _post(url: str, body: dict[str, object], options: ProgramOptions) -> object:
 
 
 def _parse_answer(answer: object, seconds: float) -> Finished:
-    """Convert an answer to the result of a program, which may have failed, not compiled, or exceeded its time limit.
-
-    Raises:
-        SandboxError: the server failed, or the answer does not follow its protocol.
-    """
+    """Convert an answer to the result of a program, which may have failed, not compiled, or exceeded its time limit."""
     match answer:
         case {"status": "Success" | "Failed", "run_result": {"status": "TimeLimitExceeded"}}:
             return Finished("time", -1, b"", b"", seconds)

@@ -108,12 +108,7 @@ def encode(value: object, depth: int = 0, objects: list[object] | None = None) -
 
 
 def decode(value: object, object_at: Any = None) -> Any:
-    """Decode the result of `encode`; an object of another class is equal to nothing.
-
-    Args:
-        value: the encoded data.
-        object_at: returns the object with an index.
-    """
+    """Decode the result of `encode`; an object of another class is equal to nothing."""
     if isinstance(value, list):
         return [decode(item, object_at) for item in value]
     if not isinstance(value, dict):
@@ -204,10 +199,7 @@ class CodeProcess:
 
     def __init__(self, code: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, "serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-I", __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._send(code)
 
@@ -223,7 +215,6 @@ class CodeProcess:
         return result
 
     def operate(self, operation: str, *arguments: object) -> object:
-        """Return the result of an operation."""
         return self._request(operation, arguments, {})[0]
 
     def _request(self, operation: str, arguments: tuple[object, ...], keywords: dict[str, object]) -> Any:
@@ -264,7 +255,6 @@ class CodeProcess:
             os._exit(1)
 
     def close(self) -> None:
-        """Kill the process of the code."""
         self._process.kill()
         self._process.wait()
 

@@ -14,9 +14,6 @@ from tether.types import ExtraInfo
 class ProgramReward:
     """A reward function (`tether.text.rewards.router`) that runs the program in a response against the tests of the
     row.
-
-    Args:
-        options: languages, limits, and the server if there is one.
     """
 
     def __init__(self, options: ProgramOptions) -> None:

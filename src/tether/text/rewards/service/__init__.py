@@ -7,11 +7,12 @@ process, `RemoteRewards` queries a server, and `CombinedRewards` returns the wei
 
 from tether.text.rewards.service.batched import BatchedRewards
 from tether.text.rewards.service.classifier import ServedRewardModel
-from tether.text.rewards.service.combined import CombinedRewards, Rewards, WeightedReward
+from tether.text.rewards.service.combined import CombinedRewards, WeightedReward
 from tether.text.rewards.service.endpoint import Endpoint
 from tether.text.rewards.service.learned import ModelRewards
 from tether.text.rewards.service.local import LocalRewards
 from tether.text.rewards.service.pool import RewardPool
+from tether.text.rewards.service.protocol import Rewards
 from tether.text.rewards.service.remote import RemoteRewards
 
 __all__ = [

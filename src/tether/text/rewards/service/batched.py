@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
@@ -18,12 +17,13 @@ from tether.text.rewards.outcome import (
     load_answer,
 )
 from tether.text.rewards.sandbox.options import ProgramOptions
+from tether.text.rewards.service.protocol import Rewards
 
 Answers = list[tuple[RewardOutcome, float]]
 
 
-class BatchedRewards:
-    """Calls a function once for all responses, in a separate process; implements `Rewards`.
+class BatchedRewards(Rewards):
+    """Calls a function once for all responses, in a separate process.
 
     Args:
         custom: the user's function. It takes lists and returns a list with one item per response.
@@ -66,16 +66,5 @@ class BatchedRewards:
         self.durations = [seconds for _, seconds in answers]
         return [outcome for outcome, _ in answers]
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()
-
     def close(self) -> None:
         self._pool.close()
-
-    def __enter__(self) -> BatchedRewards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
 
 from tether.text.rewards.outcome import Abstention, RewardError, RewardOutcome, RewardRequest, Score, is_float32
-
-
-class Rewards(Protocol):
-    """A service that scores responses."""
-
-    @property
-    def durations(self) -> list[float]:
-        """Return the seconds of each call of the last `collect`, in the order of its outcomes."""
-
-    def submit(self, index: int, request: RewardRequest) -> None:
-        """Submit a request; `collect` orders its outcome by `index`."""
-
-    def collect(self) -> list[RewardOutcome]:
-        """Wait for all requests submitted since the last call and return their outcomes, ordered by index.
-
-        Raises:
-            RewardFailure: a worker ended and could not be restarted, so some requests have no outcome.
-            Interrupted: a signal requests the end of the run, and a call takes long.
-        """
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        """Score all `requests` and return their outcomes, in the same order."""
-
-    def close(self) -> None:
-        """Release processes and threads."""
-
-    def __enter__(self) -> Rewards: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+from tether.text.rewards.service.protocol import Rewards
 
 
 @dataclass(frozen=True)
@@ -58,8 +26,8 @@ class WeightedReward:
         return self.data_sources is None or request.data_source in self.data_sources
 
 
-class CombinedRewards:
-    """Returns the weighted sum of several rewards; implements `Rewards`.
+class CombinedRewards(Rewards):
+    """Returns the weighted sum of several rewards.
 
     Args:
         rewards: rewards by name, at least one. Extra values of the first one keep their names (`acc`, `pred`) unless a
@@ -86,20 +54,9 @@ class CombinedRewards:
         self.durations = [max(next(seconds[name]) for name in names) for names in rows]
         return [self._sum({name: next(outcomes[name]) for name in names}) for names in rows]
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()
-
     def close(self) -> None:
         for reward in self._rewards.values():
             reward.rewards.close()
-
-    def __enter__(self) -> CombinedRewards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _sum(self, outcomes: Mapping[str, RewardOutcome]) -> RewardOutcome:
         """Return the weighted sum of a row, the first error, or an abstention."""

@@ -6,17 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score, is_float32
+from tether.text.rewards.service.protocol import Rewards
 
 ScoreAll = Callable[[Sequence[RewardRequest]], Sequence[float | RewardOutcome]]
 """Requests -> their scores or outcomes, in order."""
 
 
-class ModelRewards:
-    """Scores all requests with one call of a model; implements `Rewards`.
-
-    Args:
-        model: scores all requests.
-    """
+class ModelRewards(Rewards):
+    """Scores all requests with one call of a model."""
 
     def __init__(self, model: ScoreAll) -> None:
         self._model = model
@@ -33,20 +30,6 @@ class ModelRewards:
         outcomes = [_outcome(score) for score in self._model(requests)]
         self.durations = [(time.monotonic() - start) / max(len(requests), 1)] * len(requests)
         return outcomes
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> ModelRewards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _outcome(score: float | RewardOutcome) -> RewardOutcome:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from tether.runtime.deadline import deadline
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, load_answer
 from tether.text.rewards.router import RewardFunction
+from tether.text.rewards.service.protocol import Rewards
 from tether.text.rewards.service.worker import call
 
 _USE_A_FILE = "signals do not work with trainer.async_mode: put the function into a file (custom_reward_function.path)"
 
 
-class LocalRewards:
-    """Calls a function in this process; implements `Rewards`. `submit` calls the function immediately.
+class LocalRewards(Rewards):
+    """Calls a function in this process. `submit` calls the function immediately.
 
     Args:
         function: function with the same arguments as in a `RewardPool`.
@@ -62,17 +62,6 @@ class LocalRewards:
         self.durations = [seconds for _, seconds in done]
         return [outcome for outcome, _ in done]
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()
-
     def close(self) -> None:
         if self._thread:
             self._thread.shutdown()
-
-    def __enter__(self) -> LocalRewards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tether.runtime.worker_pool import Work, WorkerPool, WorkersFailed
@@ -17,13 +16,14 @@ from tether.text.rewards.outcome import (
     load_answer,
 )
 from tether.text.rewards.sandbox.options import ProgramOptions
+from tether.text.rewards.service.protocol import Rewards
 
 LOADING_SECONDS = 60.0
 """Maximum seconds to import a rule before its first call."""
 
 
-class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
-    """Worker processes that score responses; implements `Rewards`.
+class RewardPool(WorkerPool[tuple[RewardOutcome, float]], Rewards):
+    """Worker processes that score responses.
 
     Args:
         custom: the user's function; None: the rule for the `data_source` (`tether.text.rewards.router`).
@@ -45,7 +45,7 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
         startup_timeout: float = 60.0,
         programs: ProgramOptions | None = None,
     ) -> None:
-        self._durations: list[float] = []
+        self.durations = []
         programs = programs or ProgramOptions()
         work = Work(
             serve="tether.text.rewards.service.worker:serve",
@@ -58,11 +58,6 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
         )
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 
-    @property
-    def durations(self) -> list[float]:
-        """Return the seconds of each call of the last `collect`, in the order of its outcomes."""
-        return self._durations
-
     def submit(self, index: int, request: RewardRequest) -> None:
         self.put(index, pickle.dumps(replace(request, dialogue=None)))
 
@@ -71,10 +66,5 @@ class RewardPool(WorkerPool[tuple[RewardOutcome, float]]):
             done = self.take_all()
         except WorkersFailed as error:
             raise RewardFailure(str(error)) from error
-        self._durations = [seconds for _, seconds in done]
+        self.durations = [seconds for _, seconds in done]
         return [outcome for outcome, _ in done]
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest
 from tether.text.rewards.service.endpoint import EndpointError
+from tether.text.rewards.service.protocol import Rewards
 
 ScoreOne = Callable[[RewardRequest], RewardOutcome]
 
 
-class RemoteRewards:
-    """Queries a server from threads of this process; implements `Rewards`.
+class RemoteRewards(Rewards):
+    """Queries a server from threads of this process.
 
     Args:
         score: queries the server about one response. It needs a timeout; an `EndpointError` is an error of the row.
@@ -38,20 +39,9 @@ class RemoteRewards:
         self.durations = [seconds for _, seconds in done]
         return [outcome for outcome, _ in done]
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardOutcome]:
-        for index, request in enumerate(requests):
-            self.submit(index, request)
-        return self.collect()
-
     def close(self) -> None:
         """Cancel queued requests; running ones end by their timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def __enter__(self) -> RemoteRewards:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _timed(self, request: RewardRequest) -> tuple[RewardOutcome, float]:
         start = time.monotonic()
