@@ -341,11 +341,8 @@ def test_changes_adapt_both_models_and_name_each_set_of_settings_once() -> None:
 
 
 def test_rows_of_published_data_are_known_for_training_and_validation() -> None:
-    words = [
-        "data.train_files=[none/gsm8k/train.parquet,none/math/train.parquet]",
-        "data.val_files=[none/gsm8k/test.parquet]",
-    ]
-    words += ["actor_rollout_ref.model.path=qwen2.5-0.5b"]
+    words = ["data.train_files=[none/gsm8k/train.parquet,none/math/train.parquet]"]
+    words += ["data.val_files=[none/gsm8k/test.parquet]", "actor_rollout_ref.model.path=qwen2.5-0.5b"]
     counts = [
         (rows_of_data(config, NOTHING_GIVEN), validation_rows(config))
         for config in (load([*words, *more]).config for more in ((), ("data.val_max_samples=100",)))
