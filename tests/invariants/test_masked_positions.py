@@ -128,7 +128,7 @@ def train_step(batch: TrainBatch, parts: Parts, poison: float | None) -> tuple[d
     aggregation = Aggregation(parts.mode, width=12)
     value = CriticLoss(huber_delta=parts.huber_delta, aggregation=aggregation)
     metrics = make_engine(critic, MICRO).update(batch, LossSpec(ValueForward(), value), plan, step=0).metrics
-    loss = PolicyLoss(parts.loss, {}, aggregation, 0.03, 0.2, parts.kl_kind)
+    loss = PolicyLoss(parts.loss, {}, aggregation, entropy_coeff=0.03, kl_coef=0.2, kl_kind=parts.kl_kind)
     reference = ReferenceModel(make_policy(seed=3, num_hidden_layers=1)) if parts.kl_kind == "full" else None
     forward = PolicyForward(with_entropy=True, with_full_kl=reference is not None)
     chosen = TokenSelection(parts.loss, SELECTION) if parts.loss in TOKEN_SELECTIONS else None

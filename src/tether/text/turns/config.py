@@ -66,8 +66,7 @@ class AgentConfig(Section):
     """`rollout.agent`: who answers the policy between its turns."""
 
     default_agent_loop: str = "single_turn_agent"
-    """Agent of rows without agent_name: single_turn_agent, tool_agent, or an environment of your own, FILE.py:CLASS;
-    or endpoint, where a program plays every row."""
+    """Agent of rows without agent_name: single_turn_agent, tool_agent or FILE.py:CLASS; endpoint: a program for all."""
     num_workers: Annotated[
         Positive, NullIsUnset(), ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)))
     ] = 8
