@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.fixtures import FixtureDef
 
-TOTAL_SECONDS = 640  # the goal is 480
+TOTAL_SECONDS = 720  # the goal is 480
 ITEM_SECONDS = 6  # the goal is 3
 FIXTURE_SECONDS = 30  # of a fixture that several tests share: compiling kernels takes most
 CALIBRATION_SECONDS = 0.055  # of `calibration` on the reference machine, an AMD EPYC (Zen 4), quiet
