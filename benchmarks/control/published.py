@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.control.report import Runs, number, of_tests, of_training, with_spread
-from benchmarks.control.tasks import TASKS, Task
+from benchmarks.control.tasks import TASKS, Task, short
 from benchmarks.resumable import write_between
 
 MARKS = "<!-- published:begin -->", "<!-- published:end -->"
@@ -30,45 +30,50 @@ class Published:
     note: str = ""
 
 
-def _task(*numbers: float, normalize: bool = False, **more: object) -> Task:
-    return Task(*numbers, normalize=normalize, **{"value_coeff": 1.0, "sides": ("tether",)} | more)  # type: ignore[arg-type]
-
-
 def _minigrid(steps: int) -> Task:
-    return _task(steps, 16, 128, 256, 4, 1e-3, 0.01, value_coeff=0.5, schedule="constant")
+    return short(steps, 16, 128, 256, 4, 1e-3, 0.01, value_coeff=0.5)
 
 
 _CLASSIC = (500_000, 8, 128, 256, 4, 2.5e-4, 0.01)
 _MUJOCO = (1_000_000, 1, 2048, 64, 10, 3e-4, 0.0)
-_HIDDEN = (102_400, 8, 128, 256, 10, 1e-3, 0.0)
+_HIDDEN = short(
+    102_400,
+    8,
+    128,
+    256,
+    10,
+    1e-3,
+    0.0,
+    gamma=0.98,
+    lam=0.8,
+    env_id="CartPole-v1",
+    wrapper=POSITIONS,
+    schedule="linear",
+)
 
 PUBLISHED = {
     "CartPole-v1": Published(TASKS["CartPole-v1"], (490.04, 6.12), 500),
     "Acrobot-v1": Published(TASKS["Acrobot-v1"], (-86.36, 1.32), -73.5),
     "MountainCar-v0": Published(
-        _task(*_CLASSIC, value_coeff=0.5),
+        short(*_CLASSIC, value_coeff=0.5, schedule="linear"),
         (-200, 0),
         note="negative control: the flag is never reached",
     ),
-    "Pendulum-v1": Published(
-        _task(100_352, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9, schedule="constant"), zoo=-172.2, note="zoo: gSDE"
-    ),
+    "Pendulum-v1": Published(short(100_352, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9), zoo=-172.2, note="zoo: gSDE"),
     "LunarLander-v3": Published(
-        _task(1_000_000, 16, 1024, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98, schedule="constant"),
+        short(1_000_000, 16, 1024, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98),
         zoo=242.1,
         note="zoo: v2",
     ),
     "HalfCheetah-v5": Published(TASKS["HalfCheetah-v5"], (2262.5, 1196.8), 5819, "theirs: v2 and v3"),
     "Hopper-v5": Published(TASKS["Hopper-v5"], (2311.5, 441.0), 2410, "theirs: v2 and v3"),
     "Walker2d-v5": Published(TASKS["Walker2d-v5"], (3312.3, 429.9), 3479, "theirs: v2 and v3"),
-    "Ant-v5": Published(_task(*_MUJOCO, normalize=True, schedule="constant"), zoo=1327, note="zoo: v3"),
+    "Ant-v5": Published(short(*_MUJOCO, normalize=True), zoo=1327, note="zoo: v3"),
     "CartPole, positions only, LSTM": Published(
-        _task(*_HIDDEN, gamma=0.98, lam=0.8, env_id="CartPole-v1", wrapper=POSITIONS, lstm_dim=64, share_critic=False),
+        replace(_HIDDEN, lstm_dim=64, share_critic=False),
         zoo=500,
     ),
-    "CartPole, positions only": Published(
-        _task(*_HIDDEN, gamma=0.98, lam=0.8, env_id="CartPole-v1", wrapper=POSITIONS), note="no memory: the control"
-    ),
+    "CartPole, positions only": Published(_HIDDEN, note="no memory: the control"),
     "MiniGrid-DoorKey-5x5-v0": Published(_minigrid(102_400), zoo=0.964),
     "MiniGrid-KeyCorridorS3R1-v0": Published(_minigrid(512_000), zoo=0.949),
     "MiniGrid-LockedRoom-v0": Published(_minigrid(204_800), zoo=0.0, note="negative control; zoo: 5,000,000 steps"),

@@ -84,8 +84,8 @@ TASKS = {
 }
 
 
-def _short(*numbers: float, normalize: bool = False, **more: Any) -> Task:
-    """A task of the comparison of learning: a constant rate, and the critic's weight that is a peer's default."""
+def short(*numbers: float, normalize: bool = False, **more: Any) -> Task:
+    """Return a task of the comparison of learning: a constant rate, and the weight of the critic that the peer has."""
     options = {"value_coeff": 1.0, "schedule": "constant", "sides": ("tether", "sb3")}
     return Task(*numbers, normalize=normalize, **options | more)  # type: ignore[arg-type]
 
@@ -93,25 +93,25 @@ def _short(*numbers: float, normalize: bool = False, **more: Any) -> Task:
 FLAT = "gymnasium.wrappers:FlattenObservation"
 T_MAZE = "benchmarks.control.t_maze:TMaze-v0"
 LEARNING = {
-    "Pendulum-v1": _short(61_440, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9),
-    "LunarLander-v3": _short(61_440, 8, 256, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98),
-    "Taxi-v4": _short(122_880, 8, 128, 256, 4, 1e-3, 0.01, action_masks=True, test_episodes=100),
-    "FrozenLake-v1": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, test_episodes=200),
-    "CliffWalking-v1": _short(  # its returns begin at -1800: rewards that are not normalised teach neither side
+    "Pendulum-v1": short(61_440, 4, 1024, 64, 10, 1e-3, 0.0, gamma=0.9),
+    "LunarLander-v3": short(61_440, 8, 256, 64, 4, 3e-4, 0.01, gamma=0.999, lam=0.98),
+    "Taxi-v4": short(122_880, 8, 128, 256, 4, 1e-3, 0.01, action_masks=True, test_episodes=100),
+    "FrozenLake-v1": short(40_960, 8, 128, 256, 4, 1e-3, 0.01, test_episodes=200),
+    "CliffWalking-v1": short(  # its returns begin at -1800: rewards that are not normalised teach neither side
         40_960, 8, 128, 256, 4, 1e-3, 0.01, normalize=True, wrapper=FLAT, max_episode_steps=200
     ),
-    "Blackjack-v1": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, wrapper=FLAT, test_episodes=400),
-    "Reacher-v5": _short(61_440, 4, 512, 64, 10, 3e-4, 0.0, normalize=True, test_episodes=100),
-    "Swimmer-v5": _short(61_440, 4, 512, 256, 10, 6e-4, 0.0, normalize=True, gamma=0.9999, lam=0.98),
-    "InvertedPendulum-v5": _short(30_720, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
+    "Blackjack-v1": short(40_960, 8, 128, 256, 4, 1e-3, 0.01, wrapper=FLAT, test_episodes=400),
+    "Reacher-v5": short(61_440, 4, 512, 64, 10, 3e-4, 0.0, normalize=True, test_episodes=100),
+    "Swimmer-v5": short(61_440, 4, 512, 256, 10, 6e-4, 0.0, normalize=True, gamma=0.9999, lam=0.98),
+    "InvertedPendulum-v5": short(30_720, 1, 2048, 64, 10, 3e-4, 0.0, normalize=True),
     "InvertedDoublePendulum-v5": replace(TASKS["InvertedDoublePendulum-v5"], sides=("tether", "sb3"), seeds=10),
-    "Pusher-v5": _short(40_960, 4, 512, 64, 10, 3e-4, 0.0, normalize=True),
+    "Pusher-v5": short(40_960, 4, 512, 64, 10, 3e-4, 0.0, normalize=True),
     # Where memory alone decides: 1.0 is the most with one, 0.5 without.
-    "T-maze": _short(
+    "T-maze": short(
         40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, lstm_dim=64, share_critic=False, test_episodes=200
     ),
     "MiniGrid-MemoryS7-v0": TASKS["MiniGrid-MemoryS7-v0"],
-    "T-maze, no memory": _short(40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, test_episodes=200),
+    "T-maze, no memory": short(40_960, 8, 128, 256, 4, 1e-3, 0.01, env_id=T_MAZE, test_episodes=200),
 }
 """The tasks of the table of `benchmarks.control.learning`; hyperparameters close to those of RL Baselines3 Zoo."""
 TASKS |= LEARNING

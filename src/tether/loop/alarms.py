@@ -479,39 +479,45 @@ class Alarms:
     def _check_decay(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Warn once that a step without a signal changes the policy, since the metrics look as if it had learned."""
         decays = metrics.get("actor/lr", 0.0) * self.weight_decay >= MIN_DECAY
-        if decays and metrics.get("actor/grad_norm") == 0 and "decay" not in self.active:
-            self.active.append("decay")
-            warn(
-                f"step {self.step} has no gradient for the policy (actor/grad_norm is 0), but the optimizer "
-                "still changes it: "
-                f"actor_rollout_ref.actor.optim.weight_decay={self.weight_decay:g} shrinks its weights, "
-                "and Adam continues in the direction of earlier steps. Set weight_decay=0 to avoid the former"
-            )
+        self._once(
+            "decay",
+            decays and metrics.get("actor/grad_norm") == 0,
+            f"step {self.step} has no gradient for the policy (actor/grad_norm is 0), but the optimizer "
+            "still changes it: "
+            f"actor_rollout_ref.actor.optim.weight_decay={self.weight_decay:g} shrinks its weights, "
+            "and Adam continues in the direction of earlier steps. Set weight_decay=0 to avoid the former",
+            warn,
+        )
 
     def _check_bonus(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Warn once that the entropy bonus alone moves the policy: Adam divides by its small gradient, so the update is
         as large as one that follows a reward."""
         silent = metrics.get("critic/advantages/max") == metrics.get("critic/advantages/min") == 0
-        moves = self.entropy_coeff > 0 and metrics.get("actor/grad_norm", 0.0) > 0
-        if silent and moves and "bonus" not in self.active:
-            self.active.append("bonus")
-            warn(
-                f"all advantages of step {self.step} are 0, so the entropy bonus alone moves the policy, at the full "
-                "learning rate: it unlearns. Set actor_rollout_ref.actor.entropy_coeff=0, or let rewards differ (more "
-                "responses to a prompt, partial scores)"
-            )
+        self._once(
+            "bonus",
+            silent and self.entropy_coeff > 0 and metrics.get("actor/grad_norm", 0.0) > 0,
+            f"all advantages of step {self.step} are 0, so the entropy bonus alone moves the policy, at the full "
+            "learning rate: it unlearns. Set actor_rollout_ref.actor.entropy_coeff=0, or let rewards differ (more "
+            "responses to a prompt, partial scores)",
+            warn,
+        )
 
     def _check_jump(self, metrics: Mapping[str, float], warn: Warn) -> None:
         """Warn once in a run, at the first step with a large update, when it is still cheap to restart."""
-        update_kl = metrics.get("actor/ppo_kl", 0.0)
-        if abs(update_kl) < LARGE_UPDATE_KL or "jump" in self.active:
-            return
-        self.active.append("jump")
-        rate = metrics.get("actor/lr", math.nan)
-        warn(
+        update_kl, rate = metrics.get("actor/ppo_kl", 0.0), metrics.get("actor/lr", math.nan)
+        self._once(
+            "jump",
+            not abs(update_kl) < LARGE_UPDATE_KL,  # NaN, too
             f"the update of this step moved the policy by {update_kl:.2g} nats per token (actor/ppo_kl; healthy below "
-            f"0.05): {_smaller_updates(metrics)}. The rate is {rate:.2g}; try {rate / 10:.2g}"
+            f"0.05): {_smaller_updates(metrics)}. The rate is {rate:.2g}; try {rate / 10:.2g}",
+            warn,
         )
+
+    def _once(self, name: str, holds: bool, message: str, warn: Warn) -> None:
+        """Warn where the problem holds for the first time in a run."""
+        if holds and name not in self.active:
+            self.active.append(name)
+            warn(message)
 
     def _check_collapse(self, metrics: Mapping[str, float], warn: Warn) -> None:
         score = next((metrics[key] for key in SCORES if key in metrics), None)

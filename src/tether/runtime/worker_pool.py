@@ -75,6 +75,7 @@ class WorkerPool(Generic[Answer]):
         self._queue: Queue = deque()
         self._own: list[Queue] = [deque() for _ in range(num_workers)]  # requests for one specific worker
         self._submitted: set[int] = set()
+        self._last_index = 0
         self._done: dict[int, Answer] = {}
         self._returned: Counter[int] = Counter()  # how often a request's process ended before it began the request
         self._failure: BaseException | None = None
@@ -105,6 +106,12 @@ class WorkerPool(Generic[Answer]):
             queue = self._queue if worker is None else self._own[worker % len(self._own)]
             queue.append((index, payload))
             self._changed.notify_all()
+
+    def enqueue(self, payload: bytes, worker: int | None = None) -> int:
+        """Submit a request as `put` does, and return the index that it gets."""
+        self._last_index += 1
+        self.put(self._last_index, payload, worker)
+        return self._last_index
 
     def answered(self) -> set[int]:
         """Return the requests whose answers `take` returns at once.

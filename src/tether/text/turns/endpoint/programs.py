@@ -78,14 +78,11 @@ class ProgramPool(WorkerPool[Played]):
             limit=MAX_ANSWER,
             longest_beat=timeout,
         )
-        self._next_index = 0
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=STARTUP_SECONDS)
 
     def start(self, play: Play) -> int:
         """Queue an episode and return its index, for which `take` returns how it ended."""
-        self._next_index += 1
-        self.put(self._next_index, pickle.dumps(play))
-        return self._next_index
+        return self.enqueue(pickle.dumps(play))
 
 
 def _load(answer: bytes) -> Played:

@@ -86,7 +86,6 @@ class ToolPool(WorkerPool[Reply]):
             limit=MAX_ANSWER,
             longest_beat=timeout,
         )
-        self._next_index = 0
         super().__init__(work, num_workers=num_workers, timeout=timeout, startup_timeout=startup_timeout)
 
     @property
@@ -97,9 +96,7 @@ class ToolPool(WorkerPool[Reply]):
 
     def ask(self, request: CallRequest | StepRequest | LoadRequest, worker: int | None = None) -> int:
         """Submit a request and return its index, for which `take` returns the reply."""
-        self._next_index += 1
-        self.put(self._next_index, pickle.dumps(request), worker)
-        return self._next_index
+        return self.enqueue(pickle.dumps(request), worker)
 
     def check(self, name: str) -> None:
         """Check that an environment that a row names can be loaded.
