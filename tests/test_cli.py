@@ -29,7 +29,7 @@ from tether.commands.cli import _importing, app, main
 from tether.config import load_config
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.run_lock import RunLock
-from tether.text.named_inputs import FIRST_ROWS
+from tether.text.input_checks import FIRST_ROWS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("train", "eval", "generate", "plot", "doctor", "config", "critic", "model", "reward", "rm")

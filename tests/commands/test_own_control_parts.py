@@ -17,7 +17,7 @@ from tests.runs.tiny_run import same  # noqa: E402
 from tether.config import ConfigError, load_config  # noqa: E402
 from tether.control.envs.make import EnvOptions, make_vector_env  # noqa: E402
 from tether.runtime.user_files import definition  # noqa: E402
-from tether.text.named_inputs import missing_inputs  # noqa: E402
+from tether.text.input_checks import missing_inputs  # noqa: E402
 
 MINE = '''
 import gymnasium

@@ -14,7 +14,7 @@ from tests.control.envs import toys
 from tests.runs.control_run import assert_resume_is_exact
 from tests.runs.loops import Control
 from tether.config import ConfigError, load_config
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 ACTOR = "actor_rollout_ref.actor"
 MINE = '''

@@ -3,7 +3,7 @@
 import pytest
 
 from tether.config import load_config
-from tether.text import named_inputs
+from tether.text import input_checks
 
 CONTROL = ["env.train.id=CartPole-v1", "trainer.device=cpu", "trainer.default_local_dir=run"]
 
@@ -25,12 +25,12 @@ def test_a_package_that_is_missing_is_one_problem(
     override: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(None, [*CONTROL, override]).config
-    monkeypatch.setattr(named_inputs, "find_spec", lambda name: None if name == package else object())
-    (problem,) = named_inputs.missing_inputs(config)
+    monkeypatch.setattr(input_checks, "find_spec", lambda name: None if name == package else object())
+    (problem,) = input_checks.missing_inputs(config)
     assert problem.path == {"gymnasium": "env.train.id"}.get(package, override.partition("=")[0])
     assert f"[{extra}]'" in problem.what
-    monkeypatch.setattr(named_inputs, "find_spec", lambda name: object())
-    assert named_inputs.missing_inputs(config) == []
+    monkeypatch.setattr(input_checks, "find_spec", lambda name: object())
+    assert input_checks.missing_inputs(config) == []
 
 
 def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,6 @@ def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     ).config
     key = "critic.model.lora_rank"
     for installed in (True, False):
-        monkeypatch.setattr(named_inputs, "find_spec", lambda _, found=installed: object() if found else None)
-        missing = [problem.what for problem in named_inputs.missing_inputs(config) if problem.path == key]
+        monkeypatch.setattr(input_checks, "find_spec", lambda _, found=installed: object() if found else None)
+        missing = [problem.what for problem in input_checks.missing_inputs(config) if problem.path == key]
         assert ["[lora]'" in what for what in missing] == [True] * (not installed)

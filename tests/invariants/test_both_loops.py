@@ -138,13 +138,13 @@ def test_nothing_known_of_the_critic_ends_no_warm_up(
 ) -> None:
     """Unknown is not 0, which would be above this threshold."""
     asked: list[float] = []
-    is_over = CriticWarmup.is_over
+    observe = CriticWarmup.observe
 
     def record(self: CriticWarmup, step: int, explained: float) -> bool:
         asked.append(explained)
-        return is_over(self, step, explained)
+        return observe(self, step, explained)
 
-    monkeypatch.setattr(CriticWarmup, "is_over", record)
+    monkeypatch.setattr(CriticWarmup, "observe", record)
     if isinstance(loop, Text):
         monkeypatch.setattr("tether.text.learning.advantages.value_metrics", lambda batch: {})
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.text.learning.batches import make_rollout
-from tether.loop.ranks import pickled
+from tether.loop.rank_exchange import pickled
 
 LARGE = torch.arange(100_000)
 TENSORS = {

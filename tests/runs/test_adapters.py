@@ -13,7 +13,7 @@ from tests.runs.steps import built
 from tests.runs.tiny_run import GAE, LIGHT, base_overrides, same
 from tests.tiny import save_tiny
 from tether.config import ConfigError, load_config
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 pytest.importorskip("peft")
 from tether.text.models.critic import critic_from

@@ -17,17 +17,17 @@ def by_prompt(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_steps_and_threshold() -> None:
     warmup = CriticWarmup(steps=3, explained_variance=0.3)
-    assert [warmup.is_over(step, explained) for step, explained in enumerate([0.2, 0.5, 0.1, -1.0], start=1)] == [
+    assert [warmup.observe(step, explained) for step, explained in enumerate([0.2, 0.5, 0.1, -1.0], start=1)] == [
         False, False, True, True,
     ]  # fmt: skip  # reached in step 2, which is still before step 3
-    assert [CriticWarmup(explained_variance=0.3).is_over(1, 0.3), CriticWarmup().is_over(1, 0.0)] == [True, True]
+    assert [CriticWarmup(explained_variance=0.3).observe(1, 0.3), CriticWarmup().observe(1, 0.0)] == [True, True]
 
 
 def test_a_threshold_never_reached_is_said() -> None:
     warmup = CriticWarmup(explained_variance=0.9)
-    warmup.is_over(1, 0.4)
+    warmup.observe(1, 0.4)
     assert "critic_warmup_until_explained_variance=0.9" in (warmup.unfinished_problem() or "")
-    warmup.is_over(2, 0.95)
+    warmup.observe(2, 0.95)
     assert warmup.unfinished_problem() is None
     assert "before trainer.critic_warmup=3" in (CriticWarmup(steps=3, reached=True).unfinished_problem() or "")
 
@@ -36,15 +36,15 @@ def test_a_threshold_never_reached_is_said() -> None:
 def test_warm_up_of_n_holds_the_policy_back_for_n_less_one_steps(steps: int, frozen: int) -> None:
     """verl updates the actor where ``critic_warmup <= global_steps``, which begin at 1."""
     warmup = CriticWarmup(steps)
-    assert [warmup.is_over(step, -math.inf) for step in range(1, 8)] == [False] * frozen + [True] * (7 - frozen)
+    assert [warmup.observe(step, -math.inf) for step in range(1, 8)] == [False] * frozen + [True] * (7 - frozen)
 
 
 def test_state() -> None:
     warmup = CriticWarmup(explained_variance=0.3)
-    warmup.is_over(1, 0.4)
+    warmup.observe(1, 0.4)
     other = CriticWarmup(explained_variance=0.3)
     other.load_state_dict(warmup.state_dict())
-    assert other.is_over(2, 0.0)
+    assert other.observe(2, 0.0)
 
 
 def test_the_policy_waits_for_the_critic(base: list[str]) -> None:

@@ -10,7 +10,7 @@ from tests.runs.test_servers import another_server
 from tests.runs.tiny_run import measured, train, write_jsonl
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.config import load_config
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 AGENT = f"{ROLLOUT}.agent"
 PLAYERS = Path(__file__).parents[1] / "text/turns/endpoint/players.py"

@@ -12,7 +12,7 @@ from tether.config import ConfigError, load_config
 from tether.control.learning.losses import policy_gradient
 from tether.loop.own_functions import advantage_estimator, policy_loss
 from tether.text.build import build_run
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 MINE = '''
 """The score and 1 more as advantage, and a loss that is the plain policy gradient."""

@@ -29,7 +29,7 @@ from tether.config import load_config
 from tether.distributed import groups
 from tether.metrics.loggers.jsonl import read_samples
 from tether.text.build import build_run
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 from tether.text.rewards.outcome import RewardFailure
 
 

@@ -27,7 +27,7 @@ from tests.tiny import EOS_ID, save_tiny, save_tiny_reward_model
 from tether.commands.reward import check_reward
 from tether.config import RunConfig, load_config
 from tether.text.build import build_run
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 from tether.text.rewards.build import build_judge
 from tether.text.rewards.config_parts import read_parts
 from tether.text.rewards.judge import Judge

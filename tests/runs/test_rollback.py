@@ -133,7 +133,7 @@ def test_where_a_run_goes_back_to(tmp_path: Path) -> None:
     saved = store(tmp_path, 2, 4, 6, 8)
 
     def to(since: int, *done: Rollback, most: int = 3) -> str | None:
-        target = Rollbacks(saved, most, done, 0.5).target(since)
+        target = Rollbacks(saved, most, done, 0.5).choose_target(since)
         return target.name.removeprefix("global_step_") if target else None
 
     assert [to(9), to(8), to(7), to(4), to(3), to(1)] == ["6", "6", "4", "2", None, None]
@@ -147,7 +147,7 @@ def test_the_checkpoint_to_go_back_to_outlives_that_of_the_collapse(tmp_path: Pa
     saved = CheckpointStore(tmp_path, keep=2)
     for step in (2, 4):
         saved.save(step, lambda folder: (folder / "x").write_text("x") and None)
-    target = Rollbacks(saved, 1, (), 0.5).target(4)
+    target = Rollbacks(saved, 1, (), 0.5).choose_target(4)
     saved.save(5, lambda folder: (folder / "x").write_text("x") and None)
     assert target == tmp_path / "global_step_2"
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [

@@ -27,7 +27,7 @@ from tether.commands.build import build
 from tether.config import ConfigError, load_config
 from tether.distributed import groups
 from tether.text.build import build_run
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZES = ("parity_freq=2", "gpu_memory_utilization=0.1", "enforce_eager=True", "server_timeout=900")

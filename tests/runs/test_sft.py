@@ -35,7 +35,7 @@ from tether.text.data.chats import ChatRow, load_chats
 from tether.text.data.config import DataConfig
 from tether.text.data.examples import Example, ExampleDataset, assistant_mask
 from tether.text.data.prompts import PromptOptions
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"

@@ -18,7 +18,7 @@ from tether.config import ConfigError, load_config
 from tether.runtime.objects import holding
 from tether.text.build import build_run
 from tether.text.data.location import PACKAGES
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 from tether.text.rewards.outcome import Score
 from tether.text.standalone import build_reward_trial
 

@@ -114,7 +114,7 @@ def _load(
         check: an additional check, where `files` is not set.
     """
     from tether.config import load_config
-    from tether.text.named_inputs import missing_anywhere, missing_inputs, missing_reward_inputs
+    from tether.text.input_checks import missing_anywhere, missing_inputs, missing_reward_inputs
 
     path, overrides = _split(arguments)
     named = _file_by_name(config_path, config_name)

@@ -169,7 +169,7 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     Raises:
         ValueError: there is no server of this name, or no environment with it.
     """
-    from tether.text.named_inputs import server_python
+    from tether.text.input_checks import server_python
     from tether.text.sampling.config import SERVERS
     from tether.text.servers.build import launcher
 

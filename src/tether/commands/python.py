@@ -12,7 +12,7 @@ from tether.config import LoadedConfig, Override, load_config
 from tether.loop.parts import Callbacks
 from tether.runtime.machine import give_memory_back
 from tether.runtime.objects import PREFIX, holding
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 Settings = Mapping[str, object]
 """Keys of the configuration, dotted or nested -> values."""

@@ -15,7 +15,7 @@ from tether.loss_requirements import REQUIRED_AGGREGATION
 
 TRAIN, EVAL = "env.train", "env.eval"
 LARGE = ("cnn_policy", *VLA_TYPES, *FLOW_TYPES)
-STEP_ESTIMATORS = (
+CONTROL_ESTIMATORS = (
     "gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "reinforce_plus_plus",
     "reinforce_plus_plus_baseline", "opo", "gpg", "raw",
 )  # fmt: skip
@@ -94,9 +94,9 @@ def devices_have_environments(cfg: RunConfig) -> Problem | None:
 def estimator_fits_episodes(cfg: RunConfig) -> Problem | None:
     """Estimators without a critic compare whole episodes, each of which begins with the rollout."""
     estimator, train, key = cfg.algorithm.adv_estimator, cfg.env.train, "algorithm.adv_estimator"
-    if estimator not in STEP_ESTIMATORS:
+    if estimator not in CONTROL_ESTIMATORS:
         return Problem(
-            key, f"{estimator} needs what only language models have", "use one of " + ", ".join(STEP_ESTIMATORS)
+            key, f"{estimator} needs what only language models have", "use one of " + ", ".join(CONTROL_ESTIMATORS)
         )
     if estimator == "gae":
         return None

@@ -51,7 +51,7 @@ from tether.loop.engine import (
     UpdatePlan,
     named_out_of_memory,
 )
-from tether.loop.ranks import Writing, from_all
+from tether.loop.rank_exchange import Writing, from_all
 from tether.observations import ObsLayout
 from tether.runtime.global_rng import rng_state, seed_rng, set_rng_state
 from tether.runtime.machine import resolve_device

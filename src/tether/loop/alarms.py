@@ -1,7 +1,8 @@
 """Warnings about runs that do not fail but in which the policy learns nothing, or the wrong behaviour.
 
-`EvaluationHistory` finds drops of the evaluation score, by comparison with earlier evaluations and the score of
-training. `MismatchAlarm` warns about a sampler that disagrees with the trainer, which no error would show.
+`Alarms` checks every step and every evaluation. `EvaluationHistory` finds drops of the evaluation score, by comparison
+with earlier evaluations and the score of training. `MismatchAlarm` warns about a sampler that disagrees with the
+trainer, which no error would show.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class MismatchAlarm:
     # different temperature. The update would then treat the samples as those of a policy that did not draw them.
 
     tolerance: float
-    has_spoken: bool = False
+    has_warned: bool = False
 
     def measure(self, batch: TrainBatch, warn: Callable[[str], None]) -> dict[str, float]:
         """Return metrics of a batch with `old_log_probs`, including the alarm; `warn` shows a message to the user."""
@@ -205,8 +206,8 @@ class MismatchAlarm:
             return {}
         mismatch = metrics[MISMATCH]
         is_mismatched = not mismatch <= self.tolerance  # also for NaN
-        if is_mismatched and not self.has_spoken:
-            self.has_spoken = True
+        if is_mismatched and not self.has_warned:
+            self.has_warned = True
             warn(
                 f"sampler and trainer disagree: {MISMATCH} is {mismatch:.2g} nats per token; rounding explains at most "
                 f"{self.tolerance:g}. The samples are not those of the policy that is updated. Check that the sampler "
@@ -217,11 +218,11 @@ class MismatchAlarm:
         return {ALARM: float(is_mismatched)}
 
     def state_dict(self) -> StateDict:
-        return {"has_spoken": self.has_spoken}
+        return {"has_spoken": self.has_warned}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Load what `state_dict` returned; an alarm that is new has not warned."""
-        self.has_spoken = state.get("has_spoken", False)
+        self.has_warned = state.get("has_spoken", False)
 
 
 SAME_REPLY = 0.9
@@ -281,8 +282,6 @@ IDENTICAL = "response/identical_fraction"
 DISTANCES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 """KL to the reference or, without one, between consecutive steps."""
 CALLS, FAILED_CALLS = "reward/extra/tool_calls/mean", "reward/extra/failed_tool_calls/mean"
-NO_COLLAPSE = ("critic", "alike", "tools", "partial acc", "unscored", "decay", "bonus", "jump")
-"""Alarms of runs that learn nothing but do not lose anything either."""
 SMALLER_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or raise the weight of the KL to the reference"
 SMALLER_CONTROL_UPDATES = "lower actor_rollout_ref.actor.optim.lr, or set a lower actor_rollout_ref.actor.target_kl"
 
@@ -340,14 +339,15 @@ class Alarms:
     active: list[str] = field(default_factory=list)
     """Alarms that have warned and are not off again."""
     since: dict[str, int] = field(default_factory=dict)
-    """The step at which the problem of each alarm began, since it was last off for as many checks as it requires."""
+    """The step at which the problem of each alarm of a collapse began, since it was last off for as many checks as it
+    requires."""
     step: int = 0
     """The last step that was checked."""
     sampled_at: int = 0
     """The step whose policy sampled its batch, which is earlier with asynchronous sampling."""
     collapsed_since: int | None = None
-    """The first step of the problems of all active alarms except `NO_COLLAPSE`, since which the policy is collapsing.
-    It is set when such an alarm warns, and its reader resets it to None."""
+    """The first step of the problems of all active alarms of a collapse, since which the policy is losing what it had
+    learned. It is set when such an alarm warns, and its reader resets it to None."""
     first_score: float | None = None
     best_score: float | None = None
     first: dict[str, float] = field(default_factory=dict)
@@ -374,6 +374,7 @@ class Alarms:
                 "lower actor_rollout_ref.actor.optim.lr, add a KL loss (actor_rollout_ref.actor.use_kl_loss=true) or "
                 "an entropy bonus (actor_rollout_ref.actor.entropy_coeff), and balance the answers in the data",
                 warn,
+                is_collapse=True,
             )
         explained = metrics.get("critic/vf_explained_var")
         if explained is not None and not warming_up:
@@ -400,6 +401,7 @@ class Alarms:
                     f"lower {'critic' if role == 'critic' else 'actor_rollout_ref.actor'}.optim.lr, or replay the "
                     f"updates saved in incidents/{role}",
                     warn,
+                    is_collapse=True,
                 )
         if (abstained := metrics.get("reward/abstain_rate")) is not None:
             failed = metrics.get("reward/error_rate", 0.0)
@@ -439,6 +441,7 @@ class Alarms:
                 1,
                 f"{drop}. Use the best checkpoint (trainer.keep_best), or {_smaller_updates(metrics)}",
                 warn,
+                is_collapse=True,
                 since=drop.step + 2,
             )
         missing = [
@@ -473,6 +476,7 @@ class Alarms:
                 "nothing else. Read the samples, balance the answers in the data, and lower "
                 "actor_rollout_ref.actor.optim.lr or add a KL loss (actor_rollout_ref.actor.use_kl_loss=true)",
                 warn,
+                is_collapse=True,
                 since=self.step,
             )
 
@@ -557,6 +561,7 @@ class Alarms:
             "actor_rollout_ref.actor.optim.lr (now "
             f"{metrics.get('actor/lr', float('nan')):.2g}) or an entropy bonus (actor_rollout_ref.actor.entropy_coeff)",
             warn,
+            is_collapse=True,
         )
 
     def _check_drift(self, metrics: Mapping[str, float], warn: Warn) -> None:
@@ -571,27 +576,46 @@ class Alarms:
                 first = self.first.setdefault(key, now)
                 detected = drift.is_detected(now, first) and (lost or not drift.unless_learned)
                 message = drift.message.format(now=now, first=first, score=score_text)
-                self._watch(key, detected, DRIFTED_STEPS, f"{message}, or {advice}", warn)
+                self._watch(key, detected, DRIFTED_STEPS, f"{message}, or {advice}", warn, is_collapse=True)
         if score is not None and (key := next((key for key in DISTANCES if key in metrics), "")):
             message = (
                 f"the policy is {metrics[key]:.2g} nats per token away ({key}), {score_text}: nothing is gained by it"
             )
             detected = metrics[key] >= LARGE_DISTANCE and lost
-            self._watch(
-                "distance", detected, DRIFTED_STEPS, f"{message}. Resume from an earlier checkpoint and {advice}", warn
-            )
+            message = f"{message}. Resume from an earlier checkpoint and {advice}"
+            self._watch("distance", detected, DRIFTED_STEPS, message, warn, is_collapse=True)
 
     def _watch(
-        self, name: str, detected: bool, required: int, message: str, warn: Warn, *, since: int | None = None
+        self,
+        name: str,
+        detected: bool,
+        required: int,
+        message: str,
+        warn: Warn,
+        *,
+        is_collapse: bool = False,
+        since: int | None = None,
     ) -> None:
+        """Warn where a problem is detected in enough consecutive checks.
+
+        Args:
+            name: name of the alarm.
+            detected: whether this check detects the problem.
+            required: the number of consecutive checks.
+            message: what to warn of.
+            warn: shows a message to the user.
+            is_collapse: whether the policy is losing what it had learned, rather than learning nothing.
+            since: the step at which a collapse began; None means that of the policy of this check.
+        """
         before = self.streaks.get(name, 0)
         self.streaks[name] = streak = max(before, 0) + 1 if detected else min(before, 0) - 1
-        if streak == 1 and (name not in self.since or before <= -required):  # a shorter pause is not a recovery
+        # A shorter pause is not a recovery.
+        if is_collapse and streak == 1 and (name not in self.since or before <= -required):
             self.since[name] = self.sampled_at if since is None else since
         if streak >= required and name not in self.active:
             self.active.append(name)
-            if name not in NO_COLLAPSE:
-                self.collapsed_since = min(self.since[alarm] for alarm in self.active if alarm not in NO_COLLAPSE)
+            if is_collapse:
+                self.collapsed_since = min(self.since[alarm] for alarm in self.active if alarm in self.since)
             warn(message)
         elif streak <= -required and name in self.active:
             self.active.remove(name)

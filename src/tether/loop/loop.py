@@ -181,7 +181,7 @@ class Trainer:
             if self.critic:
                 with time("update_critic"):
                     metrics |= _prefixed("critic", self.critic.update(learned, number - 1).metrics)
-            trains_policy = self.critic_warmup.is_over(number, metrics.get("critic/vf_explained_var", -math.inf))
+            trains_policy = self.critic_warmup.observe(number, metrics.get("critic/vf_explained_var", -math.inf))
             if trains_policy or self.actor.critic_loss:
                 with time("update_actor"):
                     updated = self.actor.update(learned, number - 1, critic_only=not trains_policy)
@@ -224,7 +224,7 @@ class Trainer:
             self._track_best(metrics)
         if not is_new_run:  # after the evaluation, as in a run that was not interrupted before it
             self.rollouts.begin(self.step_number)
-        if self._should_stop():
+        if self._decide_stop():
             return
         while self.step_number < self.schedule.total_steps:
             self.weights_change = False
@@ -235,7 +235,7 @@ class Trainer:
             with self._saving_on_error():
                 done = self.step_number
                 self.validation_due = self.rollouts.can_evaluate and self.schedule.evaluates_at(done)
-                stopping = self._should_stop() or interrupted()
+                stopping = self._decide_stop() or interrupted()
                 if self.validation_due and not stopping:
                     evaluation = self.evaluate()
                     self.alarms.check_validation(evaluation, self.loggers.warn)
@@ -243,7 +243,7 @@ class Trainer:
                     self.validation_due = False
                     self.callbacks.on_evaluation(done, evaluation)
                     self._track_best(evaluation)
-                    stopping = self._should_stop()
+                    stopping = self._decide_stop()
                 metrics = self.log(self.unlogged) if self.schedule.logs_at(done) else self.unlogged
                 self.unlogged = {}
                 self.callbacks.on_step_end(done, metrics)
@@ -278,12 +278,12 @@ class Trainer:
             self.collect_saved(wait=True)
             self.write_checkpoint(self.state(), self.best.persistence)
 
-    def _should_stop(self) -> bool:
-        """Return whether the run stops now; a run that stops because of a collapse chooses where to go back to."""
+    def _decide_stop(self) -> bool:
+        """Decide whether the run stops now, and where a run that stops because of a collapse goes back to."""
         since = self.alarms.collapsed_since
         self.stopped_by = reason_to_stop(self.best.reached_target, since is not None, self.on_collapse)
         if since is not None and self.stopped_by != "trainer.stop_at_score":
-            self.rollback_target = self.rollbacks.target(since) if self.rollbacks else None
+            self.rollback_target = self.rollbacks.choose_target(since) if self.rollbacks else None
             # With a target it stays set, so that a run that is killed before the rollback does it when it resumes.
             if self.rollback_target is None:
                 self.alarms.collapsed_since = None

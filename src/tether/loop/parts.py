@@ -146,8 +146,8 @@ class CriticWarmup:
     ended: bool = False
     """Whether the policy has learned in a step."""
 
-    def is_over(self, step: int, explained_variance: float) -> bool:
-        """Return whether the policy learns in this step.
+    def observe(self, step: int, explained_variance: float) -> bool:
+        """Take what the critic explains in a step into account, and return whether the policy learns in this step.
 
         Args:
             step: the step, counted from 1.
@@ -221,7 +221,7 @@ class Rollbacks:
     factor: float
     """The factor of the policy's learning rate for each rollback."""
 
-    def target(self, since: int) -> Path | None:
+    def choose_target(self, since: int) -> Path | None:
         """Return the newest checkpoint without signs of a collapse, and protect it from deletion.
 
         Return None if there is no such checkpoint or no rollback left.

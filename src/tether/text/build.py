@@ -48,6 +48,7 @@ from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import PromptDataset, PromptSampler, dated_template
+from tether.text.input_checks import TURNS
 from tether.text.inputs import Inputs, build_inputs, check_adapters
 from tether.text.learning.advantages import (
     build_advantage_estimator,
@@ -58,8 +59,8 @@ from tether.text.learning.advantages import (
     check_own_functions,
 )
 from tether.text.learning.build import check_router_replay
+from tether.text.learning.build_collector import build_collector
 from tether.text.learning.collector import Collector, ScoredResponses
-from tether.text.learning.collectors import build_collector
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.off_policy import (
@@ -73,7 +74,6 @@ from tether.text.learning.preflight import ChatFormat, sample_responses
 from tether.text.learning.recording import SampleRecorder
 from tether.text.learning.rollouts import PromptSource, TextRollouts
 from tether.text.loading import DTYPES, formats_line
-from tether.text.named_inputs import TURNS
 from tether.text.rewards.build import build_rewards, reward_model_path
 from tether.text.rewards.config import CustomRewardFunctionConfig
 from tether.text.rewards.outcome import (

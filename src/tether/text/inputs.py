@@ -29,10 +29,10 @@ from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
 from tether.text.data.rows import RowAgent
+from tether.text.input_checks import check_turns_act, rows_of, trained_sections
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
-from tether.text.named_inputs import check_turns_act, rows_of, trained_sections
 from tether.text.rewards.build import check_parts_act, check_rewards, check_scoring
 from tether.text.turns.build import check_agents
 from tether.text.turns.tools import ToolPool

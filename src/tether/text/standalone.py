@@ -17,10 +17,11 @@ from tether.runtime.cache import cache_dir
 from tether.runtime.global_rng import seed_rng
 from tether.runtime.machine import resolve_device, set_threads
 from tether.text.data.prompts import decode
+from tether.text.input_checks import models_read_replies, row_agent, scores_texts_alone
 from tether.text.inputs import build_dataset, build_tokenizer
 from tether.text.learning.build import build_critic, critic_engine, load_value_model, update_plan
+from tether.text.learning.build_collector import build_collector
 from tether.text.learning.collector import Collector, ScoredResponses
-from tether.text.learning.collectors import build_collector
 from tether.text.learning.critic_pretraining import explained, split_by_prompt, value_batch
 from tether.text.learning.evaluation import Evaluation
 from tether.text.learning.losses import CriticLoss
@@ -30,7 +31,6 @@ from tether.text.loading import decided_formats, load_engine
 from tether.text.models.load import load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
-from tether.text.named_inputs import models_read_replies, row_agent, scores_texts_alone
 from tether.text.rewards.audit import ProbeScores
 from tether.text.rewards.build import build_rewards, check_rewards, check_scoring
 from tether.text.rewards.outcome import RewardRequest

@@ -1,5 +1,6 @@
 """The control update: its gradients are autograd's, its optimizer is torch's, and it stops where it should."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -121,7 +122,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     samples.returns[3] = torch.nan
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     learner = flat_learner(policy, ControlLoss(), UpdatePlan(8, 1, shuffle=True), OPTIONS, 1e-2)
-    assert learner.update(samples, 0).metrics["actor/skipped_updates"] == 1
+    metrics = learner.update(samples, 0).metrics
+    assert metrics["actor/skipped_updates"] == 1
+    assert math.isnan(metrics["actor/grad_norm"]), "0 would say that the optimizer made a step without a gradient"
     assert all(torch.equal(now, then) for now, then in zip(policy.parameters(), before, strict=True))
 
 

@@ -11,7 +11,7 @@ from tether.config import ConfigError, load_config
 from tether.metrics.loggers import build_loggers
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.metrics.loggers.protocol import RunInfo, Sample
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 
 MINE = '''
 import json

@@ -10,8 +10,8 @@ import pytest
 from tests.text.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.config import load_config
 from tether.runtime.hubs import uses_modelscope
+from tether.text.input_checks import missing_inputs
 from tether.text.models.model_path import resolve_model_path
-from tether.text.named_inputs import missing_inputs
 
 pytest.importorskip("modelscope", reason="needs the extra modelscope")
 

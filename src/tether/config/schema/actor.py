@@ -42,7 +42,7 @@ LossMode = Literal[
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "topr",
     "m2po", "bypass_mode", "decoupled",
 ]  # fmt: skip
-Falls = Literal["constant", "linear"]
+Decay = Literal["constant", "linear"]
 CLIP_COV = ActsIf(".loss_mode", on=("clip_cov",), own_function=False)
 CLIPPED = ActsIf(".policy_loss.loss_mode", off=("gpg", "sapo", "kl_cov", "dro", "topr", "m2po"))
 SAPO = ActsIf(".policy_loss.loss_mode", on=("sapo",))
@@ -103,7 +103,7 @@ class ActorConfig(Section):
         EMBODIED_TOO,
     ] = 3.0
     """Dual clip: with a negative advantage a loss is at most -clip_ratio_c x advantage; in dppo_*, largest weight."""
-    clip_ratio_schedule: Annotated[Falls, CLIPPED, EMBODIED_TOO] = "constant"
+    clip_ratio_schedule: Annotated[Decay, CLIPPED, EMBODIED_TOO] = "constant"
     """linear: both sides of the clip range fall to 0 over the training steps. (tether's own key.)"""
     loss_agg_mode: Annotated[LossAggMode | None, EMBODIED_TOO] = None
     """Aggregation of the losses per token; null: as loss_mode, or auto_reset=False, demands, else token-mean."""
@@ -115,7 +115,7 @@ class ActorConfig(Section):
     """Modes with -norm divide by it, masked_mean_ratio multiplies by it; null: data.max_response_length."""
     entropy_coeff: Annotated[float, EMBODIED_TOO] = 0.0
     """Weight of the entropy bonus."""
-    entropy_coeff_schedule: Annotated[Falls, ActsIf(".entropy_coeff", off=(0.0,)), EMBODIED_TOO] = "constant"
+    entropy_coeff_schedule: Annotated[Decay, ActsIf(".entropy_coeff", off=(0.0,)), EMBODIED_TOO] = "constant"
     """linear: the weight falls to 0 over the training steps. (tether's own key.)"""
     use_kl_loss: bool = False
     """Add the KL divergence from the reference to the loss."""

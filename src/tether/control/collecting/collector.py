@@ -72,7 +72,7 @@ class EpisodeTracker:
     ) -> tuple[Episode, ...]:
         """Add T steps of each environment, [N, T] each, and return the episodes that ended in them.
 
-        `reported` has the columns of `EnvStep.told`. Episodes whose last step is not valid were lost and are not
+        `reported` has the columns of `EnvStep.info_values`. Episodes whose last step is not valid were lost and are not
         returned.
         """
         reward_so_far = np.cumsum(np.where(valid, rewards, 0.0), axis=1, dtype=np.float64) + self._reward[:, None]
@@ -113,7 +113,7 @@ class raised_at:  # a class, because a generator would cost as much as a step of
 
 
 def broken(env_id: str, what: str, index: int, step: int) -> str:
-    """Return the error message for invalid data of environment `number`; step 0 is the first reset."""
+    """Return the error message for invalid data of environment `index`; step 0 is the first reset."""
     fix = "Fix the environment, or end its episodes before that."
     return f"{env_id}: {what} in environment {index} at step {step}. {fix}"
 
@@ -178,7 +178,7 @@ Finals = list[tuple[int, int, Observation]]
 
 @dataclass
 class _Rows:
-    """Columns of the buffers, [M, T, ...] each."""
+    """Rows of the buffers, [M, T, ...] each."""
 
     obs: Observation
     actions: Array
@@ -190,9 +190,9 @@ class _Rows:
     success: Flags
     seeds: NDArray[np.int64]
 
-    def select_columns(self, columns: slice) -> _Rows:
-        others = {name: column[columns] for name, column in vars(self).items() if name != "obs"}
-        return _Rows(obs={name: field[columns] for name, field in self.obs.items()}, **others)
+    def select_rows(self, rows: slice) -> _Rows:
+        others = {name: buffer[rows] for name, buffer in vars(self).items() if name != "obs"}
+        return _Rows(obs={name: field[rows] for name, field in self.obs.items()}, **others)
 
 
 class EnvCollector:
@@ -250,7 +250,7 @@ class EnvCollector:
         )
         self._reports_success = self._has_reported_success = False
         self._reported: dict[str, Floats] = {}
-        """Columns [N, T] of `EnvStep.told` in the current epoch."""
+        """Columns [N, T] of `EnvStep.info_values` in the current epoch."""
         self._now: Observation = {field.name: field.zeros(env.num_envs) for field in env.layout}
         self._state: Floats = np.zeros((env.num_envs, state_width), dtype=np.float32)
         self._fresh: Flags = np.ones(env.num_envs, dtype=np.bool_)
@@ -332,17 +332,17 @@ class EnvCollector:
             episodes += ended
             self._has_reported_success |= self._reports_success
         return EnvBatch(
-            self._shown,
-            self._actions,
-            self._rewards,
-            self._terminated,
-            self._truncated,
-            self._valid,
-            self._starts,
-            self._states,
-            self._final_obs(finals),
-            (torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
-            tuple(episodes),
+            obs=self._shown,
+            actions=self._actions,
+            token_level_scores=self._rewards,
+            terminated=self._terminated,
+            truncated=self._truncated,
+            valid=self._valid,
+            starts=self._starts,
+            state=self._states,
+            final_obs=self._final_obs(finals),
+            final_at=(torch.tensor([n for n, _, _ in finals]).long(), torch.tensor([t for _, t, _ in finals]).long()),
+            episodes=tuple(episodes),
             success=torch.from_numpy(self._rows.success) if self._has_reported_success else None,
             seeds=None if self._seeds is None else torch.from_numpy(self._rows.seeds),
         )
@@ -352,7 +352,7 @@ class EnvCollector:
         ended."""
         envs = self.env.num_envs
         columns = slice(epoch * envs, (epoch + 1) * envs)
-        rows = self._rows.select_columns(columns)
+        rows = self._rows.select_rows(columns)
         for name, field in self._now.items():
             rows.obs[name][:, 0] = field
         self._states.numpy()[columns] = self._state
@@ -465,7 +465,7 @@ class EnvCollector:
         self._fresh[which] = (self._fresh[which] & ~rows.valid[which, t]) | step.terminated | step.truncated
         if step.success is not None:
             self._reports_success, rows.success[which, t] = True, step.success
-        for name, column in (step.told or {}).items():
+        for name, column in (step.info_values or {}).items():
             self._reported.setdefault(name, np.zeros_like(rows.rewards))[which, t] = column
         if step.final_obs is None:
             return []

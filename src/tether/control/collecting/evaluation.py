@@ -92,7 +92,7 @@ def evaluate(
                 raise ValueError(broken(env.id, NOTHING_ALLOWED, int(np.argmax(stuck & valid)), done - 1))
             fresh = (fresh & ~valid) | ended
             success = None if step.success is None else step.success[:, None]
-            reported = {name: column[:, None] for name, column in (step.told or {}).items()}
+            reported = {name: column[:, None] for name, column in (step.info_values or {}).items()}
             finished = tracker.add(step.reward[:, None], ended[:, None], valid[:, None], success, reported)
             length += valid
             for n, episode in zip(np.flatnonzero(ended & valid), finished, strict=True):

@@ -39,7 +39,7 @@ class SyncVectorEnv:
         ignore_terminations: only truncation ends an episode.
         holds: wait for `begin` after an episode (`HeldEnv`).
         ignore_masks: allow action masks in the infos that are not observed; otherwise `begin` refuses them.
-        info_metrics: names of the numbers in an episode's last info to return as `EnvStep.told`.
+        info_metrics: names of the numbers in an episode's last info to return as `EnvStep.info_values`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SyncVectorEnv:
             final_obs=self._final_obs if ended else None,
             valid=valid,
             success=self._success if has_success else None,
-            told=metrics or None,
+            info_values=metrics or None,
         )
 
     def render(self) -> NDArray[np.uint8]:

@@ -90,7 +90,7 @@ class EnvStep:
     reset (`HeldEnv`), or its process died (the episode is then truncated, too). None: all are valid."""
     success: Flags | None = None
     """[N]: the task was solved in this step. None if the environment does not report it."""
-    told: Mapping[str, Floats] | None = None
+    info_values: Mapping[str, Floats] | None = None
     """Name -> [N]: recorded numbers from the infos of the episodes that ended in this step, else NaN. None if no
     episode ended, or none are configured."""
 

@@ -291,12 +291,12 @@ def _joined(steps: list[EnvStep]) -> EnvStep:
             continue
         missing = np.ones if field.name == "valid" else np.zeros
         example = next(value for value in values if value is not None)
-        if field.name == "told":
+        if field.name == "info_values":
             counts = [len(step.reward) for step in steps]
             values = [
                 value or dict.fromkeys(example, np.full(n, np.nan)) for value, n in zip(values, counts, strict=True)
             ]
-            columns["told"] = {name: np.concatenate([value[name] for value in values]) for name in example}
+            columns["info_values"] = {name: np.concatenate([value[name] for value in values]) for name in example}
             continue
         if isinstance(example, dict):  # final_obs: its rows are undefined where no episode ended
             columns[field.name] = _stacked([value or step.obs for step, value in zip(steps, values, strict=True)])

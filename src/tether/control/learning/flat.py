@@ -191,7 +191,7 @@ class FlatEngine:
         finite = [norm for norm in norms if math.isfinite(norm)]
         actor_rate, critic_rate = self._rates(step)
         metrics = function.metrics(samples.decisions(), outputs, self._chunk, self.policy.head.width) | {
-            "actor/grad_norm": sum(finite) / max(1, len(finite)),
+            "actor/grad_norm": sum(finite) / len(finite) if finite else math.nan,
             "actor/skipped_updates": float(len(norms) - len(finite)),
             "actor/lr": actor_rate,
             "critic/lr": critic_rate,

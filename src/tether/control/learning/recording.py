@@ -154,7 +154,7 @@ class _Segments:
         order = candidates[np.argsort(np.asarray(columns["return"])[candidates], kind="stable")]
         picks = {
             "best": order[-1], "worst": order[0], "median": order[len(order) // 2],
-            "random": candidates[step * 2654435761 % len(candidates)],
+            "random": candidates[step * 2654435761 % len(candidates)],  # Knuth's hash: another one in each step
         }  # fmt: skip
         for reason, segment in picks.items():
             if int(segment) < MAX_SEGMENTS:

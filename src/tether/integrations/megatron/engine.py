@@ -36,7 +36,7 @@ from tether.integrations.megatron.layout import experts_of
 from tether.integrations.megatron.model import MegatronModel, Role, build, describe
 from tether.integrations.megatron.shards import Shard, Shards, main_grad
 from tether.loop.engine import Forward, LossSizes, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, move_state
-from tether.loop.ranks import Writing, from_all
+from tether.loop.rank_exchange import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.runtime.machine import deterministic_kernels
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights

@@ -1,8 +1,7 @@
-"""The losses of policy and critic for one micro-batch: token losses of `tether.algorithms`, aggregated.
+"""The forward passes of policy and critic over one micro-batch, and their losses: token losses of `tether.algorithms`,
+aggregated.
 
-One forward pass over a micro-batch: the outputs of a policy or a critic for each response token.
-
-A forward is a plain, picklable spec; the engine that owns the model calls it with the model.
+Forwards and losses are plain, picklable specs; the engine that owns the model calls them with it.
 """
 
 from __future__ import annotations

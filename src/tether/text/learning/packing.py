@@ -1,9 +1,8 @@
-"""Division of a batch into mini-batches, ranks, micro-batches, and the token tensors that a model reads.
+"""Division of a batch into mini-batches, ranks and micro-batches, and of each into the token tensors that a model
+reads, packed or padded.
 
 The division affects speed and memory only, never the result: the denominators of a loss are those of the whole
 mini-batch.
-
-Conversion of a batch of rows into the token tensors that a model reads, packed or padded.
 
 The head gets only the positions that predict a token under `response_mask`, so prompts, padding and tokens that the
 policy did not sample never reach the vocabulary projection. Packed rows share their prompt, and also equal responses:

@@ -1,6 +1,6 @@
 """Records of the responses of a step, for `tether view`; `tether.metrics.records` is the file.
 
-A step has three records. ``columns`` has a number for each response and column (see `_columns`), ``texts`` the prompts
+A step has three records. ``columns`` has a number for each response and column (`_Rows.columns`), ``texts`` the prompts
 and the beginning of each response with what the reward said, and ``tokens`` everything that is known of each token of
 a few responses: the best, the worst, the median, the one with the largest ratio, the one on which sampler and trainer
 differ most, and one of each group whose rewards are all equal, as many as the budget allows.

@@ -25,6 +25,7 @@ from tether.spelling import did_you_mean
 from tether.text.data.config import DataConfig
 from tether.text.data.prompts import ControlTokens, PromptDataset, dated_template, decode, write_conversation
 from tether.text.data.rows import Row
+from tether.text.input_checks import NO_TEMPLATE, judge_of, row_agent
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.packing import MicroBatching, balanced, in_order
 from tether.text.learning.scoring import ConversationReader, RewardModel, ScoreOutputs
@@ -33,7 +34,6 @@ from tether.text.models.critic import check_reward_model, load_reward_model
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
-from tether.text.named_inputs import NO_TEMPLATE, judge_of, row_agent
 from tether.text.rewards.config import (
     RewardModelConfig,
     ScoringModelConfig,

@@ -46,7 +46,6 @@ RATE_LIMITED = Refuses(
 
 FUNCTIONS = ActsIf("reward_model.enable", on=(False,), other=ActsIf("reward_model.parts", off=({},)))
 """Read where functions score responses."""
-HERE = ActsIf("reward_model.server.url", on=(None,), other=ActsIf("reward_model.enable", on=(False,)))
 SERVED = ActsIf("reward_model.server.url", off=(None,))
 
 

@@ -1,6 +1,5 @@
-"""The loop of the `native` engine: each step samples a token for every active row of a call.
-
-Samples a token from logits, with its log-probability under the sampled distribution.
+"""The loop of the `native` engine: each step samples a token for every active row of a call, with its log-probability
+under the sampled distribution.
 
 Sampling inverts the cumulative distribution at a given uniform number. Nothing of the vocabulary's size is sorted or
 accumulated: each row is summed in blocks, the block with the number is located first, the token in it second.

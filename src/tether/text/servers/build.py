@@ -22,13 +22,13 @@ from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object
 from tether.runtime.threads import OMP_NUM_THREADS
+from tether.text.input_checks import server_address, server_python
 from tether.text.loading import DTYPES
 from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config
 from tether.text.models.model_path import WEIGHT_FILES, weight_files
 from tether.text.models.save import add_older_names
-from tether.text.named_inputs import server_address, server_python
 from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import eos_token_ids
 from tether.text.sampling.parity import ParityProbe

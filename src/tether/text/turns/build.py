@@ -10,7 +10,7 @@ from tether.text.data.config import DataConfig
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
-from tether.text.named_inputs import agent_problem, interactions_of, row_agent
+from tether.text.input_checks import agent_problem, interactions_of, row_agent
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits

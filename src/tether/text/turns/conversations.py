@@ -48,7 +48,7 @@ class TurnLimits:
     max_tool_response_length: int = 256
     """Maximum number of characters of a tool's reply."""
     tool_response_truncate_side: str = "middle"
-    """The end of longer replies that is cut, as in `tether.text.turns.tools.shortened`."""
+    """The side of longer replies that is kept, as in `tether.text.turns.tools.shortened`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class ConversationBatch:
             messages: list[Message] | None = self._tool_messages(conversation, replies)
         else:
             messages = self._environment_messages(conversation, replies[0])
-        if messages is None or self._is_cut(conversation):
+        if messages is None or self._check_limits(conversation):
             return None
         return self._tokenized(conversation, messages, room)
 
@@ -155,7 +155,7 @@ class ConversationBatch:
         calls = self._shared.find_calls(conversation.turns[-1]) if conversation.agent.has_tools else []
         conversation.by_tools = bool(calls)
         if calls:
-            if self._is_cut(conversation):
+            if self._check_limits(conversation):
                 return None
             return [self._call(conversation, call, index) for index, call in enumerate(calls)]
         if conversation.agent.environment is None:
@@ -183,8 +183,8 @@ class ConversationBatch:
         kwargs = (conversation.prompt.extra_info.get("tools_kwargs") or {}).get(call.name) or {}
         return self._shared.pool.ask(CallRequest(call.name, call.arguments, dict(kwargs)))
 
-    def _is_cut(self, conversation: _Row) -> bool:
-        """Return whether the limits allow no further turn, and record it."""
+    def _check_limits(self, conversation: _Row) -> bool:
+        """Record whether the limits allow no further turn, and return it."""
         limits = self._shared.limits
         max_turns, max_replies = limits.max_assistant_turns, limits.max_user_turns
         if (max_turns and len(conversation.turns) >= max_turns) or (
@@ -201,17 +201,17 @@ class ConversationBatch:
             text = f"Error: {reply.error}" if reply.error else reply.messages[0]["content"]
             cut = shortened(text, limits.max_tool_response_length, limits.tool_response_truncate_side)
             messages.append({"role": "tool", "content": cut})
-            self._reward(conversation, reply.reward)
+            self._add_reward(conversation, reply.reward)
         return messages
 
     def _environment_messages(self, conversation: _Row, reply: Reply) -> list[Message] | None:
         if reply.error:
             conversation.error = f"the environment failed: {reply.error}"
             return None
-        self._reward(conversation, reply.reward)
+        self._add_reward(conversation, reply.reward)
         return None if reply.done else list(reply.messages)
 
-    def _reward(self, conversation: _Row, reward: float) -> None:
+    def _add_reward(self, conversation: _Row, reward: float) -> None:
         turn = len(conversation.turns) - 1
         conversation.rewards[turn] = conversation.rewards.get(turn, 0.0) + reward
 

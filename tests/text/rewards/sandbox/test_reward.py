@@ -16,7 +16,7 @@ from tests.runs.tiny_run import base_overrides, write_inputs, write_jsonl
 from tests.text.rewards.sandbox.machine import confined, needs_prlimit
 from tether.commands.cli import app
 from tether.config import load_config
-from tether.text.named_inputs import missing_inputs
+from tether.text.input_checks import missing_inputs
 from tether.text.rewards.outcome import RewardError, RewardRequest, Score
 from tether.text.rewards.router import check_sources
 from tether.text.rewards.sandbox import bubblewrap, run

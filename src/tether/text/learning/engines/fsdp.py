@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch, WeightUpdate
 from tether.checkpoints import load_state, save_moments, save_state
 from tether.loop.engine import Forward, LossSpec, OptimizerOptions, Outputs, Updated, UpdatePlan, load_adamw, move_state
-from tether.loop.ranks import Writing, from_all
+from tether.loop.rank_exchange import Writing, from_all
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
 from tether.text.learning.engines.copies import empty_copy, to_cpu, tree_to_cpu, with_all_names, with_weights
 from tether.text.learning.engines.local import tensors_of

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tether.loop.engine import Outputs
-from tether.loop.ranks import Writing
+from tether.loop.rank_exchange import Writing
 from tether.text.learning.engines.copies import with_all_names
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.ranks import or_smaller_next_time

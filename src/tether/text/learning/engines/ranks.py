@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from tether.algorithms import Metric
 from tether.batch import TrainBatch
 from tether.loop.engine import LossSpec, MicroBatchTooLarge, OutOfMemory, Outputs, named_out_of_memory
-from tether.loop.ranks import from_all
+from tether.loop.rank_exchange import from_all
 from tether.text.learning.engines.copies import with_weights
 from tether.text.learning.engines.local import TOO_LONG, AutogradEngine, SkippedMiniBatch
 from tether.text.learning.packing import MicroBatching, MiniBatch, RowSize
