@@ -142,9 +142,9 @@ class GreedyBaseline:
         Returns:
             Metrics of the baseline and its cost.
         """
-        experience = collector.collect(prompts, self.sampling, key)
-        length = experience.rollout.response_length
-        baselines = self.scale * experience.scores
+        greedy = collector.collect(prompts, self.sampling, key)
+        length = greedy.rollout.response_length
+        baselines = self.scale * greedy.scores
         if self.length_penalty:
             baselines = baselines + self.length_penalty(length)
         row_baselines = baselines[batch.uid]

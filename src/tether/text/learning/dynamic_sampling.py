@@ -37,16 +37,16 @@ class NothingToLearn(Exception):
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """The responses to one prompt of an experience."""
+    """The responses to one prompt."""
 
-    experience: ScoredResponses
+    responses: ScoredResponses
     prompt: int
-    """The index of the prompt in the experience."""
+    """The index of the prompt in `responses`."""
 
     @property
     def rows(self) -> slice:
-        """The rows of the group in the experience."""
-        size = len(self.experience.texts) // len(self.experience.prompts)
+        """The rows of the group in `responses`."""
+        size = len(self.responses.texts) // len(self.responses.prompts)
         return slice(self.prompt * size, (self.prompt + 1) * size)
 
 
@@ -94,17 +94,17 @@ class DynamicSampling:
         self._check(len(groups), key.step)
         return _joined(sampled, groups, self.num_groups)
 
-    def _informative(self, experience: ScoredResponses) -> list[PromptGroup]:
-        scores, rollout = self._scores(experience), experience.rollout
+    def _informative(self, responses: ScoredResponses) -> list[PromptGroup]:
+        scores, rollout = self._scores(responses), responses.rollout
         counted = rollout.response_mask & ~scores.isnan()[:, None]
         rows = informative_rows(scores.nan_to_num(), counted, rollout.uid)
-        return [PromptGroup(experience, prompt) for prompt in rollout.uid[rows].unique().tolist()]
+        return [PromptGroup(responses, prompt) for prompt in rollout.uid[rows].unique().tolist()]
 
-    def _scores(self, experience: ScoredResponses) -> Tensor:
+    def _scores(self, responses: ScoredResponses) -> Tensor:
         """Return the number of each row [B] that must differ, NaN if the reward abstained or failed."""
         if self.metric in SCORE_NAMES:
-            return experience.scores
-        return torch.tensor([self._extra(outcome) for outcome in experience.outcomes], dtype=torch.float32)
+            return responses.scores
+        return torch.tensor([self._extra(outcome) for outcome in responses.outcomes], dtype=torch.float32)
 
     def _extra(self, outcome: RewardOutcome) -> float:
         if not isinstance(outcome, Score):
@@ -136,41 +136,41 @@ class DynamicSampling:
 
 
 def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], num_groups: int) -> ScoredResponses:
-    """Join the first groups to one experience, with a report on all samples but the scores of these rows only."""
+    """Join the first groups, with a report on all samples but the scores of these rows only."""
     selected = groups[:num_groups]
-    rollouts = [group.experience.rollout[group.rows] for group in selected]
+    rollouts = [group.responses.rollout[group.rows] for group in selected]
     return ScoredResponses(
-        prompts=[group.experience.prompts[group.prompt] for group in selected],
+        prompts=[group.responses.prompts[group.prompt] for group in selected],
         rollout=join_rollouts(rollouts, range(len(selected))),
-        texts=[text for group in selected for text in group.experience.texts[group.rows]],
-        outcomes=[outcome for group in selected for outcome in group.experience.outcomes[group.rows]],
+        texts=[text for group in selected for text in group.responses.texts[group.rows]],
+        outcomes=[outcome for group in selected for outcome in group.responses.outcomes[group.rows]],
         report=RewardReport(
-            scores=[score for group in selected for score in group.experience.report.scores[group.rows]],
-            num_scored=sum(experience.report.num_scored for experience in sampled),
-            num_abstained=sum(experience.report.num_abstained for experience in sampled),
-            num_failed=sum(experience.report.num_failed for experience in sampled),
-            error_samples=tuple(sample for experience in sampled for sample in experience.report.error_samples),
+            scores=[score for group in selected for score in group.responses.report.scores[group.rows]],
+            num_scored=sum(responses.report.num_scored for responses in sampled),
+            num_abstained=sum(responses.report.num_abstained for responses in sampled),
+            num_failed=sum(responses.report.num_failed for responses in sampled),
+            error_samples=tuple(sample for responses in sampled for sample in responses.report.error_samples),
             metrics=_mean_metrics(sampled) | _metrics(sampled, groups, num_groups),
         ),
-        reward_seconds=sum(experience.reward_seconds for experience in sampled),
+        reward_seconds=sum(responses.reward_seconds for responses in sampled),
     )
 
 
 def _mean_metrics(sampled: Sequence[ScoredResponses]) -> dict[str, float]:
     """Return the mean of each reward metric over the sampled batches that have it, weighted by their rows."""
     totals: dict[str, tuple[float, int]] = {}
-    for experience in sampled:
-        rows = len(experience.texts)
-        for name, value in experience.report.metrics.items():
+    for responses in sampled:
+        rows = len(responses.texts)
+        for name, value in responses.report.metrics.items():
             total, count = totals.get(name, (0.0, 0))
             totals[name] = (total + rows * value, count + rows)
     return {name: total / count for name, (total, count) in totals.items()}
 
 
 def _metrics(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], num_groups: int) -> dict[str, float]:
-    num_prompts = sum(len(experience.prompts) for experience in sampled)
+    num_prompts = sum(len(responses.prompts) for responses in sampled)
     used = min(len(groups), num_groups)
-    scores = torch.cat([experience.scores for experience in sampled])
+    scores = torch.cat([responses.scores for responses in sampled])
     metrics = {
         "train/num_gen_batches": float(len(sampled)),
         "dynamic_sampling/wasted_fraction": 1 - used / num_prompts,

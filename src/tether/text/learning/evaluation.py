@@ -48,9 +48,9 @@ class Evaluation:
                 if on_progress:
                     on_progress(first + done, total)
 
-            experience = collector.collect(prompts, self.sampling, batch_key, show)
-            samples += list(samples_of(experience, collector))
-            rows += list(_validation_rows(experience))
+            responses = collector.collect(prompts, self.sampling, batch_key, show)
+            samples += list(samples_of(responses, collector))
+            rows += list(_validation_rows(responses))
         return EvaluationResult(validation_metrics(rows), samples)
 
     def _batches(self) -> Iterator[Sequence[Prompt]]:
@@ -59,10 +59,10 @@ class Evaluation:
             yield [self.dataset[row] for row in range(start, min(start + size, len(self.dataset)))]
 
 
-def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sample]:
+def samples_of(responses: ScoredResponses, collector: Collector) -> Iterator[Sample]:
     """Yield a sample for the logs for each response."""
-    for row, (text, outcome) in enumerate(zip(experience.texts, experience.outcomes, strict=True)):
-        prompt = experience.prompt_of(row)
+    for row, (text, outcome) in enumerate(zip(responses.texts, responses.outcomes, strict=True)):
+        prompt = responses.prompt_of(row)
         yield Sample(
             index=prompt.index,
             data_source=prompt.data_source,
@@ -71,14 +71,14 @@ def samples_of(experience: ScoredResponses, collector: Collector) -> Iterator[Sa
             reward=outcome.value if isinstance(outcome, Score) else None,
             ground_truth=prompt.ground_truth,
             note=outcome.message if isinstance(outcome, RewardError) else "",
-            truncated=bool(experience.rollout.truncated[row]),
+            truncated=bool(responses.rollout.truncated[row]),
             extra=outcome.extra if isinstance(outcome, Score) else {},
         )
 
 
-def _validation_rows(experience: ScoredResponses) -> Iterator[ValidationRow]:
-    for row, outcome in enumerate(experience.outcomes):
-        prompt = experience.prompt_of(row)
+def _validation_rows(responses: ScoredResponses) -> Iterator[ValidationRow]:
+    for row, outcome in enumerate(responses.outcomes):
+        prompt = responses.prompt_of(row)
         score = outcome if isinstance(outcome, Score) else None
         extra = dict(score.extra) if score else {}
         prediction = extra.pop("pred", None)

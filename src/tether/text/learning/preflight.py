@@ -80,14 +80,14 @@ def sample_responses(source: PromptSource, rollouts: TextRollouts, chat: ChatFor
     tokenizer = rollouts.tokenizer
     count = min(len(source.dataset), max(1, RESPONSES // rollouts.sampling.n))
     prompts = [source.dataset[row] for row in range(count)]
-    experience = rollouts.collector.collect(prompts, rollouts.sampling, NoiseKey(rollouts.seed, step=0))
+    responses = rollouts.collector.collect(prompts, rollouts.sampling, NoiseKey(rollouts.seed, step=0))
     groups = rollouts.dynamic_sampling
     shown = prompts[:PROMPTS_SHOWN]
     return ResponseSample(
         shown,
         [decode(tokenizer, prompt.token_ids) for prompt in shown],
-        list(samples_of(experience, rollouts.collector))[:RESPONSES],
-        [*prompt_findings(source, rollouts, prompts, chat), *response_findings(rollouts, experience, chat)],
+        list(samples_of(responses, rollouts.collector))[:RESPONSES],
+        [*prompt_findings(source, rollouts, prompts, chat), *response_findings(rollouts, responses, chat)],
         (groups.num_groups if groups else source.sampler.batch_size) * rollouts.sampling.n,
     )
 
@@ -114,7 +114,7 @@ def prompt_findings(
     return findings
 
 
-def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat: ChatFormat) -> list[Finding]:
+def response_findings(rollouts: TextRollouts, responses: ScoredResponses, chat: ChatFormat) -> list[Finding]:
     """Return the problems of the sampled responses: no end, no difference in reward."""
     findings = []
     if not rollouts.sampling.ignore_eos:
@@ -124,9 +124,9 @@ def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat:
             missed = turn_end_problem(rollouts.tokenizer, stop_token_ids, chat.chat_template, chat.template_kwargs)
         if missed:
             findings.append(Finding("missed_eos", missed))
-        elif bool(experience.rollout.truncated.all()):
-            findings.append(_never_ends(rollouts, experience))
-    scores = experience.scores[~experience.scores.isnan()]
+        elif bool(responses.rollout.truncated.all()):
+            findings.append(_never_ends(rollouts, responses))
+    scores = responses.scores[~responses.scores.isnan()]
     if len(scores) and bool((scores == scores[0]).all()):
         findings.append(
             Finding(
@@ -141,23 +141,23 @@ def response_findings(rollouts: TextRollouts, experience: ScoredResponses, chat:
     return findings
 
 
-def _never_ends(rollouts: TextRollouts, experience: ScoredResponses) -> Finding:
+def _never_ends(rollouts: TextRollouts, responses: ScoredResponses) -> Finding:
     if not rollouts.collector.engine.eos_token_ids:
         return Finding(
             "no_eos",
             "the model names no end-of-sequence token, so every response runs to the limit. Set eos_token_id in its "
             "generation_config.json.",
         )
-    by_turns = sum(o.extra.get("cut_by_turn_limit", 0) for o in experience.outcomes if isinstance(o, Score))
+    by_turns = sum(o.extra.get("cut_by_turn_limit", 0) for o in responses.outcomes if isinstance(o, Score))
     if by_turns:
         return Finding(
             "all_truncated",
-            f"none of {len(experience.texts)} sampled conversations ended by itself: {by_turns:.0f} were cut by "
+            f"none of {len(responses.texts)} sampled conversations ended by itself: {by_turns:.0f} were cut by "
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns or max_user_turns. Raise it, or end them sooner.",
         )
     return Finding(
         "all_truncated",
-        f"all {len(experience.texts)} sampled responses were cut at data.max_response_length="
+        f"all {len(responses.texts)} sampled responses were cut at data.max_response_length="
         f"{rollouts.sampling.max_new_tokens} tokens, none ended by itself. Raise it, or request shorter answers.",
     )
 
