@@ -12,7 +12,7 @@ import resource
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,12 @@ def _pause(soak: Soak) -> None:
 
 
 def _fill_disk(soak: Soak) -> None:
-    resource.prlimit(soak.one(), resource.RLIMIT_FSIZE, (4096, 4096))
+    """Let files end early for some steps, which save no checkpoint, or end the command if it has none."""
+    process = soak.one()
+    before = resource.prlimit(process, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    time.sleep(PAUSE)
+    with suppress(ProcessLookupError):
+        resource.prlimit(process, resource.RLIMIT_FSIZE, before)
 
 
 def _remove_node(cluster: Cluster, soak: Soak) -> None:
@@ -63,7 +68,7 @@ def measure(folder: Path, faults: int, seed: int = 0) -> Result:
             "a rank is stopped (SIGSTOP)": _stop,
             f"a rank is stopped for {PAUSE:g} s, and goes on": _pause,
             "`kill -9` of the driver": kill_driver,
-            "the disk is full for one rank": _fill_disk,
+            f"the disk is full for one rank for {PAUSE:g} s": _fill_disk,
             "a node is removed, with its rank": partial(_remove_node, cluster),
         }
         names = names_of(kinds, faults, noise)

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -389,6 +390,26 @@ def test_disk_full_is_one_clear_error(small_disk: Path, write: Callable[[Path], 
     assert store.resolve("auto") == previous
     assert names(small_disk) == {"global_step_10", "latest_checkpointed_iteration.txt"}
     assert store.save(11, content("fits")) == store.latest()
+
+
+def test_a_disk_without_room_for_a_name_is_the_same_error(small_disk: Path) -> None:
+    """A folder, or the tracker after the checkpoint, may be what does not fit."""
+    store = CheckpointStore(small_disk / "run")
+    used = 1 + sum(1 for _ in small_disk.rglob("*"))
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={used + 1}", str(small_disk)], check=True)
+    (small_disk / "filler").touch()
+    with pytest.raises(DiskFull, match=rf"disk full while saving {small_disk}/run/global_step_1: "):
+        store.save(1, content("fits"))
+    assert names(small_disk) == {"filler"}
+
+
+def test_a_small_file_that_does_not_fit_leaves_nothing(small_disk: Path) -> None:
+    manifest.write_durably(small_disk / "tracker", "1")
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(OSError, match="No space left"):
+        manifest.write_durably(small_disk / "tracker", "2")
+    assert names(small_disk) == {"filler", "tracker"}
+    assert (small_disk / "tracker").read_text() == "1"
 
 
 def test_a_limit_on_file_size_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from tests.runs.test_rollout_correction import recorded
 from tests.runs.tiny_run import GAE, LIGHT, base_overrides, measured, rows, train, write_jsonl
 from tests.tiny import tiny_tokenizer
 from tether.algorithms import parse_rejection
-from tether.batch import Prompt
+from tether.batch import Prompt, TrainBatch
 from tether.commands.cli import main
 from tether.loop.parts import RolloutCorrection
+from tether.metrics.loggers import LogFailed
 from tether.metrics.loggers.jsonl import read_metrics
 from tether.runtime.objects import holding
 from tether.text.learning.collector import ScoredResponses
@@ -88,7 +90,8 @@ def test_what_is_read_is_what_was_written(stored: Path) -> None:
     assert (found[0].prompt_ids, found[0].response_ids) == (first["prompt_ids"], first["response_ids"])
 
 
-def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
+def rejected() -> tuple[ScoredResponses, TrainBatch]:
+    """Return three responses: a rejected last token, a second one, and one without a score."""
     batch = recorded()
     prompt = Prompt((1,), "tiny", None)
     report = RewardReport([1.0, 0.5, math.nan], 2, 1, 0, (), {})
@@ -96,13 +99,26 @@ def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
     experience = ScoredResponses([prompt], batch, ["a", "b", "c"], outcomes, report, reward_seconds=0.0)
     RolloutCorrection(rejection=parse_rejection("token_k1", 3.0)).apply(batch)  # the first row's last token
     batch.token_level_rewards = batch.token_level_scores
-    RolloutFiles(tmp_path, tiny_tokenizer()).write(7, experience, batch)
+    return experience, batch
+
+
+def test_what_was_rejected_is_stored_as_such(tmp_path: Path) -> None:
+    RolloutFiles(tmp_path, tiny_tokenizer()).write(7, *rejected())
     first, second, third = records(tmp_path / "7.jsonl")
     assert (first["response_mask"], first["rewards"]) == ([1, 1, 0], [0, 1, 0])
     assert (first["step"], first["acc"]) == (7, 1)
     assert (second["response_mask"], second["rewards"]) == ([1, 1], [0, 0.5])
     assert (third["response_mask"], third["score"]) == ([0, 0, 0], None)
     assert len(read_rollouts(tmp_path)) == 2
+
+
+def test_samples_that_do_not_fit_on_the_disk_leave_no_file(small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(
+        LogFailed, match=rf"{small_disk}/rollouts/7\.jsonl: cannot be written \(No space left on device\)"
+    ):
+        RolloutFiles(small_disk / "rollouts", tiny_tokenizer()).write(7, *rejected())
+    assert not list((small_disk / "rollouts").iterdir())
 
 
 def test_targets_are_the_discounted_rewards() -> None:

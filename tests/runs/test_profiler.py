@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_a_step_that_fails_leaves_no_trace_and_ends_the_recording(tmp_path: Path
     with profiler.recording(2):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_a_trace_that_does_not_fit_on_the_disk_is_a_warning(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with StepProfiler([1], small_disk).recording(1):
+        pass
+    trace = small_disk / "step_1" / "loop.json.gz"
+    assert f"{trace}: the trace cannot be written (No space left on device); the run continues" in caplog.text
+    assert not trace.exists()
 
 
 def test_steps_that_there_are_not_are_refused(base: list[str]) -> None:

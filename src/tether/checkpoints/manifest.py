@@ -91,10 +91,14 @@ def sha256_of(paths: Sequence[Path]) -> list[str]:
 def write_durably(path: Path, text: str) -> None:
     """Write a small file so that it has either the old or the new text, whenever the process or the machine dies."""
     new = path.with_name(f"{PARTIAL}{path.name}")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     new.replace(path)
     sync_folder(path.parent)
 

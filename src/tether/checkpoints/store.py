@@ -85,8 +85,8 @@ class CheckpointStore:
         """
         final = self.root / f"global_step_{step}"
         folder = self.root / f"{PARTIAL}{final.name}"
-        self.root.mkdir(parents=True, exist_ok=True)
         with self._whole_or_absent(folder, final):
+            self.root.mkdir(parents=True, exist_ok=True)
             _remove(folder)
             folder.mkdir()
             finish = start(folder)
@@ -241,7 +241,8 @@ class CheckpointStore:
                 f"a file of {final} is larger than may be written there{largest}. Raise the limit (ulimit -f), or "
                 f"point trainer.default_local_dir to a file system that takes larger files. {note}",
             )
-        free = _readable(shutil.disk_usage(self.root).free)
+        exists = self.root if self.root.exists() else self.root.parent  # no room for the folder itself
+        free = _readable(shutil.disk_usage(exists).free)
         return DiskFull(
             errno.ENOSPC,
             f"disk full while saving {final}: it needs {needed}, {free} are free. "

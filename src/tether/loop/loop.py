@@ -251,7 +251,7 @@ class Trainer:
                 self.collect_saved(wait=saves)
             # After the log: a run killed in between repeats the step, which replaces its log line instead of losing it.
             if saves:
-                self.save()
+                self.save(stopping=stopping)
             if stopping:
                 break
         else:
@@ -271,12 +271,17 @@ class Trainer:
             self.loggers.warn(str(error))
 
     def _track_best(self, metrics: dict[str, float]) -> None:
-        """Compare an evaluation with earlier ones, and keep the checkpoint of the best."""
+        """Compare an evaluation with earlier ones, and keep the checkpoint of the best if it fits on the disk."""
+        earlier = self.best.saved_score
         self.best.update(metrics)
         if self.best.is_new and self.best.persistence:
             self.loggers.phase("save_checkpoint")
             self.collect_saved(wait=True)
-            self.write_checkpoint(self.state(), self.best.persistence)
+            try:
+                self.write_checkpoint(self.state(), self.best.persistence)
+            except DiskFull as error:
+                self.best.saved_score = earlier
+                self._skip_checkpoint(error, is_best=True)
 
     def _decide_stop(self) -> bool:
         """Decide whether the run stops now, and where a run that stops because of a collapse goes back to."""
@@ -313,24 +318,32 @@ class Trainer:
         self.rollouts.logged()  # after the log, which may fail and cause a checkpoint
         return logged
 
-    def save(self) -> None:
+    def save(self, *, stopping: bool = False) -> None:
         """Save a checkpoint of the current step, and log how long training waited for it.
 
-        If the checkpoint of the last step does not fit on the disk, only the weights are saved.
+        If it does not fit on the disk, a run that continues keeps the earlier one. Of the last step only the weights
+        are saved then, and also of a run that stops without an earlier checkpoint.
+
+        Raises:
+            DiskFull: the run stops early, or has no earlier checkpoint to continue with; or the weights do not fit
+                either.
         """
-        is_last = self.step_number == self.schedule.total_steps
+        is_last = self.step_number == self.schedule.total_steps or self.best.reached_target
         time = Timer(self.loggers.phase, record_function)
         with time("save_checkpoint"):
             self.collect_saved(wait=True)
             rng = rng_state()
             try:
                 self.saver.submit(self.step_number, self.begin_checkpoint(self.state(), copy=self.saver.background))
-                if is_last:
-                    self.collect_saved(wait=True)
+                if is_last or stopping:
+                    self.saver.collect(self._checkpoint_complete, wait=True)
             except DiskFull as error:
-                if not is_last:
+                if is_last or (stopping and self.persistence.store.last_saved() is None):
+                    self._save_weights(error)
+                elif stopping and not self.rollback_target:
                     raise
-                self._save_weights(error)
+                else:
+                    self._skip_checkpoint(error)
             set_rng_state(rng)  # the libraries that write files may draw random numbers
             self.rollouts.checkpoint_saved(self.step_number)
         self.loggers.log(self.step_number, time.metrics())
@@ -352,9 +365,26 @@ class Trainer:
         )
         self._checkpoint_complete(self.step_number, path)
 
+    def _skip_checkpoint(self, full: DiskFull, *, is_best: bool = False) -> None:
+        """Warn that the run continues without a checkpoint, which did not fit on the disk.
+
+        Raises:
+            DiskFull: it is not that of the best evaluation, and there is no earlier one from which a run could resume.
+        """
+        if not is_best and self.persistence.store.last_saved() is None:
+            raise full
+        self.loggers.warn(f"{full.strerror} The run continues without this checkpoint.")
+
     def collect_saved(self, *, wait: bool) -> None:
-        """Notify callbacks of the last checkpoint if it is complete; `wait` waits until it is."""
-        self.saver.collect(self._checkpoint_complete, wait=wait)
+        """Notify callbacks of the last checkpoint if it is complete; `wait` waits until it is.
+
+        Raises:
+            DiskFull: it did not fit on the disk, and no earlier checkpoint exists.
+        """
+        try:
+            self.saver.collect(self._checkpoint_complete, wait=wait)
+        except DiskFull as error:
+            self._skip_checkpoint(error)
 
     def _checkpoint_complete(self, step: int, path: Path) -> None:
         self.saved_step = step
@@ -365,9 +395,10 @@ class Trainer:
     ) -> Path:
         """Write a checkpoint; the arguments are those of `begin_checkpoint`."""
         rng = rng_state()
-        path = self.begin_checkpoint(state, persistence, in_step=in_step)()
-        set_rng_state(rng)
-        return path
+        try:
+            return self.begin_checkpoint(state, persistence, in_step=in_step)()
+        finally:
+            set_rng_state(rng)
 
     def begin_checkpoint(
         self, state: StateDict, persistence: Persistence | None = None, *, in_step: bool = False, copy: bool = False
@@ -433,6 +464,9 @@ class Trainer:
                         raise
                     reason = failure.strerror if isinstance(failure, OSError) else failure
                     self.loggers.warn(f"{stopping}, and no checkpoint could be saved: {reason}")
+                    if isinstance(failure, DiskFull) and self.persistence.store.last_saved() is None:
+                        with suppress(DiskFull):
+                            self._save_weights(failure)
                 else:
                     self.loggers.warn(f"{stopping}; {path} is saved, and the same command resumes from it")
             raise

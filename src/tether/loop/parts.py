@@ -189,8 +189,10 @@ class BestEvaluation:
     stop_at: float | None = None
     """The score at which the run stops; None never stops it."""
     score: float = -math.inf
+    saved_score: float = -math.inf
+    """The score of the checkpoint that is kept, which is lower than `score` if a better one did not fit on the disk."""
     is_new: bool = False
-    """Whether the last evaluation was the best."""
+    """Whether the last evaluation was better than that of the checkpoint that is kept."""
 
     @property
     def reached_target(self) -> bool:
@@ -200,15 +202,15 @@ class BestEvaluation:
     def update(self, metrics: Mapping[str, float]) -> None:
         """Compare the score of an evaluation, if it has one, with those of earlier evaluations."""
         score = evaluation_score(metrics)
-        self.is_new = score > self.score
-        if self.is_new:
-            self.score = score
+        self.is_new = score > self.saved_score
+        self.score, self.saved_score = max(self.score, score), max(self.saved_score, score)
 
     def state_dict(self) -> StateDict:
-        return {"score": self.score}
+        return {"score": self.score, "saved_score": self.saved_score}
 
     def load_state_dict(self, state: StateDict) -> None:
         self.score = state["score"]
+        self.saved_score = state.get("saved_score", self.score)  # older checkpoints do not have it
 
 
 @dataclass(frozen=True)

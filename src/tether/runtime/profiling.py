@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessTrace:
@@ -20,10 +24,20 @@ class ProcessTrace:
         self._profile.__enter__()
 
     def write(self, file: Path | None) -> None:
-        """Stop recording and write the trace, a ``.json.gz``; None: discard it."""
+        """Stop recording and write the trace, a ``.json.gz``; None: discard it.
+
+        A trace that cannot be written is a warning.
+        """
         assert self._profile
         ended, self._profile = self._profile, None
         ended.__exit__(None, None, None)
-        if file is not None:
+        if file is None:
+            return
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
             ended.export_chrome_trace(str(file))
+        except OSError as error:
+            with suppress(OSError):
+                file.unlink()
+            reason = error.strerror or error
+            logger.warning("%s: the trace cannot be written (%s); the run continues without it", file, reason)

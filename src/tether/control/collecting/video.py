@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from tether.control.envs.protocol import Renders
 from tether.runtime.install import pip_install
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 16
 """Image sides are padded to a multiple of it, as all players of H.264 support."""
 
@@ -25,20 +28,25 @@ class Writer(Protocol):
 
 
 class Video:
-    """Appends an image of the first environment on each call."""
+    """Appends an image of the first environment on each call, until ffmpeg ends, as it does on a full disk."""
 
     def __init__(self, env: Renders, writer: Writer) -> None:
-        self._env, self._writer = env, writer
+        self._env, self._writer, self.failed = env, writer, False
 
     def __call__(self) -> None:
+        if self.failed:
+            return
         picture = self._env.render()
         missing = [(0, -side % BLOCK) for side in picture.shape[:2]]
-        self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
+        try:
+            self._writer.append_data(np.pad(picture, [*missing, (0, 0)], mode="edge"))
+        except OSError:
+            self.failed = True
 
 
 @contextmanager
 def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
-    """Write an mp4 (H.264) and create its folders.
+    """Write an mp4 (H.264) and create its folders; a video that ffmpeg cannot write is a warning.
 
     Raises:
         ValueError: ffmpeg is missing.
@@ -48,5 +56,9 @@ def open_video(env: Renders, path: Path, fps: int) -> Iterator[Video]:
         writer = imageio.get_writer(path, format="FFMPEG", fps=fps, codec="libx264", macro_block_size=BLOCK)
     except ImportError as error:
         raise ValueError(f"{path}: writing mp4 needs ffmpeg ({error}). Run: {pip_install('video')}") from error
+    video = Video(env, writer)
     with writer:
-        yield Video(env, writer)
+        yield video
+    if video.failed:
+        path.unlink(missing_ok=True)
+        logger.warning("%s: not written, as ffmpeg ended, for the reason above; the evaluation continues", path)

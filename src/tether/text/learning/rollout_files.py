@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class RolloutFiles:
             unfinished.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
             unfinished.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink()
             raise LogFailed(
                 error.errno,
                 f"{path}: cannot be written ({error.strerror}). Free space there, or name another folder with "
