@@ -21,6 +21,8 @@ from tether.loop.ahead import FILE, SamplingAhead, SourceAhead
 from tether.loop.protocol import CheckpointExtras, EvaluationResult, Experience
 from tether.metrics.timing import Timer
 from tether.text.build import build_run
+from tether.view.queries import sample, samples
+from tether.view.run import RunFolder
 
 MODES = {
     "one_step_off": ["trainer.async_mode=one_step_off"],
@@ -274,10 +276,22 @@ def test_a_run_learns_from_partial_responses(inputs: Path, tmp_path: Path):
         mixed = [row for row in rows if len(set(row.get("token_versions", []))) > 1]
         assert len(mixed) / len(rows) == metrics[step].get("training/partial_rows", 0.0)
         assert all(row["policy_version"] == min(row.get("token_versions", [row["policy_version"]])) for row in rows)
+        check_recorded_versions(RunFolder(tmp_path / "run"), step, rows)
     assert all(metrics[step]["training/staleness"] <= 2 for step in (1, 2, 3))
     assert all(0 <= metrics[step].get("training/partial_rows", 0.0) <= 1 for step in (1, 2, 3))
     assert all(map(math.isfinite, metrics[3].values()))
     assert metrics[3]["actor/grad_norm"] > 0
+
+
+def check_recorded_versions(run: RunFolder, step: int, rows: list[dict[str, Any]]) -> None:
+    """`tether view` shows of each response, and of each token, the weights that sampled it."""
+    shown = samples(run, step=step, limit=len(rows))["rows"]
+    assert [row["policy_version"] for row in shown] == [row["policy_version"] for row in rows]
+    recorded = [row["row"] for row in shown if row["recorded"]]
+    assert recorded
+    for row in recorded:
+        values = sample(run, step, row)["tokens"]["values"]
+        assert values.get("policy_version") == rows[row].get("token_versions")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.runs import recorded_runs
 from tests.runs.golden import Golden
+from tests.view import recipe_runs
 from tests.view.planted import Numbers, control_config, healthy, write_control, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
@@ -28,6 +30,12 @@ def with_metrics(**values: float | Callable[[int], float]) -> Callable[[int, np.
 def format_alone(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
     layout = min(1.0, 0.1 + 0.03 * step)
     return layout, {"format": layout, "acc": 0.1 * float(rng.random() < 0.1)}
+
+
+def slow_beginning(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
+    """The format is learned first, and the first right answers come after it: from 1 % to 5 %."""
+    layout, acc = min(1.0, 0.1 + 0.03 * step), float(rng.random() < 0.01 + 0.0006 * step)
+    return 0.1 * layout + 0.9 * acc, {"format": layout, "acc": acc}
 
 
 def one_prompt(step: int, prompt: int, rng: np.random.Generator) -> tuple[float, Numbers]:
@@ -131,5 +139,25 @@ def test_no_rule_fires_on_a_healthy_run(golden: Golden, planted: Path, tmp_path:
     # Too early to say that it does not rise.
     early = with_metrics(critic__score__mean=0.3, response_length__mean=4.0)
     assert rules(write_text(tmp_path / "early", steps=12, metrics=early, limit=3)) == []
+    assert rules(write_text(tmp_path / "slow", steps=60, reward=slow_beginning)) == []
     for seed in range(5):
         assert rules(write_text(tmp_path / str(seed), steps=60, seed=seed)) == []
+
+
+def test_no_rule_fires_on_recorded_runs_that_learn(tmp_path: Path) -> None:
+    """Recipes, and short runs of which those that go wrong have advice."""
+    assert len(recipes := recipe_runs.recorded()) == 4
+    assert {name: rules(recipe_runs.write(name, tmp_path / name)) for name in recipes} == {name: [] for name in recipes}
+    short = recorded_runs.recorded()
+    for name, steps in short.items():
+        logger = JsonlLogger(RunInfo(tmp_path / name, "planted", name, {}, len(steps)))
+        for step, metrics in enumerate(steps, start=1):
+            logger.log(step, metrics)
+        logger.close()
+    assert {"healthy text", "healthy control", "a healthy pendulum"} < short.keys()
+    assert {name: fired for name in short if (fired := rules(tmp_path / name))} == {
+        "one letter": ["entropy collapsed", "responses are identical"],
+        "paid for what is not meant": ["validation falls", "responses are identical"],
+        "silence": ["responses are identical"],
+        "a blind critic of control": ["critic explains nothing"],
+    }

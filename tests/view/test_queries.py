@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tether.view.alternatives import request_of
 from tether.view.compare import comparison, experiments, mean_curves, verdict
 from tether.view.export import write_page
 from tether.view.expression import matching
+from tether.view.rescoring import Rescoring, prepare
 from tether.view.run import RunFolder, find_runs
 
 
@@ -208,6 +210,77 @@ def test_alternatives_are_those_of_the_checkpoint_that_sampled(golden: Golden, p
     assert request_of(run, 1, run.record("tokens", 1)["rows"][0]["row"])["checkpoint"] == 2
 
 
+NEW_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
+    print("called")
+    if extra_info["index"] == FAILING:
+        raise KeyError("no such answer")
+    if extra_info["index"] == ABSTAINING:
+        return None
+    return {"score": len(solution_str), "reason": "long", "ratio": float("nan")}
+"""
+
+
+def test_responses_are_scored_again_beside_their_recorded_scores(golden: Golden, inputs: Path, tmp_path: Path) -> None:
+    run, chosen = RunFolder(golden.folder), (str(golden.folder), "--step", "1", "--rescore", "--json")
+    if not isinstance(golden.loop, Text):
+        assert "is a run in a simulator, whose rewards" in refusal(*chosen)
+        assert "is a run in a simulator" in refusal(*chosen, "--sample", "0")
+        return
+    from tether.commands.rescore import rescore
+
+    def score_again(prepared: Rescoring, **changes: object) -> dict[str, Any]:
+        values, folder, reward, responses = prepared.request.values()
+        return prepared.compare(rescore(values | changes, Path(folder), reward, responses))
+
+    rows = queries.samples(run, step=1, limit=100)["rows"]
+    with pytest.raises(ValueError, match=r"object:letters: was an object of the program that .*FILE\.py:NAME"):
+        score_again(prepare(run, rows, None))
+    same = score_again(prepare(run, rows, f"{inputs / 'reward.py'}:compute_score"))
+    assert (same["changed"], same["left_out"], len(same["rows"])) == (0, [], len(rows))
+    for row, again in zip(rows, same["rows"], strict=True):
+        assert again["recorded"] == {"score": row["reward"], "extra": row["extra"], "error": None}
+        assert again["now"]["score"] == pytest.approx(row["reward"])
+        assert again["now"]["extra"] == row["extra"]
+        assert (again["same_score"], again["warnings"]) == (True, [])
+    # Of some only the beginning is recorded: their text is that of their token ids, and without those it is unknown.
+    by_token = {one["row"] for one in run.record("tokens", 1)["rows"]}
+    cut = [row | {"response": "", "cut": 9} for row in rows]
+    unknown = [row for row in cut if row["row"] not in by_token]
+    assert [one["row"] for one in prepare(run, cut, None).left_out] == [row["row"] for row in unknown] != []
+    with pytest.raises(ValueError, match=r"only the beginning of its response was recorded; trainer\.record_mb"):
+        prepare(run, unknown, None)
+    failing, abstaining, changed, _ = sorted({row["index"] for row in rows})
+    names = f"FAILING, ABSTAINING = {failing}, {abstaining}"
+    (tmp_path / "new.py").write_text(f"{names}\n{NEW_REWARD}")
+    data = (inputs / "train.jsonl").read_text().splitlines()
+    data[changed] = data[changed].replace(f'"ground_truth": "{2 * changed}"', '"ground_truth": "wrong"')
+    (tmp_path / "train.jsonl").write_text("\n".join(data))
+    files = run.config["data"] | {"train_files": [str(tmp_path / "train.jsonl")]}
+    mixed = [(cut if row["row"] in by_token else rows)[row["row"]] for row in rows]
+    again = score_again(prepare(run, mixed, f"{tmp_path / 'new.py'}:compute_score"), data=files)["rows"]
+    for row, one in zip(rows, again, strict=True):
+        has_score, failed = row["index"] not in (failing, abstaining), row["index"] == failing
+        assert one["now"]["score"] == (len(row["response"]) if has_score else None)
+        assert one["now"]["extra"] == ({"reason": "long", "ratio": None} if has_score else {})
+        assert ("no such answer" in str(one["now"]["error"]), bool(one["now"]["traceback"])) == (failed, failed)
+        place = f"{tmp_path / 'train.jsonl'} row {changed}"
+        warning = f"{place} has another expected answer now than the one that was recorded: 'wrong'"
+        assert one["warnings"] == ([warning] if row["index"] == changed else [])
+    rollout = run.config["actor_rollout_ref"]["rollout"] | {"multi_turn": {"enable": True}}
+    secret = {"path": "reward.py", "reward_kwargs": {"api_key": "***"}}
+    for key, changed, message in (
+        ("actor_rollout_ref", run.config["actor_rollout_ref"] | {"rollout": rollout}, "in several turns cannot be"),
+        ("custom_reward_function", secret, "custom_reward_function: has a secret, which a run does not record"),
+        ("critic", {"no_such_key": 1}, "its configuration is that of a version of tether with other keys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score_again(prepare(run, rows, None), **{key: changed})
+    assert "--reward new.py: name a function of a file: FILE.py:NAME" in refusal(*chosen, "--reward", "new.py")
+    assert "--reward: is for --rescore and for the page" in refusal(*chosen[:3], "--json", "--reward", "new.py:score")
+    assert "--token: does not apply to --rescore" in refusal(*chosen, "--sample", "0", "--token", "1")
+
+
 @pytest.mark.slow
 def test_alternatives_are_computed_in_a_process_of_their_own(golden: Golden, tmp_path: Path) -> None:
     if not isinstance(golden.loop, Text):
@@ -223,6 +296,21 @@ def test_alternatives_are_computed_in_a_process_of_their_own(golden: Golden, tmp
     shutil.copytree(golden.folder, broken)
     (broken / "global_step_2" / "actor" / "config.json").write_text("{")
     assert "config.json" in refusal(str(broken), *chosen[1:], "1", "--json")
+
+
+@pytest.mark.slow
+def test_responses_are_scored_again_in_a_process_of_their_own(golden: Golden, tmp_path: Path) -> None:
+    if not isinstance(golden.loop, Text):
+        pytest.skip("a run of a language model")
+    (tmp_path / "new.py").write_text(f"FAILING, ABSTAINING = -1, -1\n{NEW_REWARD}")
+    chosen = (str(golden.folder), "--step", "3", "--rescore", "--sample", "2")
+    answer = ask(*chosen, "--reward", f"{tmp_path / 'new.py'}:compute_score")
+    sample = queries.sample(RunFolder(golden.folder), 3, 2)
+    (one,) = answer["rows"]
+    assert (one["recorded"]["score"], one["now"]["score"]) == (sample["reward"], len(sample["response"]))
+    assert (answer["changed"], one["same_score"], one["now"]["extra"]["reason"]) == (1, False, "long")
+    assert "new.py has no such function" in refusal(*chosen, "--reward", f"{tmp_path / 'new.py'}:score", "--json")
+    assert "object:letters: was an object" in refusal(*chosen, "--json")
 
 
 def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None:

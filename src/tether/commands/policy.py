@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tether.checkpoints import find_checkpoint, run_of
-from tether.config import LoadedConfig, load_config, values_of
+from tether.config import LoadedConfig, RunConfig, load_config, values_of
 from tether.loop.engine import named_out_of_memory
 from tether.runtime.disk import ANOTHER_CHECKPOINT, read_json, reading
 from tether.runtime.objects import holding, is_object
@@ -241,13 +241,27 @@ def load_saved(checkpoint: Path, overrides: Sequence[str]) -> LoadedConfig:
     can be inferred from the run's folder, files that exist only there are used from any working directory.
     """
     saved, loaded = (load_config(checkpoint / "run.yaml", more) for more in ([], overrides))
-    folder, run = Path(saved.config.trainer.default_local_dir), run_of(checkpoint.absolute())
-    if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
+    started_in = started_folder(saved.config, run_of(checkpoint.absolute()))
+    if started_in is None:
         return loaded
-    started_in = run.parents[len(folder.parts) - 1]
     values = {key: value for key, value in values_of(loaded.config).items() if loaded.sources[key] != "command line"}
+    return loaded.with_values(moved_files(values, started_in), str(started_in))
+
+
+def started_folder(config: RunConfig, run: Path) -> Path | None:
+    """Return the folder in which a run was started, inferred from the absolute path of the run's folder; None if it
+    cannot be."""
+    folder = Path(config.trainer.default_local_dir)
+    if folder.is_absolute() or run.parts[-len(folder.parts) :] != folder.parts:
+        return None
+    return run.parents[len(folder.parts) - 1]
+
+
+def moved_files(values: Mapping[str, Any], started_in: Path) -> dict[str, Any]:
+    """Return the values of a configuration that name files which exist only in the folder of the start, with their
+    paths there."""
     moved = {key: _in_folder(started_in, value) for key, value in values.items()}
-    return loaded.with_values({key: value for key, value in moved.items() if value != values[key]}, str(started_in))
+    return {key: value for key, value in moved.items() if value != values[key]}
 
 
 def _in_folder(folder: Path, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -14,6 +15,7 @@ import typer
 
 from tether.runtime.install import pip_install
 from tether.runtime.terminal import Screen
+from tether.types import JsonObject
 
 if TYPE_CHECKING:
     from tether.view.run import RunFolder
@@ -59,6 +61,14 @@ def view(
     key: Annotated[
         list[str] | None, typer.Option("--key", "-k", help="With --json: the values of a metric by step.")
     ] = None,
+    rescore: Annotated[
+        bool,
+        typer.Option("--rescore", help="With --json: score the samples again, in another process, and compare."),
+    ] = False,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:NAME", help="A reward function that --rescore and the page take, too."),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 0,
 ) -> None:
     """Show what runs did: curves, samples, tokens, episodes, and advice.
@@ -68,13 +78,14 @@ def view(
     from tether.view.run import RunFolder, find_runs
 
     query = Query(step, sample, token, where, search, sort, limit)
-    lists = [name for name, chosen in (("--prompts", prompts), ("--tasks", tasks), ("--key", key)) if chosen]
-    given = [*query.given, *lists]
+    chosen = {"--prompts": prompts, "--tasks": tasks, "--key": key, "--rescore": rescore}
+    given = [*query.given, *(name for name, value in chosen.items() if value)]
     if given and not as_json:
         raise ValueError(f"{given[0]}: is for --json, which prints the answer; the page has it as a filter or a link")
     folders = find_runs(runs)
     if given and len(folders) > 1:
         raise ValueError(f"{given[0]}: is asked of one run, and there are {len(folders)}; name one of them")
+    _check_reward(reward, is_used=rescore or not (as_json or export))
     if as_json:
         opened = [RunFolder(folder) for folder in folders]
         if len(opened) > 1:
@@ -83,6 +94,8 @@ def view(
             answer = _curves(opened[0], key, [one for one in given if one != "--key"])
         elif tasks:
             answer = _tasks(opened[0], [one for one in given if one != "--tasks"])
+        elif rescore:
+            answer = _rescored(opened[0], query, reward)
         elif prompts:
             answer = _prompts(opened[0], limit, [one for one in given if one not in ("--prompts", "--limit")])
         else:
@@ -100,7 +113,7 @@ def view(
                 )
         from tether.view.server import serve
 
-        serve(folders, port, typer.echo)
+        serve(folders, port, typer.echo, reward)
 
 
 @dataclass(frozen=True)
@@ -161,28 +174,64 @@ def _token(run: RunFolder, step: int, sample: int, token: int) -> object:
     return {"source": answer["source"], "token": token, "id": request["response_ids"][token], **answer["tokens"][token]}
 
 
-def _answer(run: RunFolder, query: Query) -> object:
-    from tether.view import queries
-    from tether.view.advice import advise
+def _check_reward(reward: str | None, *, is_used: bool) -> None:
+    if reward is None:
+        return
+    if not is_used:
+        raise ValueError("--reward: is for --rescore and for the page; leave it out")
+    if re.fullmatch(r".+\.py:\w+", reward) is None:
+        raise ValueError(f"--reward {reward}: name a function of a file: FILE.py:NAME")
 
-    if query.sample is not None:
-        if query.step is None:
-            raise ValueError("--sample: name its step, too: --step N --sample ROW")
-        others = [one for one in query.given if one not in ("--step", "--sample", "--token")]
-        if others:
-            raise ValueError(f"{others[0]}: does not apply to --sample, which is one row; leave it out")
+
+def _rescored(run: RunFolder, query: Query, reward: str | None) -> object:
+    from tether.view import queries
+    from tether.view.rescoring import prepare
+
+    if query.sample is None and query.token is None:
+        rows = _samples(run, query)["rows"]
+    else:
+        step, sample = _one_sample(query)
         if query.token is not None:
-            return _token(run, query.step, query.sample, query.token)
-        return (queries.sample if run.kind == "text" else queries.episode)(run, query.step, query.sample)
-    if query.token is not None:
+            raise ValueError("--token: does not apply to --rescore, which scores complete responses; leave it out")
+        rows = [queries.sample(run, step, sample)]
+    prepared = prepare(run, rows, reward)
+    return prepared.compare(prepared.score())
+
+
+def _one_sample(query: Query) -> tuple[int, int]:
+    """Return step and row of the sample that a query names."""
+    if query.sample is None:
         raise ValueError("--token: name its step and sample, too: --step N --sample ROW --token INDEX")
-    if not query.given:
-        return queries.overview(run) | {"advice": advise(run)}
+    if query.step is None:
+        raise ValueError("--sample: name its step, too: --step N --sample ROW")
+    others = [one for one in query.given if one not in ("--step", "--sample", "--token")]
+    if others:
+        raise ValueError(f"{others[0]}: does not apply to --sample, which is one row; leave it out")
+    return query.step, query.sample
+
+
+def _samples(run: RunFolder, query: Query) -> JsonObject:
+    from tether.view import queries
+
     answer = queries.samples(
         run, step=query.step, where=query.where, text=query.search, sort=query.sort, limit=query.limit or DEFAULT_LIMIT
     )
     _say_what_is_missing(answer["shown"], answer["total"], "samples" if run.kind == "text" else "episodes")
     return answer
+
+
+def _answer(run: RunFolder, query: Query) -> object:
+    from tether.view import queries
+    from tether.view.advice import advise
+
+    if not query.given:
+        return queries.overview(run) | {"advice": advise(run)}
+    if query.sample is None and query.token is None:
+        return _samples(run, query)
+    step, sample = _one_sample(query)
+    if query.token is not None:
+        return _token(run, step, sample, query.token)
+    return (queries.sample if run.kind == "text" else queries.episode)(run, step, sample)
 
 
 def _say_what_is_missing(shown: int, total: int, what: str) -> None:

@@ -28,7 +28,7 @@ from tether.text.data.config import DataConfig
 from tether.text.data.custom import load_custom_dataset, rows_of_object
 from tether.text.data.examples import ExampleDataset
 from tether.text.data.prompts import PromptDataset, PromptOptions, dated_template, today
-from tether.text.data.rows import RowAgent
+from tether.text.data.rows import RowAgent, Rows
 from tether.text.input_checks import check_turns_act, rows_of, trained_sections
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
@@ -213,24 +213,7 @@ def build_dataset(
 
     Without a tokenizer, which a custom dataset requires, they have no token ids.
     """
-    columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
-    template = data.chat_template
-    if tokenizer:
-        template = dated_template(tokenizer, template, data.chat_template_date)
-    if is_object(files[0]):
-        rows = rows_of_object(files[0], columns)
-    elif data.custom_cls.path:
-        assert tokenizer
-        rows = load_custom_dataset(
-            data.custom_cls.path,
-            data.custom_cls.name or "",
-            files=files,
-            tokenizer=_dated(tokenizer, data.chat_template_date),
-            config=data.model_dump() | {"chat_template": template},
-            columns=columns,
-        )
-    else:
-        rows = rows_of(data, files)
+    rows, template = read_rows(data, tokenizer, files), _template(data, tokenizer)
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
         filter_overlong_prompts=data.filter_overlong_prompts,
@@ -245,3 +228,25 @@ def build_dataset(
         tools=tools.schemas if tools else (),
     )
     return PromptDataset(rows, tokenizer, options)
+
+
+def read_rows(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None, files: Sequence[str]) -> Rows:
+    """Read the rows of `files`; a custom dataset requires a tokenizer."""
+    columns = Columns(data.prompt_key, data.reward_fn_key, data.answer_key, data.data_source)
+    if is_object(files[0]):
+        return rows_of_object(files[0], columns)
+    if not data.custom_cls.path:
+        return rows_of(data, files)
+    assert tokenizer
+    return load_custom_dataset(
+        data.custom_cls.path,
+        data.custom_cls.name or "",
+        files=files,
+        tokenizer=_dated(tokenizer, data.chat_template_date),
+        config=data.model_dump() | {"chat_template": _template(data, tokenizer)},
+        columns=columns,
+    )
+
+
+def _template(data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return dated_template(tokenizer, data.chat_template, data.chat_template_date) if tokenizer else data.chat_template

@@ -16,7 +16,7 @@ from tether.view.run import RunFolder
 from tether.view.server import STATIC
 
 MAX_BYTES = 20_000_000
-SCRIPTS = ("chart.js", "text.js", "advice.js", "strip.js", "trend.js", "step.js", "control.js", "app.js")
+SCRIPTS = ("chart.js", "text.js", "advice.js", "strip.js", "reward.js", "trend.js", "step.js", "control.js", "app.js")
 """The modules in the order in which they are joined: each uses those before it."""
 
 

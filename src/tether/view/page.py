@@ -11,19 +11,20 @@ from tether.view.run import RunFolder
 Arguments = Mapping[str, str]
 
 
-def answer(runs: Sequence[RunFolder], question: str, arguments: Arguments) -> object:
+def answer(runs: Sequence[RunFolder], question: str, arguments: Arguments, reward: str | None = None) -> object:
     """Return the answer to a question of the page.
 
     Args:
         runs: all runs.
         question: its name.
         arguments: ``run`` is the index of the run; others belong to the question.
+        reward: ``FILE.py:NAME`` of a function that the page offers to score samples with.
 
     Raises:
         ValueError: there is no such question, or its arguments are wrong.
     """
     if question == "runs":
-        return compare.comparison(runs) | {"versions": [run.version for run in runs]}
+        return compare.comparison(runs) | {"versions": [run.version for run in runs], "reward": reward}
     if question == "mean_curves":
         return compare.mean_curves(runs, arguments["key"], arguments.get("axis", "step"))
     run = runs[_number(arguments, "run", 0) or 0]

@@ -497,8 +497,10 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
     """Return everything that is known of a response; ``tokens`` is None if it was not recorded token by token.
 
     Raises:
-        ValueError: the step was not recorded, or has no such row.
+        ValueError: the step was not recorded, or has no such row; or the run is in a simulator.
     """
+    if run.kind != "text":
+        raise ValueError(f"{run.folder}: is a run in a simulator, which has episodes and no responses")
     columns = run.columns(_recorded(run, step))
     if not 0 <= row < len(columns["reward"]):
         raise ValueError(f"step {step} has no sample {row}; it has {len(columns['reward'])}")

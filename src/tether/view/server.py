@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tether.types import JsonObject
 from tether.view.alternatives import compute_alternatives, request_of
 from tether.view.page import answer
+from tether.view.queries import sample
+from tether.view.rescoring import prepare
 from tether.view.run import RunFolder
 
 if TYPE_CHECKING:
@@ -29,13 +31,14 @@ HEADERS = {
 }
 
 
-def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> None:
+def serve(folders: Sequence[Path], port: int, say: Callable[[str], object], reward: str | None = None) -> None:
     """Print an address and serve runs there until the process is interrupted.
 
     Args:
         folders: folders of the runs.
         port: the port; 0 takes a free one.
         say: prints the address.
+        reward: ``FILE.py:NAME`` of a function that samples may be scored with, besides the reward of their run.
 
     Raises:
         ValueError: the port is in use.
@@ -54,12 +57,13 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> N
 
         import uvicorn
 
-        config = uvicorn.Config(make_app(folders, token), log_level="warning", access_log=False)
+        config = uvicorn.Config(make_app(folders, token, reward), log_level="warning", access_log=False)
         uvicorn.Server(config).run([listening])
 
 
-def make_app(folders: Sequence[Path], token: str) -> Starlette:
-    """Return the application that serves runs under ``/TOKEN/``; all other addresses are not found."""
+def make_app(folders: Sequence[Path], token: str, reward: str | None = None) -> Starlette:
+    """Return the application that serves runs under ``/TOKEN/``; all other addresses are not found. For `reward` see
+    `serve`."""
     import asyncio
 
     from starlette.applications import Starlette
@@ -92,7 +96,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         for run in runs:
             run.refresh()
         try:
-            return as_json(answer(runs, request.path_params["question"], dict(request.query_params)))
+            return as_json(answer(runs, request.path_params["question"], dict(request.query_params), reward))
         except (ValueError, KeyError, IndexError) as error:
             return as_json({"error": str(error)}, 400)
 
@@ -113,6 +117,20 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         except (ValueError, KeyError, IndexError) as error:
             return as_json({"error": str(error)}, 400)
 
+    async def rescored(request: Request) -> Response:
+        if not secrets.compare_digest(request.path_params["token"], token):
+            return respond(b"not found", "text/plain", 404)
+        try:
+            index, step, row = (int(request.query_params[name]) for name in ("run", "step", "row"))
+            # The page names no file: with its address alone nobody can run code that is not meant to be run.
+            function = reward if request.query_params.get("by") == "file" else None
+            prepared = prepare(runs[index], [sample(runs[index], step, row)], function)
+            async with computing:
+                outcomes = await run_in_threadpool(prepared.score)
+            return as_json(prepared.compare(outcomes))
+        except (ValueError, KeyError, IndexError) as error:
+            return as_json({"error": str(error)}, 400)
+
     async def video(request: Request) -> Response:
         index, name = int(request.path_params["run"]), request.path_params["name"]
         if not secrets.compare_digest(request.path_params["token"], token) or index >= len(runs):
@@ -124,6 +142,7 @@ def make_app(folders: Sequence[Path], token: str) -> Starlette:
         routes=[
             Route("/{token}/", page),
             Route("/{token}/ask/alternatives", alternatives),
+            Route("/{token}/ask/rescored", rescored),
             Route("/{token}/ask/{question}", ask),
             Route("/{token}/video/{run:int}/{name}", video),
             Route("/{token}/{name}", page),

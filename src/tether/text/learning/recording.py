@@ -252,17 +252,20 @@ def _texts(rows: _Rows, budget: int) -> dict[str, object]:
         if len(text) > limit:
             one["cut"] = len(text) - limit
         if isinstance(outcome, Score):
-            one["extra"] = {key: _short(value, limit) for key, value in outcome.extra.items()}
+            one["extra"] = recorded_values(outcome, limit)
         elif isinstance(outcome, RewardError):
             one["error"], one["traceback"] = outcome.message[:limit], outcome.traceback[-limit:]
         details.append(one)
     return {"prompts": listed, "rows": details}
 
 
-def _short(value: object, limit: int) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, bool | int | float) else str(value)[:limit]
+def recorded_values(score: Score, limit: int) -> dict[str, object]:
+    """Return what a reward returned in addition to the score: finite numbers, and other values as text of at most
+    `limit` characters."""
+    return {
+        key: (value if math.isfinite(value) else None) if isinstance(value, int | float) else str(value)[:limit]
+        for key, value in score.extra.items()
+    }
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:

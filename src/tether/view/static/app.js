@@ -35,7 +35,7 @@ function viewOf(state, overview, runs) {
   if (state.view === "compare") return () => compared(runs, state, ask, go);
   const text = overview.kind === "text";
   const last = overview.steps.at(-1);
-  if (state.sample !== undefined && state.step !== undefined && !state.view) return () => (text ? sample : episode)(overview, state, ask, go);
+  if (state.sample !== undefined && state.step !== undefined && !state.view) return () => text ? sample(runs, state, ask, go) : episode(overview, state, ask, go);
   switch (state.view) {
     case "samples": return () => step(overview, { ...state, step: undefined }, ask, go);
     case "step": return () => (text ? step : episodes)(overview, { ...state, step: nearest(overview.steps, state.step ?? last) }, ask, go);

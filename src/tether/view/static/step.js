@@ -2,6 +2,7 @@ import { h, text, number, facts, link, table, wordDiff } from "./text.js";
 import { chart, histogram } from "./chart.js";
 import { strip } from "./strip.js";
 import { adviceBox } from "./advice.js";
+import { rewardOf } from "./reward.js";
 
 export async function step(overview, state, ask, go) {
   const arguments_ = { run: state.run, step: state.step };
@@ -95,18 +96,15 @@ export async function group(state, ask, go) {
   ];
 }
 
-export async function sample(overview, state, ask, go) {
+export async function sample(runs, state, ask, go) {
   const one = await ask("sample", { run: state.run, step: state.step, row: state.sample });
   const history = await ask("prompt", { run: state.run, index: one.index }).catch(() => ({ training: [] }));
   const earlier = history.training, first = earlier[0], last = earlier.at(-1);
-  const extra = Object.entries(one.extra ?? {});
   const shown = [
     h("h1", {}, `Step ${state.step}, sample ${state.sample}`),
     h("p", { class: "faint small" }, "Keys: j and k next and previous token, l and h next and previous recorded sample, u back to the step."),
     facts({ reward: one.reward ?? "none", prompt: one.index, group: one.group, length: one.length, "cut by the limit": one.truncated ? "yes" : "no", advantage: one.advantage, ratio: one.ratio, "policy version": one.policy_version, chosen: one.reasons?.join(", ") }),
-    h("h2", {}, "Reward"),
-    one.error ? h("p", { class: "bad" }, one.error) : null, one.traceback ? h("details", {}, h("summary", {}, "traceback"), text(one.traceback)) : null,
-    facts({ expected: one.ground_truth ?? "not recorded", extracted: one.extra?.pred ?? one.extra?.answer ?? "not returned by the reward (key pred)", reason: one.extra?.reason ?? "not returned by the reward (key reason)", ...Object.fromEntries(extra.filter(([name]) => !["pred", "answer", "reason"].includes(name))) }),
+    ...rewardOf(one, runs, state, ask),
   ];
   if (one.tokens) {
     shown.push(h("h2", {}, "Tokens"), strip(one, state, go, ask));

@@ -1,0 +1,155 @@
+"""The process behind `tether view --rescore`: python -m tether.commands.rescore
+
+It reads a request of `tether.view.rescoring` from its stdin, and writes the outcome of each response as JSON. Models
+that score compute on the CPU: a GPU may be busy with the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tether.commands.policy import moved_files, started_folder
+from tether.config import RunConfig, values_of, with_values
+from tether.config.secrets import has_secrets
+from tether.runtime.cache import cache_dir
+from tether.runtime.machine import set_threads
+from tether.runtime.objects import is_object
+from tether.runtime.user_files import search_also
+from tether.text.data.prompts import decode
+from tether.text.data.rows import Row
+from tether.text.inputs import build_tokenizer, read_rows
+from tether.text.learning.recording import recorded_values
+from tether.text.models.model_path import resolve_model_path
+from tether.text.rewards.build import build_rewards
+from tether.text.rewards.outcome import Dialogue, RewardError, RewardOutcome, RewardRequest, Score
+from tether.types import JsonObject
+
+MAX_WORKERS = 4
+"""Reward processes, beside a run that may train on this machine."""
+MAX_CHARACTERS = 10_000
+"""Length of a text that a reward returns in addition to the score."""
+
+
+def rescore(values: JsonObject, folder: Path, reward: str | None, responses: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return the outcome of each response.
+
+    Args:
+        values: the recorded configuration of the run.
+        folder: folder of the run.
+        reward: ``FILE.py:NAME`` of a function instead of the reward of the run.
+        responses: the index of the row of each, its text (None: only token ids were recorded in full), and the token
+            ids of prompt and response (None: they were not recorded).
+
+    Raises:
+        ValueError: the reward cannot be loaded or needs what was not recorded, or the data are missing.
+    """
+    config = _config(values, folder, reward, len(responses))
+    _check(config, responses)
+    set_threads(config.trainer.num_threads)
+    data, model, tokenizer = config.data, config.actor_rollout_ref.model, None
+    if data.custom_cls.path or any(response["text"] is None for response in responses):
+        path = resolve_model_path(model.tokenizer_path, cache_dir(), weights=False)
+        tokenizer = build_tokenizer(data, model, path)
+    rows, requests, of_responses = read_rows(data, tokenizer, data.train_files), list[RewardRequest](), list[Row]()
+    for response in responses:
+        if response["index"] >= len(rows):
+            raise ValueError(
+                f"data.train_files: has {len(rows)} rows now, and the response is to row {response['index']}"
+            )
+        of_responses.append(row := rows[response["index"]])
+        text = response["text"]
+        if text is None:
+            assert tokenizer
+            text = decode(tokenizer, response["response_ids"], skip_special_tokens=True)
+        dialogue = Dialogue(row.messages, response["prompt_ids"] or (), response["response_ids"])
+        requests.append(RewardRequest(row.data_source, text, row.ground_truth, row.extra_info, dialogue))
+    with build_rewards(config) as rewards:
+        outcomes = rewards.score(requests)
+        seconds = list(rewards.durations)
+    return [_as_json(*one) for one in zip(of_responses, outcomes, seconds, strict=True)]
+
+
+def _config(values: JsonObject, folder: Path, reward: str | None, count: int) -> RunConfig:
+    """Return the configuration of a run with the reward that is to score `count` responses of it."""
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{folder}: its configuration is that of a version of tether with other keys") from error
+    if (started_in := started_folder(config, folder)) is not None:
+        config = with_values(config, moved_files(values_of(config), started_in))
+    changed: dict[str, object] = {"trainer.device": "cpu", "reward_model.num_workers": min(count, MAX_WORKERS)}
+    if reward is not None:
+        path, _, name = reward.rpartition(":")
+        changed |= {"custom_reward_function.path": path, "custom_reward_function.name": name}
+        changed |= {"reward_model.enable": False, "reward_model.parts": {}, "reward_model.reward_manager": "naive"}
+    return with_values(config, changed)
+
+
+def _as_json(row: Row, outcome: RewardOutcome, seconds: float) -> JsonObject:
+    failed = isinstance(outcome, RewardError)
+    return {
+        "score": outcome.value if isinstance(outcome, Score) else None,
+        "extra": recorded_values(outcome, MAX_CHARACTERS) if isinstance(outcome, Score) else {},
+        "error": outcome.message if failed else None,
+        "traceback": outcome.traceback if failed else None,
+        "seconds": seconds,
+        "place": row.place,
+        "prompt": "\n".join(str(message.get("content", "")) for message in row.messages),
+        "ground_truth": str(row.ground_truth),
+    }
+
+
+def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
+    """Refuse what a record has not enough for.
+
+    Raises:
+        ValueError: the message names the key and says what is missing.
+    """
+    rollout, reward, files = config.actor_rollout_ref.rollout, config.reward_model, config.data.train_files
+    if rollout.multi_turn.enable or rollout.agent.plays_endpoint:
+        raise ValueError(
+            "responses in several turns cannot be scored again: what tools, environments or programs said of them "
+            "is not recorded"
+        )
+    for key, value in (
+        ("custom_reward_function.path", config.custom_reward_function.path),
+        ("data.train_files", files[0]),
+    ):
+        if value is not None and is_object(value):
+            fix = ". Name a file with --reward FILE.py:NAME" if key.endswith("path") else ""
+            raise ValueError(f"{key}={value}: was an object of the program that trained, and no file{fix}")
+    for key in ("custom_reward_function", "reward_model"):
+        if has_secrets(getattr(config, key).model_dump()):
+            raise ValueError(
+                f"{key}: has a secret, which a run does not record. Let the reward read it from an environment variable"
+            )
+    if reward.enable and reward.model.input_tokenizer is None and any(one["response_ids"] is None for one in responses):
+        raise ValueError(
+            "reward_model.model.input_tokenizer=null: the reward model reads token ids, which are recorded of the "
+            "chosen samples of a step only. Take one of those"
+        )
+
+
+def main() -> None:
+    """Answer one request."""
+    os.nice(10)  # what trains on this machine goes first
+    search_also(Path.cwd())
+    request = json.load(sys.stdin)
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)  # what a reward prints is no part of the answer
+        try:
+            outcomes = rescore(request["config"], Path(request["folder"]), request["reward"], request["responses"])
+            answer: JsonObject = {"outcomes": outcomes}
+        except ValueError as error:
+            answer = {"error": str(error)}
+        json.dump(answer, stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Recorded responses scored again: by the reward of the run as its files are now, or by the function of another file.
+
+Another process (`tether.commands.rescore`) reads the rows of the training data, loads the reward and calls it; the
+viewer itself runs no code of a user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tether.types import JsonObject
+from tether.view.process import ask_process
+from tether.view.queries import RECORD_MORE, numbers
+from tether.view.run import RunFolder
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """What is needed to score responses again, read from a run."""
+
+    request: JsonObject
+    """For the other process."""
+    rows: Sequence[JsonObject]
+    """The rows of the table of samples that it is about."""
+    left_out: Sequence[JsonObject]
+    """Samples of which only the beginning was recorded, ``{"step": ..., "row": ...}``."""
+
+    def score(self) -> list[JsonObject]:
+        """Return the new outcome of each row.
+
+        Raises:
+            ValueError: the reward cannot be loaded or needs what was not recorded, or the data are missing.
+        """
+        answer = ask_process("tether.commands.rescore", self.request, self.reward) if self.rows else {"outcomes": []}
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        outcomes: list[JsonObject] = answer["outcomes"]
+        return outcomes
+
+    def compare(self, outcomes: Sequence[JsonObject]) -> JsonObject:
+        """Return new outcomes beside the recorded ones."""
+        compared = [_compared(row, now) for row, now in zip(self.rows, outcomes, strict=True)]
+        changed = sum(not one["same_score"] for one in compared)
+        return {"reward": self.reward, "rows": compared, "changed": changed, "left_out": list(self.left_out)}
+
+    @property
+    def reward(self) -> str:
+        """What scores them, in words."""
+        return self.request["reward"] or "the reward of the run"
+
+
+def prepare(run: RunFolder, rows: Sequence[JsonObject], reward: str | None) -> Rescoring:
+    """Return what is needed to score responses of a run again.
+
+    Args:
+        run: the run.
+        rows: rows of the table of samples, as `tether.view.queries` returns them.
+        reward: ``FILE.py:NAME`` of a function instead of the reward of the run.
+
+    Raises:
+        ValueError: the run has no reward that could be called again, or no response was recorded in full.
+    """
+    if run.kind != "text":
+        raise ValueError(f"{run.folder}: is a run in a simulator, whose rewards cannot be computed again from a record")
+    if not run.config:
+        raise ValueError(f"{run.folder}: has no events.jsonl, which names its reward and its data")
+    requests = [_request(run, row) for row in rows]
+    left_out = [
+        {"step": row["step"], "row": row["row"]} for row, one in zip(rows, requests, strict=True) if one is None
+    ]
+    if left_out and len(left_out) == len(rows):
+        raise ValueError(
+            f"sample {left_out[0]['row']} of step {left_out[0]['step']}: only the beginning of its response was "
+            f"recorded; {RECORD_MORE} bounds it"
+        )
+    return Rescoring(
+        {
+            "config": run.config,
+            "folder": str(run.folder.resolve()),
+            "reward": reward,
+            "responses": [one for one in requests if one is not None],
+        },
+        [row for row, one in zip(rows, requests, strict=True) if one is not None],
+        left_out,
+    )
+
+
+def _request(run: RunFolder, row: JsonObject) -> JsonObject | None:
+    """Return the response of a row for the other process; None if it was not recorded in full."""
+    by_token = (run.record("tokens", row["step"]) or {"rows": []})["rows"]
+    recorded = next((one for one in by_token if one["row"] == row["row"]), None)
+    is_complete = "response" in row and not row["cut"]
+    if recorded is None and not is_complete:
+        return None
+    return {
+        "index": row["index"],
+        "text": row["response"] if is_complete else None,
+        "prompt_ids": numbers(recorded["prompt_ids"]) if recorded else None,
+        "response_ids": numbers(recorded["response_ids"]) if recorded else None,
+    }
+
+
+def _compared(row: JsonObject, now: JsonObject) -> JsonObject:
+    recorded = {"score": row["reward"], "extra": row.get("extra", {}), "error": row.get("error")}
+    warnings = []
+    for name, words in (("prompt", "prompt"), ("ground_truth", "expected answer")):
+        before, current = row.get(name) or "", now[name]
+        if current[: len(before)] != before:
+            warnings.append(f"{now['place']} has another {words} now than the one that was recorded: {current[:80]!r}")
+    return {
+        "step": row["step"],
+        "row": row["row"],
+        "recorded": recorded,
+        "now": now,
+        "same_score": _are_equal(recorded["score"], now["score"]),
+        "warnings": warnings,
+    }
+
+
+def _are_equal(recorded: float | None, now: float | None) -> bool:
+    """Whether two scores are equal in float32, in which they are recorded; None is no score."""
+    if recorded is None or now is None:
+        return recorded is now
+    return math.isclose(recorded, now, rel_tol=1e-6, abs_tol=1e-9)
