@@ -48,6 +48,18 @@ WITHOUT_EFFECT_IN_SIMULATORS = (
     "algorithm.actor_agg_q=min",
     "rollout.sync_weight_nccl_min_ctas=1",
     "runner.logger.wandb_entity=team",
+    "runner.rtc.min_exec_horizon=2",
+    "runner.stop_eval_on_keyboard_success=False",
+    "env.train.chunk_pause_seconds=0.4",
+    "env.train.main_image_key=wrist_1",
+    "env.train.no_gripper=False",
+    "env.train.use_spacemouse=False",
+    "actor.model.image_num=2",
+    "actor.model.rewrite_chunk_gripper=True",
+    "actor.model.openpi.rtc_guidance_clip=5.0",
+    "rollout.model.openpi.rtc_enabled=True",
+    "rollout.model.num_action_chunks=5",
+    "profile_data.actor_cost=95.7",
 )
 
 
@@ -59,6 +71,17 @@ def test_keys_without_effect_in_embodied_runs(imported):
         found = {name: fate for name, fate in fates(result).items() if key.startswith(name.removesuffix("*"))}
         assert set(found.values()) == {"no effect"}, override
         assert result.native == plain, override
+
+
+def test_chunks_that_are_replanned_and_copies_of_keys_that_there_are_not(imported):
+    assert refused(imported(EMBODIED, "runner.rtc.enabled=False")) == {}
+    assert "replanned" in refused(imported(EMBODIED, "runner.rtc.enabled=True"))["runner.rtc.enabled"]
+    (problem,) = imported(EMBODIED, "rollout.model.num_action_chunk=5").problems
+    assert str(problem).startswith("rollout.model.num_action_chunk: unknown key of RLinf. did you mean rollout.model.")
+
+
+def test_null_loggers_print(imported):
+    assert imported(EMBODIED, "runner.logger.logger_backends=null").native["trainer.logger"] == ["console"]
 
 
 WITHOUT_EFFECT_IN_TEXT = (
@@ -77,6 +100,7 @@ WITHOUT_EFFECT_IN_TEXT = (
     "actor.optim.loss_scale_window=1000",
     "actor.use_triton=True",
     "cluster.monitor_interval=1",
+    "profile_data.rollout_cost=59.9",
     "cluster.use_pre_process_policy=True",
     "data.choice_key=choices",
     "data.image_keys=[image]",

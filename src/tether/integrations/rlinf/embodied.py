@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from tether.control.policies.config import VLA_TYPES
 from tether.integrations.rlinf.older_names import OLDER_EMBODIED
-from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, flow_type
+from tether.integrations.rlinf.openpi import OPENPI, OPENPI_ROWS, WITH_RTC, flow_type
 from tether.integrations.rlinf.other_runs import ONLY_EMBODIED, OTHERS
 from tether.integrations.rlinf.other_simulator import NOT_TRANSLATED
 from tether.integrations.rlinf.rows import (
@@ -251,6 +251,7 @@ def _env(role: str) -> Table:
         f"{section}.data_collection.enabled": Refused("episodes are not written to files yet", fine=(False, None)),
         f"{section}.data_collection.*": NoEffect("acts with data_collection.enabled only"),
         **{f"{section}.{name}": SIMULATOR for name in SIMULATOR_KEYS},
+        f"{section}.chunk_pause_seconds": WITH_RTC,
     }
 
 
@@ -269,7 +270,7 @@ _VIDEOS: Mapping[str, Table] = {
 SIMULATOR_KEYS = (
     "wrap_obs_mode", "use_full_state", "use_3rd_view_as_extra", "obs_mode", "obs_format", "state_key", "state_keys",
     "render", "headless", "enable_rt", "sim_device", "gym_config_path", "wm_env_type", "base_config_name",
-    "override_cfg.*", "override_cfgs", "omnigibson_cfg.*",
+    "override_cfg.*", "override_cfgs", "omnigibson_cfg.*", "main_image_key", "no_gripper", "use_spacemouse",
 )  # fmt: skip
 
 _VLA: Table = {
@@ -289,7 +290,9 @@ _VLA: Table = {
     "actor.model.attn_implementation": to("policy.model_type", by=attention),
     "actor.model.force_musa_eager_sdpa": SPEED,
     "actor.model.trust_remote_code": NoEffect("the policy's classes are tether's"),
+    "actor.model.image_num": FROM_SPACES,
     "actor.model.image_size": FROM_SPACES,
+    "actor.model.rewrite_chunk_gripper": WITH_RTC,
     "actor.model.max_prompt_length": to("policy.max_prompt_length", by=of_vla),
     "actor.model.vocab_size": NoEffect("the policy's own tokens"),
     "actor.model.hidden_size": NoEffect("policy.hidden_dim of a new policy; a published or trained one has its own"),
@@ -297,7 +300,7 @@ _VLA: Table = {
 }
 """Keys of RLinf's presets and files of OpenVLA and OpenVLA-OFT."""
 
-EMBODIED: Table = {
+_ROWS: Table = {
     **OTHERS,
     **SHARED,
     **OLDER_EMBODIED,
@@ -330,6 +333,9 @@ EMBODIED: Table = {
     "runner.max_epochs": to("trainer.total_training_steps", by=training_steps),
     "runner.max_steps": to("trainer.total_training_steps", by=training_steps),
     "runner.only_eval": Refused("a checkpoint is tested with `tether eval`", fine=(False, None)),
+    "runner.rtc.enabled": Refused("chunks are not replanned while they are carried out", fine=(False, None)),
+    "runner.rtc.*": WITH_RTC,
+    "runner.stop_eval_on_keyboard_success": WITH_RTC,
     "runner.seq_length": TEXT_ONLY,
     "runner.max_prompt_length": TEXT_ONLY,
     "algorithm.normalize_advantages": to("algorithm.normalize_advantages", default=True),
@@ -411,6 +417,11 @@ EMBODIED: Table = {
     "reward.use_reward_model": Refused("learned rewards of images are not supported yet", fine=(False,)),
     "reward.*": NoEffect("acts with reward.use_reward_model only, which is not supported yet"),
 }  # fmt: skip
+ONLY_TESTED = NoEffect("read with runner.only_eval; in training the policy that acts is actor.model")
+EMBODIED: Table = {
+    **{key.replace("actor", "rollout", 1): ONLY_TESTED for key in _ROWS if key.startswith("actor.model.")},
+    **_ROWS,
+}
 """Every key of an embodied run that RLinf's PPO page and its recipes with an MLP policy name."""
 
 FIXED: Mapping[str, object] = {"critic.loss_coef": 1.0, "policy.normalize_rewards": False}

@@ -12,6 +12,7 @@ STEPS = 10
 """RLinf's default of `num_steps`."""
 OFF = (False, None)
 FOLDERS = NoEffect("sizes of the network are those of its folder")
+WITH_RTC = NoEffect("acts with runner.rtc.enabled only, which is not supported")
 SIZES = ("action_horizon", "action_dim", "max_token_len", "paligemma_variant", "action_expert_variant")
 """Of openpi's own model, which the section goes over."""
 
@@ -88,6 +89,7 @@ OPENPI_ROWS: Table = {
     f"{SECTION}.use_dsrl": Refused("DSRL is not supported", fine=OFF),
     f"{SECTION}.is_nft": Refused("NFT is not supported", fine=OFF),
     f"{SECTION}.dsrl_*": NoEffect("acts with use_dsrl only"),
+    f"{SECTION}.rtc_*": WITH_RTC,
     f"{SECTION}.pytorch_compile_mode": NoEffect("changes speed, and no result"),
     f"{SECTION}.add_value_head": NoEffect("algorithm.adv_type decides whether there is a critic"),
     f"{SECTION}.num_images_in_input": NoEffect("the environment's spaces say so"),

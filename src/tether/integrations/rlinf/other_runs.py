@@ -59,6 +59,7 @@ OTHERS: Table = {
     **OTHER_KINDS,
     **OTHER_WORKERS,
     "inference.*": ACTOR_COMPUTES,
+    "profile_data.*": NoEffect("read by RLinf's toolkit that places workers, and by no run"),
     "router_server_args.*": NoEffect("serves the reward model of reward.use_reward_model, which is not supported yet"),
     "cluster.net_emulation.enabled": Refused("no slow network is emulated", fine=(False, None)),
     "cluster.net_emulation.*": NoEffect("acts with enabled only"),

@@ -46,9 +46,9 @@ def name_of_run(value: object, values: Values) -> object:
     return UNSET if values.get("runner.logger.experiment_name") else value
 
 
-def loggers(value: str | Iterable[str], values: Values) -> object:
+def loggers(value: str | Iterable[str] | None, values: Values) -> object:
     """RLinf always prints, too."""
-    return ["console", *([value] if isinstance(value, str) else value)]
+    return ["console", *([value] if isinstance(value, str) else value or [])]
 
 
 def resume_path(value: object, values: Values) -> object:
