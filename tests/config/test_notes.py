@@ -33,14 +33,6 @@ def test_another_engine_is_never_silently_replaced():
     )
 
 
-def test_machines_that_do_not_sample_are_noted():
-    several = ["trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
-    for name in ("vllm", "sglang"):
-        (note,) = load(*several, f"{ROLLOUT}.name={name}").notes
-        assert note.startswith(f"trainer.nnodes=4 with {ROLLOUT}.name={name}: only the first machine samples")
-    assert load(*several).notes == load(*several, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://a:1]").notes
-
-
 def test_two_penalties_for_the_same_distance_are_noted():
     """verl's pages say that with the one in the loss there is none in the reward."""
     both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.2"]

@@ -331,6 +331,12 @@ CASES = {
         "http://LocalHost is named more than once (before as http://127.0.0.1:80). name each server once",
         [f"{ROLLOUT}.server_urls=['http://127.0.0.1:80', 'http://localhost:8000']"],
     ),
+    "weights_of_several_devices_pass_through_the_host": (
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.weight_transfer=nccl", "trainer.n_gpus_per_node=2"],
+        f"{ROLLOUT}.weight_transfer",
+        "nccl broadcasts from one device, and the run has 2, with vllm beside them",
+        [f"{ROLLOUT}.weight_transfer=auto"],
+    ),
     "a_pass_of_vllm_has_a_token_of_each_row": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_batched_tokens=16"],
         f"{ROLLOUT}.max_num_batched_tokens",
@@ -763,7 +769,7 @@ NOT_VERLS = {
     *("parts_are_whole", "integrations_are_installed", "served_models_read_text", "rollbacks_have_checkpoints"),
     *("partial_responses_are_sampled_here", "staleness_bounds_something", "vllm_can_sleep", "sglang_can_sleep"),
     *("models_are_placed", "the_reference_of_a_full_kl_is_where_the_actor_is"),
-    "servers_sample_where_their_addresses_are",
+    *("servers_sample_where_their_addresses_are", "weights_of_several_devices_pass_through_the_host"),
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
     *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),
@@ -876,7 +882,8 @@ def test_an_inheriting_key_takes_whatever_its_source_takes():
         (["actor: 0-2, rollout: 0-2, critic: 3", f"{ACTOR}.strategy=megatron", f"{SIZES}.tensor_model_parallel_size=3"],
          "critic.megatron.tensor_model_parallel_size", f"= 3 does not divide the 1 devices ({PLACES})"),
         (["", "reward_model.enable_resource_pool=True", "reward_model.nnodes=0"], "reward_model.nnodes", "0 machines"),
-        (["", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.nnodes", "vllm samples in servers"),
+        (["", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://h:1]"],
+         f"{ROLLOUT}.nnodes", f"4 devices have nothing to do: the servers of {ROLLOUT}.server_urls sample"),
         (["actor: 0, critic: 0, rollout: 1-3", f"{ACTOR}.fsdp_config.fsdp_size=2"], f"{ACTOR}.fsdp_config.fsdp_size",
          f"2 does not divide the 1 devices ({PLACES})"),
     ],
@@ -898,6 +905,11 @@ def test_models_have_the_devices_that_their_keys_say():
     loaded = load(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3", "trainer.n_gpus_per_node=2").config
     assert placed(loaded) == {"actor": range(2), "critic": range(2), "sampler": range(2, 5)}
     assert placed(load("trainer.n_gpus_per_node=2").config)["sampler"] == range(2)
+    served = [f"{ROLLOUT}.name=vllm", "trainer.n_gpus_per_node=4", "algorithm.adv_estimator=grpo"]
+    assert "sampler" not in placed(load(*served).config)  # the servers are on all devices
+    assert placed(load(*served, f"{ROLLOUT}.nnodes=1").config)["sampler"] == range(4, 8)
+    ahead = ["trainer.async_mode=one_step_off", f"{PLACES}={{actor: 0-1, rollout: 2-3}}"]
+    assert placed(load(*served, *ahead).config)["sampler"] == range(2, 4)
 
 
 def test_on_devices_of_its_own_megatrons_critic_has_a_layout_of_its_own():

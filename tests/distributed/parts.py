@@ -105,5 +105,16 @@ def ray_group(*arguments: Any, **options: Any) -> Group:
     return RayGroup(*arguments, **options)
 
 
+def two_nodes() -> Iterator[Any]:
+    """Yield a cluster of two raylets on this machine, with one CPU each, for a fixture."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+    cluster.add_node(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
 def make() -> dict[str, Any]:
     return {"part": Part()}

@@ -1,5 +1,6 @@
 """Several nodes: two raylets on this machine, each with one rank; what is missing or different is said."""
 
+import json
 import os
 import socket
 import subprocess
@@ -13,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.parts import NEEDS_RAY, make, ray_group
+from tests.distributed.parts import NEEDS_RAY, make, ray_group, two_nodes
 from tests.runs.test_devices import overrides
 from tests.runs.tiny_run import measured, write_inputs
 from tests.runs.tiny_run import train as one_process
+from tests.text.servers.stand_in import environment
 from tether.commands.doctor import show_doctor
 from tether.commands.train import train
 from tether.config import load_config
 from tether.distributed.cluster import check_versions
 from tether.distributed.worker import this_process
 from tether.loop.parts import Callbacks
-from tether.runtime.ranks import Deadlines, Pool, RankFailed
+from tether.runtime.ranks import SERVERS_STATUS, Deadlines, Pool, RankFailed
 
 pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,13 +34,7 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, include_dashboard=False)
-    cluster.add_node(num_cpus=1)
-    yield cluster
-    cluster.shutdown()
+    yield from two_nodes()
 
 
 def to(cluster: Any) -> dict[str, Any]:
@@ -96,6 +92,48 @@ def test_a_run_on_two_nodes_outlives_the_loss_of_one(
     assert "That was in step 2. Restart 1 of 3" in capsys.readouterr().out
     for step, metrics in measured(one).items():
         assert measured(two)[step]["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_servers_sample_on_both_nodes_and_the_loss_of_one_restarts_the_run(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then on the one of two nodes that does not train, while the policy learns on the other."""
+    inputs = write_inputs(tmp_path)
+    monkeypatch.setenv("TETHER_VLLM", str(environment(tmp_path / "vllm")))
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    served = ["trainer.preflight=False", "actor_rollout_ref.rollout.name=vllm"]
+    names: list[str] = []
+
+    class Remover:
+        """Takes a node away after the first step, and brings another one."""
+
+        left = 1
+
+        def on_step_end(self, step: int, _: object) -> None:
+            names.extend(servers(tmp_path / "two"))
+            if step == 1 and self.left:
+                self.left = 0
+                cluster.remove_node(cluster.list_all_nodes()[-1])
+                cluster.add_node(num_cpus=1)
+
+    def servers(folder: Path) -> list[str]:
+        states = json.loads((folder / SERVERS_STATUS).read_text())["servers"]
+        return [state["server"].partition(" on ")[0] for state in states]
+
+    def run(name: str, *words: str, callbacks: tuple[object, ...] = ()) -> Path:
+        given = load_config(None, [*overrides(inputs, tmp_path / name, 1, 2), *served, *words])
+        return train(given, Callbacks(callbacks)).folder
+
+    one = measured(one_process([*overrides(inputs, tmp_path / "one", 1, 2), *served]))
+    two = measured(run("two", "trainer.nnodes=2", callbacks=(Remover(),)))
+    assert "Restart 1 of 3" in capsys.readouterr().out
+    assert {*names} == {"vllm-0", "vllm-1"}
+    for step, metrics in one.items():
+        assert two[step]["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-3)
+    ahead = run("ahead", "actor_rollout_ref.rollout.nnodes=1", "trainer.async_mode=one_step_off")
+    assert servers(ahead) == ["vllm-1"]
+    assert measured(ahead)[1]["actor/grad_norm"] == pytest.approx(one[1]["actor/grad_norm"], rel=1e-3)
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

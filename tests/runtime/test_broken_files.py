@@ -15,7 +15,7 @@ from tether.loop.checkpoint import check_identity
 from tether.metrics.loggers import read_metrics
 from tether.metrics.loggers.jsonl import METRICS_FILE
 from tether.runtime.disk import read_json, reading
-from tether.runtime.ranks import STATUS
+from tether.runtime.ranks import SERVERS_STATUS, STATUS
 from tether.runtime.run_lock import LOCK, owner_of
 from tether.text.learning.rollout_files import read_rollouts
 from tether.text.rewards.rules.search import answers_of
@@ -63,6 +63,9 @@ def test_small_files_of_another_shape_are_refused_by_name(tmp_path: Path) -> Non
     assert faults(tmp_path / STATUS, wrong, lambda: show_status(tmp_path)) == []
     (tmp_path / STATUS).write_text(json.dumps({"time": 1, "ranks": [RANK], "failure": None}))
     show_status(tmp_path)  # what rich would not show is shown as text
+    states = [{}, {"servers": 3}, {"servers": [3]}, {"servers": [{}]}, {"time": "x", "servers": []}]
+    wrong = [*NO_OBJECTS, *map(json.dumps, states)]
+    assert faults(tmp_path / SERVERS_STATUS, wrong, lambda: show_status(tmp_path)) == []
 
     for content in NO_OBJECTS:
         (tmp_path / LOCK).write_text(content)

@@ -1,4 +1,4 @@
-"""`tether status`: the last logged step of a run, and the state of its ranks."""
+"""`tether status`: the last logged step of a run, and the state of its ranks and servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tether.runtime.disk import read_json, reading
-from tether.runtime.ranks import STATUS
+from tether.runtime.ranks import SERVERS_STATUS, STATUS
 from tether.runtime.run_lock import LOCK, owner_of
 from tether.runtime.terminal import Screen, clock
 from tether.types import JsonObject
@@ -26,7 +26,7 @@ def status(
         Path | None, typer.Argument(help="The folder of a run; without it, all runs below checkpoints/ are listed.")
     ] = None,
 ) -> None:
-    """Show the last step of a run, the activity of its ranks, and the last error."""
+    """Show the last step of a run, the activity of its ranks and servers, and the last error."""
     if run is None:
         show_runs(RUNS)
     else:
@@ -63,12 +63,13 @@ def show_status(folder: Path) -> None:
 
     if owner_of(folder) is None and not (folder / METRICS_FILE).exists():
         raise ValueError(f"{folder}: no run here; name the folder of a run (trainer.default_local_dir)")
-    screen, file = Screen(), folder / STATUS
+    screen = Screen()
     screen.print(_last_step(folder), soft_wrap=True)
-    if not file.exists():
-        return
-    with reading(file, DELETE):
-        _show_ranks(read_json(file, dict, DELETE), screen)
+    for name, show in ((STATUS, _show_ranks), (SERVERS_STATUS, _show_servers)):
+        file = folder / name
+        if file.exists():
+            with reading(file, DELETE):
+                show(read_json(file, dict, DELETE), screen)
 
 
 def _last_step(folder: Path) -> str:
@@ -93,6 +94,17 @@ def _show_ranks(status: JsonObject, screen: Screen) -> None:
     screen.print(table)
     if status["failure"]:
         screen.print(f"last error, {_ago(status['failed'])}: {status['failure']}", soft_wrap=True)
+
+
+def _show_servers(status: JsonObject, screen: Screen) -> None:
+    from rich.table import Table  # slow to import
+
+    table = Table("server", "state", "since", "failures", "last failure")
+    for server in status["servers"]:
+        failures = (str(server["failures"]), str(server["last_failure"]))
+        table.add_row(str(server["server"]), str(server["state"]), _ago(server["since"]), *failures)
+    screen.print(f"servers, written {_ago(status['time'])}:")
+    screen.print(table)
 
 
 def _ago(when: float) -> str:

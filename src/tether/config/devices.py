@@ -83,10 +83,17 @@ def models_of(cfg: RunConfig) -> set[str]:
         "actor": True,
         "critic": cfg.critic.enable,
         "reference": asks_reference(cfg),
-        "sampler": cfg.actor_rollout_ref.rollout.name not in SERVERS,
+        "sampler": cfg.actor_rollout_ref.rollout.name not in SERVERS or _places_servers(cfg),
         "reward_model": cfg.reward_model.enable and cfg.reward_model.server.url is None,
     }
     return {name for name, is_used in has.items() if is_used}
+
+
+def _places_servers(cfg: RunConfig) -> bool:
+    """Whether the run starts servers on devices that it names; by default they are on all of ``trainer.nnodes``."""
+    rollout = cfg.actor_rollout_ref.rollout
+    names = ",".join(map(str, cfg.cluster.component_placement)).replace(" ", "").split(",")
+    return not rollout.server_urls and (rollout.nnodes > 0 or NAMES["sampler"] in names)
 
 
 def _placed(cfg: RunConfig) -> dict[str, range] | Problem:
@@ -102,8 +109,7 @@ def _placed(cfg: RunConfig) -> dict[str, range] | Problem:
         if not pool.size:
             return Problem(f"{pool.section}.nnodes", "0 machines have no device", "set it to 1 or more")
         if model not in models:
-            engine = cfg.actor_rollout_ref.rollout.name
-            why = f": {engine} samples in servers ({ROLLOUT}.name)" if pool.section == ROLLOUT else ""
+            why = f": the servers of {ROLLOUT}.server_urls sample" if pool.section == ROLLOUT else ""
             what = f"{pool.size} devices have nothing to do{why}"
             return Problem(f"{pool.section}.nnodes", what, f"leave {pool.section}.nnodes out")
         devices[model] = range(start, start := start + pool.size)
@@ -180,7 +186,7 @@ def _wrongly_separate(cfg: RunConfig, devices_by_model: Mapping[str, range]) -> 
     )
     if not separate:
         return None
-    if settings.actor.strategy == "megatron" and "sampler" in separate:
+    if settings.actor.strategy == "megatron" and "sampler" in separate and settings.rollout.name not in SERVERS:
         key = dict(_separate_pools(cfg)).get("sampler", f"{PATH}.{NAMES['sampler']}")
         what = "has separate devices; with actor_rollout_ref.actor.strategy=megatron it shares the actor's"
         return Problem(key, what, "give both the same devices, or sample with vLLM or SGLang")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tether.config import RunConfig, device_count, placed, pools
-from tether.distributed import Group
+from tether.distributed import AllRanks, Group
 from tether.runtime.install import pip_install
 from tether.runtime.objects import is_object
 from tether.runtime.ranks import Deadlines, Pool
@@ -22,7 +22,7 @@ from tether.runtime.ranks import Deadlines, Pool
 class RankGroups:
     """The processes of a run, in groups of communicating ranks."""
 
-    all_ranks: Group
+    all_ranks: AllRanks
     """The group of all ranks."""
     of: Mapping[str, Group]
     """Name of each model -> its group; models on the same devices share a group."""

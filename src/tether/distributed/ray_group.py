@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tether.distributed.cluster import POLL_SECONDS, check_versions, connect, is_local, reserve
+from tether.distributed.companions import RayCompanion
 from tether.distributed.transfers import FROM, TO, Transfers, size_of
 from tether.distributed.worker import Group, Process, Worker, this_process
 from tether.loop.engine import MicroBatchTooLarge
@@ -90,6 +92,7 @@ class RayGroup:
         self._poll_lock, self._polled_at = threading.Lock(), 0.0
         self._reservations: list[Any] = []
         self._actors: list[Any] = []
+        self._companions: list[RayCompanion] = []
         devices_per_node = sum(pool.per_node for pool in pools)
         self._owns_ray = not ray.is_initialized()  # otherwise a sweep or a notebook also uses it
         host = connect(max(pool.nodes for pool in pools), devices_per_node, device, options or {})
@@ -132,6 +135,15 @@ class RayGroup:
         """Return the group of some of the ranks, which must have a process group."""
         return RankSubset(self, ranks)
 
+    @property
+    def processes(self) -> Sequence[Process]:
+        return self._processes
+
+    def companion(self, rank: int, threads: int, factory: Callable[..., Any], *arguments: object) -> RayCompanion:
+        companion = RayCompanion(self._processes[rank], threads, partial(factory, *arguments))
+        self._companions.append(companion)
+        return companion
+
     def build(self, factory: Callable[..., Mapping[str, Any]], *arguments: object) -> None:
         self.call_method("build", [(factory, arguments)] * self.size)
 
@@ -153,13 +165,16 @@ class RayGroup:
 
     def close(self) -> None:
         """End all ranks, and Ray if it was started for them; returns when their processes are gone."""
+        for companion in self._companions:
+            companion.close()
         for actor in self._actors:
             with suppress(RayError):
                 ray.kill(actor)
         self._signal(signal.SIGKILL)  # a stopped process does not react to Ray's shutdown
         for reservation in self._reservations:
             remove_placement_group(reservation)
-        self._actors, self._reservations, self._failure = [], [], None  # frees objects of this session, see `connect`
+        self._actors, self._companions, self._reservations = [], [], []
+        self._failure = None  # frees objects of this session, see `connect`
         if self._owns_ray:
             ray.shutdown()
 
@@ -301,6 +316,9 @@ class RayGroup:
 
 class RayWorker(Worker):
     """A rank as an actor of Ray."""
+
+    def process(self) -> Process:
+        return replace(super().process(), node=ray.get_runtime_context().get_node_id())
 
     def store_weights(self, component: str, begin: bool) -> tuple[list[Any], bool]:
         """Store the result of `next_weights`; the reference is in a list, since Ray would resolve it otherwise."""

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,6 +67,66 @@ class Group(Ranks, Protocol):
         ...
 
 
+class CompanionLost(Exception):
+    """The process of a companion died, or does not answer; its node may be fine."""
+
+
+class Companion(Protocol):
+    """An object in a process of its own on the node of a rank; several threads may call it at once."""
+
+    host: str
+    """Name of its node."""
+
+    def start(self) -> None:
+        """Start the process unless it runs; it is not waited for."""
+        ...
+
+    def call(self, method: str, *arguments: object, timeout: float) -> Any:
+        """Return the result of a method.
+
+        Args:
+            method: name of the method.
+            arguments: positional arguments; what `Group.share_weights` yields arrives as a `StoredWeights`.
+            timeout: maximum seconds.
+
+        Raises:
+            Exception: the error of the method.
+            CompanionLost: the process is gone, or the timeout expired.
+            RankLost: the node is gone.
+        """
+        ...
+
+    def work(self, method: str, *arguments: object) -> Any:
+        """Return the result of a method that takes as long as it takes, without making a `call` wait."""
+        ...
+
+    def cut(self) -> None:
+        """Make the pending `work` of all threads raise `CompanionLost`."""
+        ...
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        ...
+
+
+class AllRanks(Group, Protocol):
+    """All ranks of a run, with their processes."""
+
+    @property
+    def processes(self) -> Sequence[Process]: ...
+
+    def companion(self, rank: int, threads: int, factory: Callable[..., Any], *arguments: object) -> Companion:
+        """Return a companion on the node of a rank, which ends with the ranks.
+
+        Args:
+            rank: the rank.
+            threads: maximum number of methods that `Companion.work` executes at once.
+            factory: a function that the node can import; it makes the object.
+            arguments: arguments of the factory.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Process:
     """Describes the process of a rank and its versions."""
@@ -76,6 +136,10 @@ class Process:
     """Identifies the machine and its PID namespace; processes with equal values can signal each other by pid."""
     host: str
     versions: Mapping[str, str]
+    node: str = ""
+    """ID of its node in the cluster."""
+    devices: str = ""
+    """Its devices as ``CUDA_VISIBLE_DEVICES`` names them."""
 
 
 def this_process() -> Process:
@@ -86,7 +150,8 @@ def this_process() -> Process:
             Path("/proc/self/ns/pid").readlink()
         )
     versions = {"tether": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return Process(os.getpid(), machine, socket.gethostname(), versions)
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return Process(os.getpid(), machine, socket.gethostname(), versions, devices=devices)
 
 
 class Worker:

@@ -486,14 +486,14 @@ class Planner:
             on_host |= host
         if self.device.is_cpu:
             resting |= on_host
-        if "sampler" in names and self._has_copy:
-            resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
-        if "sampler" in names:
+        if "sampler" in names and not self.served:
+            if self._has_copy:
+                resting["sampler weights"] = float(self.sampler.number * self.policy.parameters)
             resting |= self._sampler_copies()
         if self.device.is_cpu and self.config.trainer.async_save and self.config.trainer.save_freq > 0:
             resting["copy of a checkpoint"] = self.checkpoint() / self.cluster.count
         added: dict[str, Parts] = {"load": self._loading(local)}
-        if "sampler" in names or (self.served and "actor" in names):
+        if "sampler" in names or (self.served and "actor" in names and "sampler" not in placed(self.config)):
             added["sampling"] = self._sampling(self.config.data.train_batch_size, self.group)
             if prompts := self._validation_prompts():
                 added["validation"] = self._sampling(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)

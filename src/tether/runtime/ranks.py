@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 STATUS = "ranks/status.json"
 """File in the folder of a run with the activity of each rank."""
+SERVERS_STATUS = "servers.json"
+"""File in the folder of a run with the activity of each server that samples."""
 
 
 @dataclass(frozen=True)

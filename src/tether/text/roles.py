@@ -54,7 +54,7 @@ from tether.text.rewards.build import SCORER, reward_engine
 from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import NativeEngine, eos_token_ids
 from tether.text.sampling.protocol import RolloutEngine, SamplingParams
-from tether.text.servers.build import PolicyCard, build_servers
+from tether.text.servers.build import PolicyCard, SamplingRanks, build_servers
 from tether.text.sharded import ShardedEngine, ShardedSampler
 from tether.text.sources import RankSampler, Sources
 
@@ -127,13 +127,15 @@ def build_roles(
         engines = _engines(config, sources, lambda _: LocalEngine, frozenset(models_of(config)), sharded=False)
         sampler: RolloutEngine | None = engines.sampler
         if engines.card is not None:
-            sampler = _served(config, engines.actor, engines.card, sources, sampling, logs, resources)
+            sampler = _served(config, engines.actor, engines.card, sources, sampling, logs, resources, None)
         assert sampler is not None
         return _roles(config, engines, sampler, sources.total_steps)
     groups.build(build_parts, config, sources)
     assign = balanced if config.trainer.balance_batch else in_order
     separate = groups.of.get("sampler", groups.of["actor"]) is not groups.of["actor"]
-    ahead = separate and config.trainer.async_mode != "off"  # samples while the actor is trained
+    hosts = _hosts(config, groups)
+    # Samples while the actor is trained.
+    ahead = (separate or hosts is not None) and config.trainer.async_mode != "off"
     handles: dict[str, Any] = {
         name: ShardedEngine[Any](groups.of[name], name, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
@@ -144,7 +146,7 @@ def build_roles(
         return _roles(
             config,
             engines,
-            _served(config, engines.actor, card, sources, sampling, logs, resources),
+            _served(config, engines.actor, card, sources, sampling, logs, resources, hosts),
             sources.total_steps,
         )
     ends = _of_first_rank(groups.of["sampler"], "sampler", "ends")
@@ -179,16 +181,32 @@ def _served(
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
+    hosts: SamplingRanks | None,
 ) -> RolloutEngine:
     """Return the sampler that uses servers."""
-    learner = build_actor(config, actor, sources.total_steps)
-    return build_servers(config.actor_rollout_ref, config.trainer, learner, card, sources, sampling, logs, resources)
+    learner, settings = build_actor(config, actor, sources.total_steps), config.actor_rollout_ref
+    return build_servers(settings, config.trainer, learner, card, sources, sampling, logs, resources, hosts)
+
+
+def _hosts(config: RunConfig, groups: RankGroups) -> SamplingRanks | None:
+    """Return the ranks on whose nodes servers start; None if servers of the run start on this machine, or none do."""
+    rollout, devices = config.actor_rollout_ref.rollout, placed(config)
+    if rollout.name not in SERVERS or rollout.server_urls:
+        return None
+    if "sampler" in devices:
+        others = [ranks for model, ranks in devices.items() if model != "sampler"]
+        return SamplingRanks(groups.all_ranks, devices["sampler"], train=devices["sampler"] in others)
+    if config.trainer.nnodes > 1:
+        return SamplingRanks(groups.all_ranks, range(config.trainer.devices), train=True)
+    return None
 
 
 def build_parts(config: RunConfig, sources: Sources, names: frozenset[str]) -> dict[str, Any]:
     """Build the components of one rank with the named models; called on each rank."""
     fsdp = importlib.import_module("tether.text.learning.engines.fsdp")
     seed_rng(config.trainer.seed)
+    if config.actor_rollout_ref.rollout.name in SERVERS:
+        names -= {"sampler"}  # servers sample on its devices
     alone = _is_alone(config, names)
 
     def make(role: Role) -> Any:

@@ -23,7 +23,6 @@ def notes(settings: Settings, values: Mapping[str, object]) -> list[str]:
     """Return the notes on a config."""
     checks = (
         _engine,
-        _first_machine_only,
         _no_peers,
         _validation,
         _bypass,
@@ -43,16 +42,6 @@ def _engine(values: Mapping[str, object]) -> str | None:
     if name != "hf":
         return None
     return f"actor_rollout_ref.rollout.name={name}: the native engine samples instead, also of a model of transformers"
-
-
-def _first_machine_only(values: Mapping[str, Any]) -> str | None:
-    name, machines = values["actor_rollout_ref.rollout.name"], values["trainer.nnodes"]
-    if name not in SERVERS or machines == 1 or values["actor_rollout_ref.rollout.server_urls"]:
-        return None
-    return (
-        f"trainer.nnodes={machines} with actor_rollout_ref.rollout.name={name}: only the first machine samples, where "
-        "the servers start; actor_rollout_ref.rollout.server_urls names servers on any machine"
-    )
 
 
 def _clip_ratio(settings: Settings, values: Mapping[str, object]) -> str | None:

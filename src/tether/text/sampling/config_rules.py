@@ -84,6 +84,15 @@ def servers_are_named_once(cfg: RunConfig) -> Problem | None:
     return None
 
 
+def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem | None:
+    """The weights of several devices reach the run's own servers in the memory of the host."""
+    rollout, devices = cfg.actor_rollout_ref.rollout, device_count(cfg)
+    if rollout.name not in SERVERS or rollout.server_urls or devices == 1 or rollout.weight_transfer != "nccl":
+        return None
+    what = f"nccl broadcasts from one device, and the run has {devices}, with {rollout.name} beside them"
+    return Problem(f"{ROLLOUT}.weight_transfer", what, f"set {ROLLOUT}.weight_transfer=auto")
+
+
 def vllm_starts(cfg: RunConfig) -> Problem | None:
     """vLLM itself refuses these values, but only after it has loaded the model."""
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
@@ -136,7 +145,7 @@ def sampling_ahead_has_devices_of_its_own(cfg: RunConfig) -> Problem | None:
     name, devices = cfg.actor_rollout_ref.rollout.name, placed(cfg)
     trains, samples, scores = devices["actor"], devices.get("sampler"), devices.get("reward_model")
     others = [ranks for model, ranks in devices.items() if model not in ("sampler", "reward_model")]
-    if samples in others:
+    if samples in others and name not in SERVERS:
         what = (
             f"{name} samples on the {len(trains)} devices that train; trainer.async_mode={mode} asks for both at once"
         )
@@ -175,6 +184,7 @@ SAMPLING_RULES: tuple[Rule, ...] = (
     servers_are_where_they_are_looked_for,
     servers_sample_where_their_addresses_are,
     servers_are_named_once,
+    weights_of_several_devices_pass_through_the_host,
     vllm_starts,
     vllm_takes_adapters_of_this_rank,
     staleness_bounds_something,

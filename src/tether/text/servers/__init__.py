@@ -14,8 +14,9 @@ from tether.text.servers.api import (
     experts_missing,
 )
 from tether.text.servers.broadcast import BroadcastGroup, is_local
-from tether.text.servers.engine import ServedEngine, Traffic
+from tether.text.servers.engine import ServedEngine
 from tether.text.servers.http import Connections, ServerGone, ServerRefuses
+from tether.text.servers.protocol import SamplingServer, Traffic
 from tether.text.servers.server import InferenceServer
 from tether.text.servers.transfer import CPU, WeightPayload, gpu_of, shared_file, this_gpu
 
@@ -27,6 +28,7 @@ __all__ = [
     "InferenceServer",
     "Launch",
     "SampledRow",
+    "SamplingServer",
     "ServedEngine",
     "ServedPolicy",
     "ServerApi",

@@ -38,6 +38,27 @@ class Launch:
     socket_folder: str | None = None
     """Environment variable that names the folder of its sockets, which a server that is killed leaves behind."""
 
+    def check_node(self, node: str, title: str) -> None:
+        """Check that this machine has the environment of the server and the folder of the run.
+
+        Args:
+            node: name of this machine.
+            title: name of the kind of server.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if not self.python.exists():
+            raise ValueError(
+                f"{node}: has no {title} at {self.python}, where the machine of the command has it. "
+                "Run tether setup there, at the same path"
+            )
+        if not self.log.parent.exists():
+            raise ValueError(
+                f"{node}: has no folder {self.log.parent}. The folder of the run (trainer.default_local_dir) must be "
+                "at the same path on all machines"
+            )
+
     def command(self, port: int) -> list[str]:
         """Return the command line."""
         words = [str(self.python), "-m", self.module, "--host=127.0.0.1", f"--port={port}"]

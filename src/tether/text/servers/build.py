@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from tether.batch import RolloutBatch, TrainBatch
 from tether.config import ActorRolloutRefConfig
+from tether.distributed import AllRanks
 from tether.integrations import integration
 from tether.loop.alarms import mismatch_tolerance
 from tether.loop.config import TrainerConfig
@@ -21,6 +22,7 @@ from tether.loop.engine import AnyLearner
 from tether.runtime.hugging_face import asking_hugging_face
 from tether.runtime.machine import cuda_names
 from tether.runtime.objects import is_object
+from tether.runtime.ranks import SERVERS_STATUS
 from tether.runtime.threads import OMP_NUM_THREADS
 from tether.text.input_checks import server_address, server_python
 from tether.text.loading import DTYPES
@@ -33,7 +35,8 @@ from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.sampling.engine import eos_token_ids
 from tether.text.sampling.parity import ParityProbe
 from tether.text.sampling.protocol import SamplingParams
-from tether.text.servers import InferenceServer, Launch, ServedEngine, ServedPolicy, ServerApi, Traffic
+from tether.text.servers import InferenceServer, Launch, SamplingServer, ServedEngine, ServedPolicy, ServerApi, Traffic
+from tether.text.servers.hosted import HostedServer, host_server
 from tether.text.servers.vllm_api import Adapters, Vllm
 from tether.text.servers.vllm_api import launch_of as launch_vllm
 from tether.text.sources import Sources
@@ -74,6 +77,28 @@ class PolicyCard:
         return context_length(self.config)
 
 
+@dataclass(frozen=True)
+class SamplingRanks:
+    """The ranks on whose devices servers sample, each server on one node."""
+
+    group: AllRanks
+    ranks: range
+    train: bool
+    """Whether the devices also train, for which servers release their memory."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The devices of one server."""
+
+    name: str
+    """Name of its log."""
+    environment: dict[str, str]
+    """Variables that select the devices."""
+    rank: int = 0
+    """The first rank of the devices."""
+
+
 def build_servers(
     settings: ActorRolloutRefConfig,
     trainer: TrainerConfig,
@@ -83,6 +108,7 @@ def build_servers(
     sampling: SamplingParams,
     logs: Path,
     resources: ExitStack,
+    hosts: SamplingRanks | None,
 ) -> ParityProbe:
     """Build an engine that samples with servers, which start at the first request.
 
@@ -95,21 +121,26 @@ def build_servers(
         sampling: sampling parameters of training responses.
         logs: folder for the output of servers.
         resources: closes the servers.
+        hosts: ranks on whose nodes the servers start; None: they start on this machine.
 
     Raises:
         ValueError: the server is not installed, an address is invalid, or weight files are not available.
     """
     rollout, model, in_turns = settings.rollout, settings.model, trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
-    where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, sources, logs / rollout.name)
     api, adapters = _server_api(settings, policy.config), _adapters(settings)
-    servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
+    servers: Sequence[SamplingServer]
+    if hosts is None:
+        where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, sources, logs / rollout.name)
+        servers = [InferenceServer(api, one, rollout.server_timeout) for one in where]
+    else:
+        servers = _hosted_servers(settings, hosts, api, policy, sources, logs / rollout.name)
     traffic = Traffic(
         dtype=DTYPES[rollout.dtype],
         bucket=rollout.update_weights_bucket_megabytes << 20,
         skipped=policy.second_names,
         max_num_seqs=rollout.max_num_seqs,
-        sleeps=rollout.free_cache_engine and in_turns,
+        sleeps=rollout.free_cache_engine and in_turns and (hosts is None or hosts.train),
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
         adapters=adapters is not None,
         layers_are_there=not theirs and _load_format(rollout) != "dummy",
@@ -122,6 +153,7 @@ def build_servers(
         vocabulary=policy.config.get_text_config().vocab_size,
         context=policy.context,
         traffic=traffic,
+        status=logs / SERVERS_STATUS,
     )
     resources.callback(engine.close)
 
@@ -243,13 +275,77 @@ def launcher(name: str) -> Callable[[Path, Path, Mapping[str, object], Mapping[s
 def _launches(
     settings: ActorRolloutRefConfig, ranks: int, policy: PolicyCard, sources: Sources, logs: Path
 ) -> list[Launch]:
-    """Return the commands of the servers: one on a CPU, or as many as fit on the run's GPUs.
+    """Return the commands of the servers on this machine: one on a CPU, or as many as fit on its first GPUs.
 
     Raises:
         ValueError: the server is not installed, there are too few devices, or a hub refuses files.
     """
+    rollout = settings.rollout
+    split = rollout.tensor_model_parallel_size
+    slots = [_Slot(rollout.name, _on_cores(rollout.name, split))]
+    if sources.device.type == "cuda":
+        _check_split(split, ranks)
+        names = cuda_names(ranks)
+        slots = [
+            _Slot(f"{rollout.name}-{first}", {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
+            for first in range(0, ranks, split)
+            if (devices := names[first : first + split])
+        ]
+    return [launch for _, launch in _launched(settings, slots, policy, sources, logs)]
+
+
+def _hosted_servers(
+    settings: ActorRolloutRefConfig,
+    hosts: SamplingRanks,
+    api: ServerApi,
+    policy: PolicyCard,
+    sources: Sources,
+    logs: Path,
+) -> list[HostedServer]:
+    """Return servers beside ranks: one on each node with a CPU, or as many as fit on the ranks' GPUs.
+
+    Raises:
+        ValueError: the server is not installed on this machine, a node has too few devices, or a hub refuses files.
+    """
+    rollout, processes = settings.rollout, hosts.group.processes
+    split, timeout = rollout.tensor_model_parallel_size, rollout.server_timeout
+    ranks_by_node: dict[str, list[int]] = {}
+    for rank in hosts.ranks:
+        ranks_by_node.setdefault(processes[rank].node, []).append(rank)
+    slots = []
+    for ranks in ranks_by_node.values():
+        if sources.device.type != "cuda":
+            slots.append(_Slot(f"{rollout.name}-{ranks[0]}", _on_cores(rollout.name, split), ranks[0]))
+            continue
+        _check_split(split, len(ranks))
+        for first in range(0, len(ranks), split):
+            devices = ",".join(processes[rank].devices for rank in ranks[first : first + split])
+            slots.append(_Slot(f"{rollout.name}-{ranks[first]}", {"CUDA_VISIBLE_DEVICES": devices}, ranks[first]))
+    servers = []
+    for slot, launch in _launched(settings, slots, policy, sources, logs):
+        arguments = (api, launch, timeout, processes[slot.rank].host)
+        companion = hosts.group.companion(slot.rank, rollout.max_num_seqs, host_server, *arguments)
+        servers.append(HostedServer(api, companion, slot.name, timeout))
+    return servers
+
+
+def _check_split(split: int, devices: int) -> None:
+    """Check that the devices of a node can be divided among servers."""
+    if devices % split:
+        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={split}"
+        raise ValueError(f"{key}: does not divide the {devices} devices of a machine that sample")
+
+
+def _launched(
+    settings: ActorRolloutRefConfig, slots: Sequence[_Slot], policy: PolicyCard, sources: Sources, logs: Path
+) -> list[tuple[_Slot, Launch]]:
+    """Return the command of the server of each slot, and write the files that they read.
+
+    Raises:
+        ValueError: the server is not installed, or a hub refuses files.
+    """
     rollout, described = settings.rollout, logs / "model"
-    name, tensor_parallel = rollout.name, rollout.tensor_model_parallel_size
+    name = rollout.name
     python, launch_of = server_python(name), launcher(name)
     policy.config.save_pretrained(described)
     add_older_names(described)
@@ -265,17 +361,8 @@ def _launches(
     else:
         options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
     options |= {name: _word(value) for name, value in rollout.own_options.items() if name != "load_format"}
-    if not on_gpu:
-        return [launch_of(python, logs / f"{name}.log", options, _on_cores(name, tensor_parallel))]
-    if ranks % tensor_parallel:
-        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
-        raise ValueError(f"{key}: does not divide the devices of the run (trainer.n_gpus_per_node={ranks})")
-    names = cuda_names(ranks)
-    return [
-        launch_of(python, logs / f"{name}-{first}.log", options, {"CUDA_VISIBLE_DEVICES": ",".join(devices)})
-        for first in range(0, ranks, tensor_parallel)
-        if (devices := names[first : first + tensor_parallel])
-    ]
+    files = [logs.absolute() / f"{slot.name}.log" for slot in slots]
+    return [(slot, launch_of(python, file, options, slot.environment)) for slot, file in zip(slots, files, strict=True)]
 
 
 def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:

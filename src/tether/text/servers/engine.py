@@ -16,11 +16,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
@@ -36,10 +35,10 @@ from tether.text.sampling.protocol import (
     check_prompts,
 )
 from tether.text.servers.api import GenerateRequest, SampledRow
-from tether.text.servers.checkpoint_names import checkpoint_weights, without_adapters
 from tether.text.servers.conversation import Conversation
 from tether.text.servers.http import ConnectionLost, Connections, ServerGone
-from tether.text.servers.server import InferenceServer
+from tether.text.servers.protocol import NamedUpdate, SamplingServer, Traffic
+from tether.text.servers.status import ServersStatus
 
 _log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4  # without progress in between, before the run ends; two where the server reports the same reason
@@ -54,31 +53,6 @@ class ServersFailed(RuntimeError):
     """Servers died or returned wrong results repeatedly; the run ends, and resumes from its last checkpoint."""
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Sizes and formats of what travels to the servers."""
-
-    dtype: torch.dtype
-    """The dtype that the servers compute in."""
-    bucket: int
-    """Bytes of weights that are sent at a time."""
-    skipped: frozenset[str]
-    """Names of tied weights, which are sent under another name."""
-    max_num_seqs: int
-    """Maximum number of concurrent requests per server."""
-    sleeps: bool
-    """Whether the servers release their memory while nothing is sampled."""
-    lora_scale: float = 1.0
-    """Scale of the adapters when they are merged into the layers before these are sent."""
-    adapters: bool = False
-    """Whether layers are sent once without their adapters, and only the adapters after each update."""
-    layers_are_there: bool = False
-    """Whether servers start with the layers below the adapters, which then need not be sent."""
-    holds_weights: bool = False
-    """Whether a restarted server gets the weights that were loaded last instead of the current ones, which training may
-    be changing."""
-
-
 class ServedEngine:
     """A `RolloutEngine` that samples with servers of one kind.
 
@@ -89,20 +63,22 @@ class ServedEngine:
         vocabulary: number of tokens.
         context: maximum number of tokens of prompt and response.
         traffic: sizes and formats of the data that is sent.
+        status: file for the state of the servers; None writes none.
     """
 
     def __init__(
         self,
-        servers: Sequence[InferenceServer],
+        servers: Sequence[SamplingServer],
         export: Callable[[], WeightUpdate],
         *,
         eos_token_ids: frozenset[int],
         vocabulary: int,
         context: int | None,
         traffic: Traffic,
+        status: Path | None = None,
     ) -> None:
         self.servers, self._export, self._traffic = servers, export, traffic
-        self.api = servers[0].api
+        self.api, self._status = servers[0].api, ServersStatus(status)
         self.options = self.api.options
         self.eos_token_ids = eos_token_ids
         self._vocabulary, self._context = vocabulary, context
@@ -134,12 +110,18 @@ class ServedEngine:
         self._pushes += 1
         self._name = f"{self._run}-{self._pushes}"
         self._wake()
+        self._status.report(self.servers, "getting ready")
+        for server in self.servers:
+            server.start()  # all start in parallel
+        failures = dict[SamplingServer, ServerGone]()
         for server in self.servers:
             try:
                 server.wait_ready()
-                self._send(server, weights)
             except ServerGone as error:
-                self._recover(server, error, restart=_is_down(server, error))
+                failures[server] = error
+        failures |= self._send([server for server in self.servers if server not in failures], weights)
+        for server, failure in failures.items():
+            self._recover(server, failure, restart=_is_down(server, failure))
 
     def recovery_actions(self) -> dict[str, Callable[[], None]]:
         """Return what may be stale in a server, with the actions that renew it."""
@@ -159,12 +141,13 @@ class ServedEngine:
 
     def _on_all(self, action: Callable[[Connections, float], None]) -> None:
         for server in self.servers:
-            action(server.http, server.timeout)
+            server.run(action)
 
     def close(self) -> None:
         """Stop the servers that tether started."""
         for server in self.servers:
             server.stop()
+        self._status.report(self.servers, "stopped")
 
     def generate(
         self,
@@ -223,7 +206,7 @@ class ServedEngine:
                     requests[row] = rows[row].request
             return requests
 
-        failed, faults = 0, dict[InferenceServer, str]()
+        failed, faults = 0, dict[SamplingServer, str]()
         while len(finished) < total:
             before = tokens
             unfinished = {row: rows[row].request for row in range(total) if row not in finished}
@@ -272,16 +255,17 @@ class ServedEngine:
         requests: dict[int, GenerateRequest],
         on_result: Callable[[int, SampledRow], None],
         next_requests: Callable[[], dict[int, GenerateRequest]],
-    ) -> dict[InferenceServer, Exception]:
+    ) -> dict[SamplingServer, Exception]:
         """Request rows; returns the servers that failed, each with its last error.
 
         When newer weights arrive, running requests are aborted and continue once the servers have loaded them.
         """
-        failures: dict[InferenceServer, Exception] = {}
+        failures: dict[SamplingServer, Exception] = {}
         owner = {row: self.servers[row % len(self.servers)] for row in requests}
         max_running = min(len(requests), self._traffic.max_num_seqs * len(self.servers))
         running: dict[Future[SampledRow], int] = {}
         self._is_sampling = True
+        self._status.report(self.servers, "sampling")
         with ThreadPoolExecutor(max_running, thread_name_prefix="request") as pool:
             watch = _Watchdog(self.servers)
             try:
@@ -319,19 +303,20 @@ class ServedEngine:
                         if owner[row] in failures:
                             future.cancel()
                     for server in failures:
-                        server.http.cut()  # its other requests end now, too
+                        server.cut()  # its other requests end now, too
                     give_up_if_interrupted(watch.last_progress())
             except BaseException:
                 for future in running:
                     future.cancel()
                 for server in self.servers:
-                    server.http.cut()
+                    server.cut()
                 raise
             finally:
                 self._is_sampling = False
+                self._status.report([server for server in self.servers if server not in failures], "idle")
         return failures
 
-    def _error_of(self, server: InferenceServer, future: Future[SampledRow]) -> BaseException | None:
+    def _error_of(self, server: SamplingServer, future: Future[SampledRow]) -> BaseException | None:
         """Return the error of a finished request, if any; None if it was cancelled."""
         if future.cancelled():
             return None
@@ -339,7 +324,7 @@ class ServedEngine:
             return error
         return ServerGone(f"{server.url}: aborted a request by itself")
 
-    def _abort(self, servers: set[InferenceServer], failures: dict[InferenceServer, Exception]) -> None:
+    def _abort(self, servers: set[SamplingServer], failures: dict[SamplingServer, Exception]) -> None:
         """Abort running requests; called repeatedly, because some may not have reached the server yet."""
         for server in servers:
             try:
@@ -359,9 +344,10 @@ class ServedEngine:
             if not server.has_weights(self._name):
                 self._recover(server, ServerGone(f"{server.url}: lost its weights"), restart=not server.is_healthy())
 
-    def _recover(self, server: InferenceServer, error: Exception, *, restart: bool = True) -> None:
+    def _recover(self, server: SamplingServer, error: Exception, *, restart: bool = True) -> None:
         """Restart a server if tether started it, and load the current weights."""
         self._recoveries += 1
+        self._status.report_failure(server, str(error))
         for attempt in range(MAX_ATTEMPTS):
             _log.warning(
                 "%s. %s", server.explained(error), server.next_step() if restart else "Its weights are loaded again"
@@ -370,7 +356,8 @@ class ServedEngine:
                 server.restart()
             try:
                 server.wait_ready()
-                self._send(server, self._loaded or self._export())
+                if failures := self._send([server], self._loaded or self._export()):
+                    raise failures[server]
                 return
             except ServerGone as next_error:
                 if attempt == MAX_ATTEMPTS - 1:
@@ -378,28 +365,21 @@ class ServedEngine:
                     raise ServersFailed(f"{what}, most recently: {server.explained(next_error)}") from None
                 error, restart = next_error, _is_down(server, next_error)
 
-    def _send(self, server: InferenceServer, weights: WeightUpdate) -> None:
+    def _send(self, servers: Sequence[SamplingServer], weights: WeightUpdate) -> dict[SamplingServer, ServerGone]:
+        """Load weights into servers of this engine, and return those that died."""
         assert self._name is not None
-        tensors = ((name, value) for name, value in weights.tensors if name not in self._traffic.skipped)
-        dtype, bucket = self._traffic.dtype, self._traffic.bucket
-        if not self._traffic.adapters:
-            server.load_weights(self._name, checkpoint_weights(tensors, self._traffic.lora_scale), dtype, bucket)
-            return
-        adapters: dict[str, Tensor] = {}
-        layers = without_adapters(tensors, adapters)
-        has_layers = self._traffic.layers_are_there and server.is_new
-        if has_layers or server.has_weights_of(self._run):  # the layers are those of this run, which do not change
-            for _ in layers:
-                pass
-        else:
-            server.load_weights(f"{self._run}-base", layers, dtype, bucket)
-        server.load_adapters(self._name, adapters, dtype)
+        self._status.report(servers, "loading weights")
+        update = NamedUpdate(weights.tensors, self._name, self._run, self._traffic)
+        failures = self.servers[0].load(servers, update) if servers else {}
+        self._status.report([server for server in servers if server not in failures], "idle")
+        return failures
 
     def _sleep(self) -> None:
         for server in self.servers:
             with suppress(ServerGone):  # the next step finds out
                 server.sleep()
         self._asleep = True
+        self._status.report(self.servers, "asleep")
 
     def _wake(self) -> None:
         if self._asleep:
@@ -454,7 +434,7 @@ class ServedEngine:
         return recorder.result(width)
 
 
-def _is_down(server: InferenceServer, error: ServerGone) -> bool:
+def _is_down(server: SamplingServer, error: ServerGone) -> bool:
     """Return whether a failed server has to be restarted: not if only a connection broke and it is healthy."""
     return not (isinstance(error, ConnectionLost) and server.is_healthy())
 
@@ -473,12 +453,12 @@ def _experts(conversations: Sequence[Conversation], width: int) -> torch.Tensor:
 class _Watchdog:
     """Detects servers that sample nothing."""
 
-    def __init__(self, servers: Sequence[InferenceServer]) -> None:
+    def __init__(self, servers: Sequence[SamplingServer]) -> None:
         self._last_progress = dict.fromkeys(servers, time.monotonic())
-        self._counters: dict[InferenceServer, float | None] = dict.fromkeys(servers)
+        self._counters: dict[SamplingServer, float | None] = dict.fromkeys(servers)
         self._last_warning = dict(self._last_progress)  # when its silence was last reported
 
-    def on_progress(self, server: InferenceServer) -> None:
+    def on_progress(self, server: SamplingServer) -> None:
         """Record that a server finished a row."""
         self._last_progress[server] = time.monotonic()
 
@@ -486,7 +466,7 @@ class _Watchdog:
         """Return the time of the last progress of any server."""
         return max(self._last_progress.values())
 
-    def hanging(self, busy: set[InferenceServer]) -> list[InferenceServer]:
+    def hanging(self, busy: set[SamplingServer]) -> list[SamplingServer]:
         """Return the busy servers that have sampled no token for longer than their timeout."""
         hanging = []
         for server in busy:

@@ -39,14 +39,17 @@ class ServerRefuses(ValueError):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple[type[ServerRefuses], tuple[str, int]]:
+        return type(self), (str(self), self.status)
+
 
 class Connections:
-    """Requests to one address. `cut` aborts all of them."""
+    """Requests to one address. `cut` aborts all of them; messages name the `node`, if it has a name."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, node: str = "") -> None:
         address = urlsplit(url)
         assert address.hostname, url
-        self.url, self.host, self.port = url, address.hostname, address.port or 80
+        self.url, self.host, self.port = f"{node}: {url}" if node else url, address.hostname, address.port or 80
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
 

@@ -9,10 +9,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.program import start_program
 from tether.runtime.supervised import SupervisedProcess
 from tether.text.servers.api import GenerateRequest, Launch, SampledRow, ServerApi, SupportsLora
+from tether.text.servers.checkpoint_names import checkpoint_weights, without_adapters
 from tether.text.servers.claim import Claim
 from tether.text.servers.http import Connections, NoSuchHost, ServerFailed, ServerGone, ServerRefuses, ServerSilent
+from tether.text.servers.protocol import NamedUpdate, SamplingServer
 from tether.text.servers.transfer import Staging, WeightPayload, buckets
 
 _log = logging.getLogger(__name__)
@@ -35,7 +38,7 @@ GENERATE_TIMEOUT = 86400.0  # seconds: a row may take long, and hanging servers 
 
 
 @dataclass(eq=False)
-class InferenceServer:
+class InferenceServer(SamplingServer):
     """One server, with the name of its weights."""
 
     api: ServerApi
@@ -44,11 +47,11 @@ class InferenceServer:
     timeout: float
     """Seconds for its start, and for loading weights."""
     token_timeout: float = math.inf
-    """Seconds in which it must sample at least one token; at most the timeout."""
     weights: str | None = None
     """Name of its weights; None: not ours."""
     bytes_sent: int = 0
-    """Bytes of weights sent to it so far."""
+    node: str = ""
+    """Name of its node, for messages; empty: this machine."""
     http: Connections = field(init=False)
     _process: SupervisedProcess | None = field(default=None, init=False)
     _was_up: bool = field(default=False, init=False)
@@ -74,22 +77,15 @@ class InferenceServer:
         return self.http.url
 
     def start(self) -> None:
-        """Start the server if tether launches it and it is not running; it is not ready yet."""
         if isinstance(self.where, Launch) and self._process is None:
             port, log = _free_port(), self.where.log
             self._log_offset = log.stat().st_size if log.exists() else 0
-            self.http, self.weights, self._was_up = Connections(f"http://127.0.0.1:{port}"), None, False
-            self.is_new = True
+            self.http = Connections(f"http://127.0.0.1:{port}", self.node)
+            self.weights, self._was_up, self.is_new = None, False, True
             where = self.where
             self._process = start_program(where.command(port), log, where.environment, where.socket_folder)
 
     def wait_ready(self) -> None:
-        """Wait until the server responds, and check that it can be used.
-
-        Raises:
-            ServerGone: it had been ready and stopped responding, or a signal ended it during its start.
-            ValueError: it does not start, has another kind or version, or is used by another run.
-        """
         self.start()
         started, title = time.monotonic(), self.api.title
         unusable = f"This is not a {title} server that tether can use. {self.api.how}"
@@ -109,7 +105,8 @@ class InferenceServer:
                     continue
                 # A killed server may start at the next attempt.
                 kind = ServerGone if how.startswith("was killed") else ValueError
-                raise kind(f"the {title} server {how} while it started. {self._log_summary()}")
+                where = f" on {self.node}" if self.node else ""
+                raise kind(f"the {title} server{where} {how} while it started. {self._log_summary()}")
             if time.monotonic() - started > self.timeout:
                 self.stop()
                 key = f"actor_rollout_ref.rollout.server_timeout={self.timeout:g}"
@@ -133,7 +130,6 @@ class InferenceServer:
         self._was_up = True
 
     def is_healthy(self) -> bool:
-        """Return whether its health check succeeds."""
         return self._responds("/health")
 
     def _responds(self, route: str) -> bool:
@@ -155,12 +151,6 @@ class InferenceServer:
             _log.warning("%s; the run waits up to %g seconds for the server", error, self.timeout)
 
     def generate(self, request: GenerateRequest, vocabulary: int) -> SampledRow:
-        """Return a row, sampled with the current weights.
-
-        Raises:
-            ServerGone: no response, an incomplete one, one that does not fit the request, or one with other weights.
-            ServerRefuses: the request is refused.
-        """
         sampled = self.api.generate(self.http, request, GENERATE_TIMEOUT)
         try:
             sampled.check(request, vocabulary)
@@ -172,12 +162,6 @@ class InferenceServer:
         return sampled
 
     def abort(self) -> None:
-        """Abort all requests; `generate` then returns the tokens so far.
-
-        Raises:
-            ServerGone: it does not respond.
-            ValueError: it does not support this.
-        """
         try:
             self.api.abort(self.http, self._quick_timeout)
         except ServerRefuses as error:
@@ -186,14 +170,52 @@ class InferenceServer:
                 f"{error}: the server cannot abort requests, which {key} requires. Remove that setting"
             ) from None
 
+    def cut(self) -> None:
+        self.http.cut()
+
+    def run(self, action: Callable[[Connections, float], None]) -> None:
+        action(self.http, self.timeout)
+
     def has_weights(self, weights: str) -> bool:
-        """Return whether it still has these weights; a restarted server does not."""
         if self.weights != weights:
             return False
         try:
             return self.api.weights_name(self.http, self._quick_timeout) == weights
         except (ServerGone, ServerRefuses):
             return False
+
+    @classmethod
+    def load(cls, servers: Sequence[Self], update: NamedUpdate) -> dict[Self, ServerGone]:
+        failures = dict[Self, ServerGone]()
+        for server in servers:
+            try:
+                server.load_update(update)
+            except ServerGone as error:
+                failures[server] = error
+        return failures
+
+    def load_update(self, update: NamedUpdate) -> None:
+        """Load new weights into this server.
+
+        Raises:
+            ServerGone: it died during the update.
+            ValueError: it refuses them.
+        """
+        traffic = update.traffic
+        tensors = ((name, value) for name, value in update.tensors if name not in traffic.skipped)
+        if not traffic.adapters:
+            layers = checkpoint_weights(tensors, traffic.lora_scale)
+            self.load_weights(update.name, layers, traffic.dtype, traffic.bucket)
+            return
+        adapters: dict[str, Tensor] = {}
+        layers = without_adapters(tensors, adapters)
+        has_layers = traffic.layers_are_there and self.is_new
+        if has_layers or self.has_weights_of(update.run):  # the layers are those of this run, which do not change
+            for _ in layers:
+                pass
+        else:
+            self.load_weights(f"{update.run}-base", layers, traffic.dtype, traffic.bucket)
+        self.load_adapters(update.name, adapters, traffic.dtype)
 
     def has_weights_of(self, run: str) -> bool:
         """Return whether its weights are from this run, possibly older ones."""
@@ -291,19 +313,12 @@ class InferenceServer:
         self.api.reset_prefix_cache(self.http, self.timeout)
 
     def progress_counter(self, timeout: float) -> float | None:
-        """Return `ServerApi.progress_counter`; None also if it does not respond in time."""
         try:
             return self.api.progress_counter(self.http, min(timeout, self._quick_timeout))
         except (ServerGone, ValueError):
             return None
 
     def sleep(self) -> None:
-        """Make a server that tether launched release its memory.
-
-        Raises:
-            ServerGone: it does not respond.
-            ValueError: it does not support this.
-        """
         if isinstance(self.where, Launch):
             try:
                 self.api.sleep(self.http, self.timeout)
@@ -314,17 +329,14 @@ class InferenceServer:
                 ) from None
 
     def wake(self) -> None:
-        """Undo `sleep`; a hanging server is detected in seconds by a cheap request."""
         if isinstance(self.where, Launch) and self._responds(self.api.health_asleep):
             self.api.wake(self.http, self.timeout)
 
     def restart(self) -> None:
-        """Stop and start the server if tether launched it; otherwise only cut pending requests."""
         self.stop()
         self.start()
 
     def stop(self) -> None:
-        """Stop the server if tether launched it, or release the external one, and cut pending requests."""
         self.http.cut()
         if self._claim is not None:
             self._claim.close()
@@ -346,13 +358,11 @@ class InferenceServer:
         return [f"Its process was still at work: {why}. Set actor_rollout_ref.rollout.enforce_eager=True, or {longer}"]
 
     def explained(self, error: Exception) -> str:
-        """Return an error message, with the first error in the log of a launched server."""
         if isinstance(self.where, str):
             return str(error)
         return ". ".join([str(error), *self._first_error(), f"Its log: {self.where.log}"])
 
     def next_step(self) -> str:
-        """Return whether the server is restarted or what its owner should do, for the log."""
         if isinstance(self.where, Launch):
             return "The server is restarted"
         if self.is_healthy():
@@ -360,8 +370,6 @@ class InferenceServer:
         return "Restart it"
 
     def fault(self) -> str:
-        """Return the first error in the log of a launched server, unless it only says that a process died; otherwise
-        empty."""
         return next((error for error in self._first_error() if "EngineDeadError" not in error), "")
 
     def _first_error(self) -> list[str]:
