@@ -348,9 +348,14 @@ def test_a_reward_of_rules_is_tried_without_the_model(cli: Cli, run_arguments: t
     )
 
 
-def test_doctor(cli: Cli):
+def test_doctor_where_the_cache_cannot_be_written(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TETHER_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
     said = cli("doctor")
     assert said.code == 0
+    assert (
+        f"not kept for `tether plan`: {tmp_path}/file/machine.json: cannot be written (File exists). Name" in said.out
+    )
     assert "device: " in said.out
     assert "torch" in said.out
     assert "bfloat16" in said.out

@@ -10,7 +10,7 @@ import pytest
 from tether.commands.plan import Check, PlanOptions, show_plan
 from tether.commands.train import memory_warning, train
 from tether.config import LoadedConfig, load_config
-from tether.plan.comparison import compare, corrections_of, keep_corrections
+from tether.plan.comparison import compare, corrections_file, corrections_of, keep_corrections
 from tether.plan.devices import Device, save_measurement
 from tether.plan.planning import Planner
 
@@ -107,6 +107,11 @@ def test_a_busy_machine_corrects_nothing(
     assert corrections_of(HERE) == {"gen": pytest.approx(10 / planned)}
     assert corrections_of(replace(HERE, bandwidth=1.05 * HERE.bandwidth)), "measured again, with about the same rates"
     assert corrections_of(replace(HERE, teraflops=HERE.teraflops / 3)) == {}
+    corrections_file().unlink()
+    corrections_file().mkdir()
+    capsys.readouterr()
+    assert show_plan([str(tmp_path)], PlanOptions(), load) == 0
+    assert "later plans are not corrected: " in capsys.readouterr().out
 
 
 def test_a_run_that_is_missing_or_changed_is_one_line(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run that names no `trainer.save_freq` leaves a model behind, even where the disk is nearly full."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -65,21 +66,25 @@ class FillsDisk:
 
 
 def test_the_weights_are_saved_where_the_rest_does_not_fit(base, small_disk, caplog):
-    options = [*base, *GRPO, *LIGHT, f"trainer.default_local_dir={small_disk / 'run'}"]
+    options = [*base, *GRPO, *LIGHT, f"trainer.default_local_dir={small_disk / 'my run'}"]
     options += ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1"]
     with built(options) as run:
         run.trainer.callbacks = Callbacks([FillsDisk(small_disk, 300_000)])
         run.trainer.fit()
         trained = {name: weight.clone() for name, weight in run.trainer.actor.engine.model.state_dict().items()}
-    first, last = (small_disk / "run" / f"global_step_{step}" for step in (1, 2))
+    first, last = (small_disk / "my run" / f"global_step_{step}" for step in (1, 2))
     assert f"disk full while saving {last}: it needs" in caplog.text
     assert f"The weights alone fit: they are saved in {last}. No run can resume from them." in caplog.text
     assert same(weights(last), trained)
     assert not (last / "training").exists()
     assert len(tether.load(last.parent).generate(["2+2?"], max_new_tokens=2)) == 1
-    assert [line.split()[0] for line in next_commands(last, "tether train")] == ["checkpoint", "try"]
-    with pytest.raises(ValueError, match=f"{last}: has only weights.*resume_from_path={first}: resumes") as error:
+    checkpoint, ask = next_commands(last, "tether train")
+    assert checkpoint.startswith(f"checkpoint  {last}   ")
+    assert shlex.split(ask)[2:5] == ["tether", "generate", str(last)]
+    with pytest.raises(
+        ValueError, match=f"{last}: has only weights.* 'trainer.resume_from_path={first}': resumes"
+    ) as error:
         find_start(load_config(None, [*options, "trainer.total_training_steps=3"]))
-    assert f"actor_rollout_ref.model.path={last} and another" in str(error.value)
+    assert f"'actor_rollout_ref.model.path={last}' and another" in str(error.value)
     again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={first}"]
     assert find_start(load_config(None, [*options, *again]))[1] == first

@@ -19,6 +19,7 @@ import errno
 import os
 import re
 import resource
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -302,7 +303,7 @@ def _offer(broken: Path) -> str:
         return "There is no other good checkpoint here; to train, start again with trainer.resume_mode=disable"
     return (
         f"The last good one in that folder is {good}. To continue from it: trainer.resume_mode=resume_path "
-        f"trainer.resume_from_path={good}"
+        f"{shlex.quote(f'trainer.resume_from_path={good}')}"
     )
 
 

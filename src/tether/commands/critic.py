@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -52,4 +53,4 @@ def pretrain_critic(
             loggers.close()
         pretraining.learner.engine.save(out)
     console.print(f"held-out explained variance: {explained[0]:.3f} before, {explained[-1]:.3f} after", soft_wrap=True)
-    console.print(f"start the run with critic.model.path={out}", soft_wrap=True)
+    console.print(f"start the run with {shlex.quote(f'critic.model.path={out}')}", soft_wrap=True)

@@ -79,8 +79,12 @@ def show_doctor() -> None:
     cores, machine = CoreClock(), measure(device)
     waited = cores.wait_fraction() or 0.0
     console.print(f"dtype: {_dtype_advice(device, machine)}")
-    save_measurement(machine)
-    console.print(f"memory: {machine.memory:.1f} GiB, read at {machine.bandwidth:.0f} GB/s (kept for `tether plan`)")
+    try:
+        save_measurement(machine)
+        kept = "kept for `tether plan`"
+    except ValueError as error:  # a home that is read-only
+        kept = f"not kept for `tether plan`: {error}"
+    console.print(f"memory: {machine.memory:.1f} GiB, read at {machine.bandwidth:.0f} GB/s ({kept})", soft_wrap=True)
     if waited > BUSY:
         note = f"other programs had the cores for {waited:.0%} of the measurement, so its rates are by processor time"
         console.print(f"{note}, and runs are slower than `tether plan` says", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain, count
@@ -107,7 +108,7 @@ def play(checkpoint: Path, overrides: Sequence[str], episodes: int, folder: Path
     ]
     loaded = load_saved(checkpoint, [*settings, *overrides])
     if loaded.config.env.train.id is None:
-        raise ValueError(f"{checkpoint}: is a language model; use `tether generate {checkpoint}`")
+        raise ValueError(f"{checkpoint}: is a language model; use `tether generate {shlex.quote(str(checkpoint))}`")
     screen = Screen()
     metrics = _evaluate_control(loaded, checkpoint, screen)
     for name in EPISODES:

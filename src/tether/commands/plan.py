@@ -201,9 +201,14 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
         return _show_control_comparison(run, loaded, options)
     device = read_device(options.device)[0] if options.device else measured()
     results = compare(run, device, corrections_of(device))
-    is_quiet = results.busy <= BUSY
-    if is_quiet:
-        keep_corrections(device, results.corrections)
+    message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
+    if results.busy > BUSY:
+        message = f"other programs had the cores for {results.busy:.0%} of the time, so later plans are not corrected"
+    else:
+        try:
+            keep_corrections(device, results.corrections)
+        except ValueError as error:  # a home that is read-only
+            message = f"later plans are not corrected: {error}"
     rows = [
         (phase, span(planned), f"{seconds:.2f} s", f"{seconds / planned.middle:.2f}")
         for phase, (planned, seconds) in results.seconds.items()
@@ -214,11 +219,6 @@ def show_comparison(run: Path, options: PlanOptions) -> int:
         rows.append(("memory", gib(planned_peak), gib(peak), f"{peak / planned_peak:.2f}"))
     _print_comparison(rows, options)
     if not options.as_json:
-        message = f"later plans for {device.name} are corrected by these times ({corrections_file()})"
-        if not is_quiet:
-            message = (
-                f"other programs had the cores for {results.busy:.0%} of the time, so later plans are not corrected"
-            )
         Screen().print(message, soft_wrap=True)
     return 0
 

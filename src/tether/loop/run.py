@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -69,10 +70,12 @@ def find_start(loaded: LoadedConfig) -> tuple[CheckpointStore, Path | None]:
 
 def _only_weights(checkpoint: Path, earlier: Path | None) -> str:
     """Return the message about a checkpoint without training state, with an earlier one if there is any."""
-    resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={earlier}: resumes from an earlier one; "
+    path = shlex.quote(f"trainer.resume_from_path={earlier}")
+    model = shlex.quote(f"actor_rollout_ref.model.path={checkpoint}")
+    resume = f"trainer.resume_mode=resume_path {path}: resumes from an earlier one; "
     return (
         f"{checkpoint}: has only weights, so no run can resume from it. {resume if earlier else ''}"
-        f"actor_rollout_ref.model.path={checkpoint} and another trainer.default_local_dir: a new run from these weights"
+        f"{model} and another trainer.default_local_dir: a new run from these weights"
     )
 
 

@@ -13,8 +13,9 @@ from tether.metrics.loggers import read_metrics
 from tether.plan.assumptions import Assumptions
 from tether.plan.devices import GIB, Device
 from tether.plan.planning import Interval, Planner
-from tether.runtime.cache import cache_dir
+from tether.runtime.cache import OTHER_CACHE, cache_dir
 from tether.runtime.core_clock import BUSY
+from tether.runtime.disk import writing
 
 TIMING = "timing_s/"
 WAITED = "perf/cpu_wait_fraction"
@@ -132,10 +133,15 @@ def corrections_of(device: Device) -> dict[str, float]:
 
 
 def keep_corrections(device: Device, corrections: Mapping[str, float]) -> None:
-    """Keep the corrections of a device for later plans, in the place of earlier ones of the same phases."""
+    """Keep the corrections of a device for later plans, in the place of earlier ones of the same phases.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
     phases = {**corrections_of(device), **corrections}
     file = corrections_file()
     every = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     every[device.name] = {**{rate: getattr(device, rate) for rate in RATES}, "phases": phases}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(every, indent=1), encoding="utf-8")
+    with writing(file, OTHER_CACHE):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(every, indent=1), encoding="utf-8")

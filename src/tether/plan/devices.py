@@ -8,7 +8,8 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tether.runtime.cache import cache_dir
+from tether.runtime.cache import OTHER_CACHE, cache_dir
+from tether.runtime.disk import writing
 from tether.spelling import did_you_mean
 
 GIB = 2**30
@@ -143,10 +144,15 @@ def measurement_file() -> Path:
 
 
 def save_measurement(device: Device) -> None:
-    """Keep what was measured of this machine for later plans."""
+    """Keep what was measured of this machine for later plans.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
     file = measurement_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(device), indent=1), encoding="utf-8")
+    with writing(file, OTHER_CACHE):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(device), indent=1), encoding="utf-8")
 
 
 def measured() -> Device:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+OTHER_CACHE = "Name another folder by TETHER_CACHE"
+"""What to do where the folder cannot be written."""
+
 
 def cache_dir() -> Path:
     """Return the folder of downloads: ``$TETHER_CACHE``, or ``tether`` in the user's cache folder."""

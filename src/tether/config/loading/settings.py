@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,7 +154,7 @@ def _translated(imported: Imported, source: str) -> Settings:
 def import_notes(imported: Imported, path: Path) -> list[str]:
     """Return the notes on an imported file."""
     idle = sum(line.status == "no effect" for line in imported.lines)
-    command = f"`tether config import-rlinf {path}`"
+    command = f"`tether config import-rlinf {shlex.quote(str(path))}`"
     notes = [f"{path.name} is RLinf's, and {idle} of its keys do nothing here: {command} lists them"]
     notes += imported.remarks()
     if imported.older_names:

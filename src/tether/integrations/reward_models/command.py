@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -76,7 +77,7 @@ def train(
         gradient_checkpointing=gradient_checkpointing,
     )
     train_reward_model(model, pairs, out, options, save_every)
-    typer.echo(f"start the run with reward_model.enable=True reward_model.model.path={out}")
+    typer.echo(f"start the run with reward_model.enable=True {shlex.quote(f'reward_model.model.path={out}')}")
 
 
 def train_reward_model(

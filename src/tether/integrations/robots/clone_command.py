@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from tether.checkpoints import CheckpointStore
@@ -41,7 +42,7 @@ def collect(
     with Waiting("recorded", episodes, console) as waiting:
         count = write_dataset(out, waiting.each(recording.episodes), fps=recording.fps, robot=recording.env_id)
     console.print(f"{count} episodes of {recording.env_id} in {out}", soft_wrap=True)
-    console.print(f"imitate them  tether bc ... --data {out}", soft_wrap=True)
+    console.print(f"imitate them  tether bc ... --data {shlex.quote(str(out))}", soft_wrap=True)
 
 
 def clone(
@@ -100,5 +101,6 @@ def clone(
         "kept",
         soft_wrap=True,
     )
-    console.print(f"test it       tether eval {checkpoint}", soft_wrap=True)
-    console.print(f"start from it tether train ... actor_rollout_ref.model.path={checkpoint}", soft_wrap=True)
+    console.print(f"test it       tether eval {shlex.quote(str(checkpoint))}", soft_wrap=True)
+    path = shlex.quote(f"actor_rollout_ref.model.path={checkpoint}")
+    console.print(f"start from it tether train ... {path}", soft_wrap=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def read_rollouts(folder: Path) -> list[StoredResponse]:
     files = sorted((path for path in folder.glob("*.jsonl") if path.stem.isdigit()), key=lambda path: int(path.stem))
     if not files:
         raise ValueError(
-            f"{folder}: no rollouts (files 1.jsonl, 2.jsonl, ...). Train with trainer.rollout_data_dir={folder}"
+            f"{folder}: no rollouts (files 1.jsonl, 2.jsonl, ...). "
+            f"Train with {shlex.quote(f'trainer.rollout_data_dir={folder}')}"
         )
     responses = [response for path in files for response in _read(path)]
     if not responses:

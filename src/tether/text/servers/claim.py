@@ -9,7 +9,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from tether.runtime.cache import cache_dir
+from tether.runtime.cache import OTHER_CACHE, cache_dir
+from tether.runtime.disk import writing
 from tether.text.servers.http import Connections
 
 _files: dict[Path, int] = {}
@@ -49,8 +50,9 @@ class Claim:
 
 
 def _locked(path: Path, url: str) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with writing(path, OTHER_CACHE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
