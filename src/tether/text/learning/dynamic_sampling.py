@@ -153,6 +153,7 @@ def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], n
             metrics=_mean_metrics(sampled) | _metrics(sampled, groups, num_groups),
         ),
         reward_seconds=sum(experience.reward_seconds for experience in sampled),
+        call_seconds=[seconds for group in selected for seconds in group.experience.call_seconds[group.rows]],
     )
 
 
