@@ -46,6 +46,9 @@ def test_a_default_run_records_chosen_responses_and_episodes_of_each_step(golden
     for step, record in records(golden.folder, "tokens").items():
         np.testing.assert_allclose(columns[step]["reward"].mean(), metrics[step]["critic/score/mean"], rtol=1e-6)
         np.testing.assert_allclose(columns[step]["gradient_share"].sum(), 1, rtol=1e-5)
+        assert len(columns[step]["reward_seconds"]) == len(columns[step]["reward"])
+        longest = metrics[step]["reward/call_s/p99"]
+        np.testing.assert_allclose(columns[step]["reward_seconds"].max(), longest, rtol=1e-5)
         reasons = {reason for row in record["rows"] for reason in row["reasons"]}
         assert {"best", "worst", "median", "largest ratio", "largest mismatch"} <= reasons
         texts = records(golden.folder, "texts")[step]

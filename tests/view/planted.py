@@ -189,11 +189,12 @@ def record_step(recorder: RecordFile, step: int, rows: Sequence[Row], rng: np.ra
     advantages = rewards - np.array([rewards[groups == group].mean() for group in groups])
     lengths = np.array([row.length for row in rows], dtype=np.int32)
     names = {name for row in rows for name in row.parts}
-    weight = np.abs(advantages) * lengths
+    weight, log_ratios = np.abs(advantages) * lengths, rng.normal(0, 0.1, count)
     columns = {
         "index": groups, "group": groups, "reward": rewards, "length": lengths,
         "truncated": np.array([row.is_cut for row in rows]),
-        "ratio": np.exp(rng.normal(0, 0.1, count)).astype(np.float32), "advantage": advantages.astype(np.float32),
+        "ratio": np.exp(log_ratios).astype(np.float32), "advantage": advantages.astype(np.float32),
+        "moved": (advantages * log_ratios).astype(np.float32),
         "entropy": rng.uniform(0.5, 1, count).astype(np.float32),
         "gradient_share": (weight / max(weight.sum(), 1e-9)).astype(np.float32),
     }  # fmt: skip

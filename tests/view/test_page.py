@@ -19,7 +19,7 @@ from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
 from tether.view.export import write_page
-from tether.view.queries import groups, prompt_history
+from tether.view.queries import group, groups, prompt_history
 from tether.view.run import RunFolder, find_runs
 from tether.view.server import make_app
 
@@ -42,11 +42,13 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     """Return a function that opens a page of runs; at the end no page has reported an error."""
     servers, contexts, problems = [], [], list[str]()
 
-    def open_page(folder: Path, address: str = "", width: int = 1200, scheme: str = "light") -> Any:
+    def open_page(
+        folder: Path, address: str = "", width: int = 1200, scheme: str = "light", reward: str | None = None
+    ) -> Any:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        server = uvicorn.Server(uvicorn.Config(make_app(find_runs([folder]), "token"), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(make_app(find_runs([folder]), "token", reward), log_level="warning"))
         thread = threading.Thread(target=lambda: server.run([listening]), daemon=True)
         thread.start()
         servers.append((server, thread))
@@ -192,11 +194,15 @@ def test_what_a_model_writes_is_shown_as_text(opened: Callable[..., Any], tmp_pa
 def test_a_running_run_is_followed(opened: Callable[..., Any], tmp_path: Path) -> None:
     page = opened(write_text(tmp_path / "run", steps=5), "#view=trend")
     assert page.locator("#state").inner_text() == "step 5"
-    logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", text_config(), 9, resumed_step=5))
-    logger.log(6, healthy(6, np.random.default_rng(0)) | {"my/metric": 42.0})
+    assert page.locator("svg .dropped-branch").count() == page.locator("svg .discarded").count() == 0
+    logger = JsonlLogger(RunInfo(tmp_path / "run", "planted", "run", text_config(), 9, resumed_step=3))
+    for step in range(4, 7):
+        logger.log(step, healthy(step, np.random.default_rng(0)) | {"my/metric": 42.0})
     rows = [Row(prompt, 1.0) for prompt in range(4)]
-    record_step(RecordFile(tmp_path / "run", 1_000_000, 5), 6, rows, np.random.default_rng(0))
+    record_step(RecordFile(tmp_path / "run", 1_000_000, 3), 6, rows, np.random.default_rng(0))
     until(page, "document.querySelector('#state').textContent === 'step 6'")
+    until(page, "document.querySelector('svg .dropped-branch') !== null")  # of the steps 4 and 5, done twice
+    assert page.locator("svg .discarded").count() >= 6
     page.fill("input[type=search]", "my/metric")
     assert page.locator("#found .card").count() == 1
     logger.close()
@@ -265,6 +271,20 @@ def test_prompts_and_distributions_of_a_step(opened: Any, planted: Path) -> None
     listed = groups(RunFolder(planted / "never"), 40)
     teaches_nothing = sum(one["without_variance"] and not one["gradient_share"] for one in listed)
     assert page.get_by_text("none: teaches nothing", exact=True).count() == teaches_nothing > 0
+    by_move = sorted((one for one in listed if one["moved"]), key=lambda one: -one["moved"])
+    moved = page.locator("h2", has_text="What moved").locator("xpath=following::table[1]").locator("tbody tr")
+    assert [int(text.split("\t")[0]) for text in moved.all_inner_texts()] == [one["group"] for one in by_move]
+    moved.first.click()
+    until(page, f"location.hash.includes('group={by_move[0]['group']}')")
+    until(page, "document.querySelectorAll('.pair .card').length === 4")
+    shown = page.locator(".pair .text").all_inner_texts()
+    assert shown == [
+        row["response"].rstrip() for row in group(RunFolder(planted / "never"), 40, by_move[0]["group"])["rows"]
+    ]
+    go(page, "#view=step&step=40")
+    page.locator("#scatter circle").nth(5).dispatch_event("click")
+    until(page, "location.hash.includes('sample=5')")
+    go(page, "#view=step&step=40")
     page.locator("input[aria-label^=Filter]").fill("lenght>200")
     page.locator("input[aria-label^=Filter]").press("Enter")
     until(page, "document.querySelector('#problem')?.textContent.includes('Did you mean length?')")
@@ -309,6 +329,30 @@ def test_a_checkpoint_is_asked_for_alternatives(opened: Callable[..., Any], gold
     page.keyboard.press("k")
     until(page, "document.querySelector('#strip .here')?.dataset.token === '0'")
     until(page, "document.querySelectorAll('#alternatives tbody tr').length === 8")  # without another process
+
+
+@pytest.mark.slow
+def test_a_response_is_scored_again_beside_its_recorded_score(
+    opened: Callable[..., Any], golden: Golden, tmp_path: Path
+) -> None:
+    if not isinstance(golden.loop, Text):
+        pytest.skip("a run of a language model")
+    (tmp_path / "new.py").write_text("def compute_score(**row):\n    return {'score': 42.0, 'reason': '<b>new</b>'}\n")
+    page = opened(golden.folder, "#step=3&sample=1", reward=f"{tmp_path / 'new.py'}:compute_score")
+    page.locator("button", has_text="score it again by the reward of the run").click()
+    page.wait_for_selector("#rescored .bad", timeout=120_000)
+    assert "object:letters: was an object of the program" in page.locator("#rescored").inner_text()
+    page.locator("button", has_text="new.py:compute_score").click()
+    page.wait_for_selector("#rescored tbody tr", timeout=120_000)
+    recorded = RunFolder(golden.folder).columns(3)["reward"][1]
+    cells = page.locator("#rescored tbody tr").first.locator("td").all_inner_texts()
+    assert (cells[0], float(cells[1]), cells[2]) == ("score", pytest.approx(recorded, rel=1e-5), "42")
+    assert "The score is another one now" in page.locator("#rescored").inner_text()
+    assert "<b>new</b>" in page.locator("#rescored").inner_text()
+    page.evaluate("dispatchEvent(new Event('hashchange'))")
+    until(page, "document.querySelectorAll('#rescored tbody tr').length > 2")  # without another process
+    assert {"400 (Bad Request)" in problem for problem in opened.problems} == {True}  # the answer about the object
+    opened.problems.clear()
 
 
 @pytest.mark.slow

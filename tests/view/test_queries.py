@@ -19,7 +19,7 @@ from tests.view.planted import healthy, text_config, write_text
 from tether.checkpoints import CheckpointStore
 from tether.commands.cli import app
 from tether.loop.parts import Rollbacks
-from tether.metrics.loggers.jsonl import DISCARDED_FILE, METRICS_FILE, JsonlLogger
+from tether.metrics.loggers.jsonl import DISCARDED_FILE, EVENTS_FILE, METRICS_FILE, JsonlLogger, read_events
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RecordFile, pack, unpack
 from tether.view import queries
@@ -59,6 +59,9 @@ def test_any_run_opens_and_names_what_it_did_not_record(golden: Golden, tmp_path
         raw = next(row for row in run.record("tokens", 2)["rows"] if row["row"] == one["row"])
         assert one["tokens"]["values"]["advantages"] == unpack(raw["values"]["advantages"]).tolist()
         assert one["tokens"]["ids"] == unpack(raw["response_ids"]).tolist()
+        columns = run.columns(2)
+        for group in queries.groups(run, 2):
+            np.testing.assert_allclose(group["moved"], columns["moved"][group["rows"]].sum(), rtol=1e-5)
     else:
         row = next(row["row"] for row in queries.samples(run, step=2)["rows"] if row["recorded"])
         first = queries.episode(run, 2, row)
@@ -313,7 +316,7 @@ def test_responses_are_scored_again_in_a_process_of_their_own(golden: Golden, tm
     assert "object:letters: was an object" in refusal(*chosen, "--json")
 
 
-def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None:
+def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path, tmp_path: Path) -> None:
     runs = [RunFolder(folder) for folder in find_runs([planted / "compared"])]
     compared = comparison(runs)
     assert [row["key"] for row in compared["differences"]] == ["actor_rollout_ref.actor.optim.lr", "trainer.seed"]
@@ -326,6 +329,12 @@ def test_runs_are_compared_with_what_their_seeds_can_tell(planted: Path) -> None
     }  # fmt: skip
     assert [row["by_experiment"] for row in compared["differences"]] == [["1e-05", "3e-05"], ["0, 1, 2, 3"] * 2]
     assert compared["warnings"] == []
+    shutil.copytree(runs[0].folder, tmp_path / "other")
+    events = tmp_path / "other" / EVENTS_FILE
+    code = read_events(runs[0].folder)[0]["code"]
+    events.write_text(events.read_text().replace(json.dumps(code), '"0123456789ab"', 1))
+    (row,) = comparison([runs[0], RunFolder(tmp_path / "other")])["differences"]
+    assert (row["key"], row["values"][1].split()[-1]) == ("(code)", "0123456789ab")
     for axis in queries.AXES:
         curves = mean_curves(runs, "critic/score/mean", axis)
         assert [curve["n"] for curve in curves] == [4, 4]

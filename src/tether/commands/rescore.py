@@ -15,8 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tether.commands.policy import moved_files, started_folder
-from tether.config import RunConfig, values_of, with_values
-from tether.config.secrets import has_secrets
+from tether.config import RunConfig, has_secrets, values_of, with_values
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import set_threads
 from tether.runtime.objects import is_object

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tether.config.router_replay import replay_of
     from tether.config.schema.root import ActorRolloutRefConfig, RunConfig
     from tether.config.schema.section import Section
-    from tether.config.secrets import masked_command
+    from tether.config.secrets import has_secrets, masked_command
     from tether.config.support.live_keys import live_keys
     from tether.config.weight_files import reads_weights, stored_weights
 
@@ -62,6 +62,7 @@ __all__ = [
     "full_kl_in_loss",
     "full_kl_in_reward",
     "has_reference",
+    "has_secrets",
     "integration_config",
     "key_written_as",
     "live_keys",
@@ -119,7 +120,7 @@ _FOUND_IN = {
         "tether.config.router_replay": ("replay_of",),
         "tether.config.schema.root": ("ActorRolloutRefConfig", "RunConfig"),
         "tether.config.schema.section": ("Section",),
-        "tether.config.secrets": ("masked_command",),
+        "tether.config.secrets": ("has_secrets", "masked_command"),
         "tether.config.weight_files": ("reads_weights", "stored_weights"),
         "tether.config.support.live_keys": ("live_keys",),
     }.items()

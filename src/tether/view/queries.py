@@ -345,6 +345,7 @@ COLUMNS = {
     "index": "the prompt in its data set",
     "group": "responses to one prompt in a step share it",
     "reward": "reward of the response, before penalties of KL",
+    "reward_seconds": "seconds of the call of the reward; none where it was not called",
     "length": "tokens of the response, or steps of the episode",
     "truncated": "whether the limit of its length ended it",
     "ratio": "the largest ratio of a token, before and after the update",
@@ -537,6 +538,8 @@ def sample(run: RunFolder, step: int, row: int) -> JsonObject:
     # It was sampled with the weights after the step before.
     answer["checkpoint"] = min(run.checkpoints, key=lambda at: (abs(at - (step - 1)), at), default=None)
     answer["gamma"] = run.setting("algorithm.gamma")
+    parts_of_reward = run.setting("reward_model.parts") or {}
+    answer["weights"] = {name: section.get("weight", 1.0) for name, section in parts_of_reward.items()}
     answer["not_recorded"] = _not_recorded(answer)
     return answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class ScoredResponses:
     report: RewardReport
     reward_seconds: float
     """Time spent waiting for rewards after the last response was complete."""
+    call_seconds: Sequence[float] = ()
+    """Seconds of the call of the reward for each row, NaN where there was none; empty if unknown."""
 
     @property
     def scores(self) -> Tensor:
@@ -114,12 +117,23 @@ class Collector:
         start = time.perf_counter()
         outcomes = self.rewards.collect()
         waited = time.perf_counter() - start
+        called = [row for row in range(total) if episodes is None or episodes.needs_reward(row)]
+        seconds = seconds_by_row(total, called, self.rewards.durations)
         if episodes:
             outcomes = _with_turns(episodes, rollout, outcomes)
         ordered = [requests[row] for row in range(total)]
         report = summarize(ordered, outcomes, self.rewards.durations or [0.0])
         check_error_rate(report, self.max_error_rate)
-        return ScoredResponses(prompts, rollout, [texts[row] for row in range(total)], outcomes, report, waited)
+        ordered_texts = [texts[row] for row in range(total)]
+        return ScoredResponses(prompts, rollout, ordered_texts, outcomes, report, waited, seconds)
+
+
+def seconds_by_row(total: int, called: Sequence[int], durations: Sequence[float]) -> list[float]:
+    """Return the seconds of the reward's call for each of `total` rows, NaN for rows that are not among `called`."""
+    seconds = [math.nan] * total
+    for row, duration in zip(called, durations, strict=True):
+        seconds[row] = duration
+    return seconds
 
 
 def _with_turns(

@@ -153,6 +153,7 @@ def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], n
             metrics=_mean_metrics(sampled) | _metrics(sampled, groups, num_groups),
         ),
         reward_seconds=sum(responses.reward_seconds for responses in sampled),
+        call_seconds=[seconds for group in selected for seconds in group.responses.call_seconds[group.rows]],
     )
 
 

@@ -21,7 +21,7 @@ from tether.batch import KeptTokens, Prompt, RolloutBatch
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.worker_pool import WorkersFailed
 from tether.text.data.prompts import decode
-from tether.text.learning.collector import Collector, ScoredResponses
+from tether.text.learning.collector import Collector, ScoredResponses, seconds_by_row
 from tether.text.rewards.outcome import (
     Dialogue,
     RewardError,
@@ -100,7 +100,8 @@ class EpisodeCollector(Collector):
         rollout = assemble(in_order, sampling.n, filler=min(self.engine.eos_token_ids, default=0))
         rollout.truncated = rollout.truncated | torch.tensor([bool(episode.cut_by) for episode in episodes])
         texts = [self._text(branch) for branch in in_order]
-        return ScoredResponses(prompts, rollout, texts, counted, report, waited)
+        seconds = seconds_by_row(len(rows), left, self.rewards.durations)
+        return ScoredResponses(prompts, rollout, texts, counted, report, waited, seconds)
 
     def _text(self, branch: Sequence[RecordedCall]) -> str:
         """Return everything after the first prompt of a branch."""

@@ -167,6 +167,8 @@ class _Rows:
             "length": batch.response_length.numpy().astype(np.int32),
             "truncated": batch.truncated.numpy(),
         }
+        if self.responses.call_seconds:
+            columns["reward_seconds"] = np.array(self.responses.call_seconds, dtype=np.float32)
         differences = {
             "ratio": ("new_log_probs", "old_log_probs", _largest),
             "mismatch": ("old_log_probs", "sampler_log_probs", _largest),

@@ -4,11 +4,12 @@ import { h, facts, number, table, text } from "./text.js";
 const rescored = new Map();
 
 export function rewardOf(sample, runs, state, ask) {
-  const { pred, answer, reason, ...parts } = sample.extra ?? {};
+  const { pred, answer, reason, ...values } = sample.extra ?? {};
+  const parts = Object.fromEntries(Object.entries(values).map(([name, value]) => [name in sample.weights ? `${name} (weight ${number(sample.weights[name])})` : name, value]));
   return [
     h("h2", {}, "Reward"),
     sample.error ? h("p", { class: "bad" }, sample.error) : null, sample.traceback ? h("details", {}, h("summary", {}, "traceback"), text(sample.traceback)) : null,
-    facts({ expected: sample.ground_truth ?? "not recorded", extracted: pred ?? answer ?? "not returned by the reward (key pred)", reason: reason ?? "not returned by the reward (key reason)", ...parts }),
+    facts({ expected: sample.ground_truth ?? "not recorded", extracted: pred ?? answer ?? "not returned by the reward (key pred)", reason: reason ?? "not returned by the reward (key reason)", ...parts, seconds: sample.reward_seconds }),
     again(runs, state, ask),
   ];
 }
