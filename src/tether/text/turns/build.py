@@ -17,7 +17,17 @@ from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.template import TurnTemplate
-from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
+from tether.text.turns.tools import (
+    FORMATS,
+    Call,
+    ResponderSpecs,
+    ToolPool,
+    environment_named,
+    openai_call,
+    read_environments,
+    read_tools,
+)
+from tether.types import JsonObject
 
 _STARTUP = 300.0  # seconds; an environment may load a dataset
 
@@ -138,8 +148,14 @@ def build_conversations(
     template = TurnTemplate(tokenizer, ends, dated, kwargs)
     listing = TurnTemplate(tokenizer, ends, dated, {**kwargs, "tools": tools.schemas or None})
     agents = {row_agent(rollout.agent, prompt) for prompts in datasets for prompt in prompts}
+    call_format, probe = FORMATS[turns.format], list[JsonObject]()
     if any(agent.has_tools for agent in agents):
-        listing.check(["tool"], turns.tokenization_sanity_check_mode)
+        if call_format.is_read_back:
+            probe = [openai_call(Call("look_up"), "functions.look_up:0")]
+        else:
+            listing.check(["tool"], turns.tokenization_sanity_check_mode)
+        if turns.tokenization_sanity_check_mode != "disable":
+            listing.check_calls(call_format, turns.format)
     rows = [
         prompt for prompts in datasets for prompt in prompts if row_agent(rollout.agent, prompt).environment is not None
     ]
@@ -150,7 +166,7 @@ def build_conversations(
         tokenizer=tokenizer,
         template=template,
         tool_template=listing,
-        turn_end=(listing if tools.schemas else template).turn_end("tool" if tools.schemas else "user"),
+        turn_end=listing.turn_end("tool", probe) if tools.schemas else template.turn_end("user"),
         limits=TurnLimits(
             max_assistant_turns=turns.max_assistant_turns,
             max_user_turns=turns.max_user_turns,
@@ -158,7 +174,7 @@ def build_conversations(
             max_tool_response_length=turns.max_tool_response_length,
             tool_response_truncate_side=turns.tool_response_truncate_side,
         ),
-        find_calls=FORMATS[turns.format],
+        call_format=call_format,
         default_agent=default,
         environments_score_alone=environments_score_alone,
     )

@@ -19,10 +19,10 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
     format: Annotated[
-        Literal["hermes", "llama3_json"],
+        Literal["hermes", "llama3_json", "pythonic", "qwen3_coder", "glm", "kimi", "deepseek_v3", "gemma4", "gpt-oss"],
         ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,))),
     ] = "hermes"
-    """The format in which the model calls tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
+    """The format in which the model calls tools, named as in verl and vLLM; hermes is <tool_call>{...}</tool_call>."""
     tool_config_path: str | None = None
     """YAML file of the tools, in verl's layout."""
     interaction_config_path: str | None = None

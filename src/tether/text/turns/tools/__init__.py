@@ -3,7 +3,7 @@
 This package does not import torch, so that the processes start in a fraction of a second.
 """
 
-from tether.text.turns.tools.call_formats import FORMATS, Call, shortened
+from tether.text.turns.tools.call_formats import FORMATS, Call, CallFormat, openai_call, shortened
 from tether.text.turns.tools.pool import CallRequest, Reply, StepRequest, ToolPool
 from tether.text.turns.tools.spec import (
     LIBRARY,
@@ -20,6 +20,7 @@ __all__ = [
     "FORMATS",
     "LIBRARY",
     "Call",
+    "CallFormat",
     "CallRequest",
     "EnvironmentSpec",
     "Reply",
@@ -29,6 +30,7 @@ __all__ = [
     "ToolSpec",
     "class_problem",
     "environment_named",
+    "openai_call",
     "read_environments",
     "read_tools",
     "shortened",
