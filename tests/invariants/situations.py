@@ -278,6 +278,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.agent.default_agent_loop": [f"{folder / 'tools2.py'}:Say"],
         f"{ROLLOUT}.agent.endpoint.program": ["echo 2"],
         f"{TURNS}.tool_config_path": [f"{folder / 'tools.yaml'}"],
+        f"{TURNS}.function_tool_path": [f"{folder / 'tools.py'}"],
         f"{TURNS}.interaction_config_path": [f"{folder / 'tools.yaml'}"],
         "trainer.default_local_dir": [f"{folder / 'elsewhere'}"],
         "trainer.logger": ["console"],

@@ -307,6 +307,8 @@ def _scoring_files(turns: MultiTurnConfig, custom: CustomRewardFunctionConfig) -
     if path := turns.tool_config_path:
         tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
         named[f"{TURNS}.tool_config_path"] = [path, *tools]
+    if path := turns.function_tool_path:
+        named[f"{TURNS}.function_tool_path"] = [path]
     if path := turns.interaction_config_path:
         classes = [environment.class_name for environment in read_environments(path).values()]
         named[f"{TURNS}.interaction_config_path"] = [path, *classes]

@@ -142,8 +142,11 @@ def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent
             named = "the interaction that rows name in `extra_info.interaction_kwargs.name`"
             advice = f"Set {default}={TOOL_AGENT}, by which {named} acts"
         raise ValueError(f"{TURNS}.enable=True: no row has several turns. {advice}")
+    of_agent = f"is of {TOOL_AGENT} ({default})"
     if turns.tool_config_path and not of_tools:
-        what, path, needed = "tool_config_path", turns.tool_config_path, f"is of {TOOL_AGENT} ({default})"
+        what, path, needed = "tool_config_path", turns.tool_config_path, of_agent
+    elif turns.function_tool_path and not of_tools:
+        what, path, needed = "function_tool_path", turns.function_tool_path, of_agent
     elif turns.interaction_config_path and not any(of_tools):
         what, path = "interaction_config_path", turns.interaction_config_path
         needed = f"is of {TOOL_AGENT} ({default}) and names one in `extra_info.interaction_kwargs.name`"
@@ -282,6 +285,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield from (("actor_rollout_ref.rollout.server_urls", url, server_address) for url in rollout.server_urls)
     if turns.tool_config_path:
         yield f"{TURNS}.tool_config_path", turns.tool_config_path, _tools
+    if turns.function_tool_path:
+        yield f"{TURNS}.function_tool_path", turns.function_tool_path, _functions
     if turns.interaction_config_path:
         yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
     if is_own_function(rollout.agent.default_agent_loop):
@@ -535,6 +540,11 @@ def server_python(name: str) -> Path:
 
 def _tools(path: str) -> None:
     _classes(tool for tool in read_tools(path) if isinstance(tool, ToolSpec))
+
+
+def _functions(path: str) -> None:
+    if not any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in _parsed(path).body):
+        raise ValueError(f"{path}: defines no function")
 
 
 def _interactions(path: str) -> None:

@@ -19,7 +19,9 @@ from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.template import TurnTemplate
 from tether.text.turns.tools import (
     FORMATS,
+    FUNCTIONS_KEY,
     Call,
+    FunctionsSpec,
     ResponderSpecs,
     ToolPool,
     environment_named,
@@ -41,7 +43,9 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
     turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
     if not turns.enable:
         return None
-    tools = read_tools(turns.tool_config_path) if turns.tool_config_path else ()
+    tools = [*read_tools(turns.tool_config_path)] if turns.tool_config_path else []
+    functions = turns.function_tool_path
+    of_functions = [FunctionsSpec(functions, f"{FUNCTIONS_KEY}={functions}")] if functions else []
     environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
     if agent not in (SINGLE_TURN, TOOL_AGENT):
         place = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -51,7 +55,7 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
             name = environment_named_by(source)
             environments = environments | {name: environment_named(name, turns.format, name)}
     return ToolPool(
-        ResponderSpecs(tools, environments, turns.format),
+        ResponderSpecs((*tools, *of_functions), environments, turns.format),
         num_workers=rollout.agent.num_workers,
         timeout=turns.timeout,
         startup_timeout=_STARTUP,

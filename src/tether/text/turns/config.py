@@ -25,6 +25,8 @@ class MultiTurnConfig(Section):
     """The format in which the model calls tools, named as in verl and vLLM; hermes is <tool_call>{...}</tool_call>."""
     tool_config_path: str | None = None
     """YAML file of the tools, in verl's layout."""
+    function_tool_path: str | None = None
+    """Python file whose public functions, or those in its __all__, are further tools."""
     interaction_config_path: str | None = None
     """YAML file of environments that rows name in extra_info.interaction_kwargs.name, in verl's layout."""
     max_assistant_turns: Positive | None = None

@@ -26,7 +26,7 @@ def agents_are_known(cfg: RunConfig) -> Problem | None:
     if name not in (AGENTS[0], ENDPOINT) and not turns.enable:
         what = f"{name} answers in turns, which {ROLLOUT}.multi_turn.enable=False switches off"
         return Problem(key, what, f"set {ROLLOUT}.multi_turn.enable=True, or leave {key} out")
-    if name == AGENTS[1] and not turns.tool_config_path and not turns.interaction_config_path:
+    if name == AGENTS[1] and not any((turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)):
         what = f"{name} has neither tools ({ROLLOUT}.multi_turn.tool_config_path) nor an environment"
         return Problem(key, what, f"give {ROLLOUT}.multi_turn.tool_config_path")
     return None
@@ -90,6 +90,7 @@ TURN_RULES: tuple[Rule, ...] = (
     agents_are_known,
     programs_play,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    needs(f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,
     ranks_sample_one_turn,

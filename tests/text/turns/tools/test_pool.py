@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tether.text.turns.tools import (
+    FUNCTIONS_KEY,
     EnvironmentSpec,
+    FunctionsSpec,
     Reply,
     ResponderSpecs,
     ToolPool,
@@ -237,6 +239,43 @@ def test_an_environment_that_a_row_names_is_looked_for():
         pool.check(f"{OWN}:Count")
         with pytest.raises(ValueError, match="defines no Coun"):
             pool.check(f"{OWN}:Coun")
+
+
+def functions_pool(tmp_path, text):
+    file = tmp_path / f"functions{len(text)}.py"
+    file.write_text(text)
+    return pool_of(FunctionsSpec(str(file), f"{FUNCTIONS_KEY}={file}"))
+
+
+def test_the_functions_of_a_file_are_tools(tmp_path):
+    text = (
+        "from json import dumps\n"
+        "def centimetres(inches: float, digits: int = 1) -> str:\n"
+        '    """Convert inches.\n\n    Args:\n        inches: a length.\n        digits: decimals.\n    """\n'
+        "    return _rounded(2.54 * inches, digits)\n"
+        "async def sign(x: int):\n"
+        '    """Say the sign.\n\n    Args:\n        x: a number.\n    """\n'
+        "    return ('+' if x > 0 else '-'), 0.5\n"
+        "def _rounded(number, digits):\n"
+        "    return f'{number:.{digits}f}'\n"
+    )
+    with functions_pool(tmp_path, text) as pool:
+        first, second = (schema["function"] for schema in pool.schemas)
+        assert (first["name"], first["description"], second["name"]) == ("centimetres", "Convert inches.", "sign")
+        assert first["parameters"]["properties"]["inches"] == {"type": "number", "description": "a length."}
+        assert first["parameters"]["required"] == ["inches"]
+        assert pool.take(pool.ask(CallRequest("centimetres", {"inches": 2}, {"digits": 2}))) == said("5.08")
+        assert pool.take(pool.ask(CallRequest("sign", {"x": 3}, {}))) == said("+", 0.5)
+        assert "inches" in pool.take(pool.ask(CallRequest("centimetres", {}, {}))).error
+    with functions_pool(tmp_path, text + "__all__ = ['sign']\n") as pool:
+        assert [schema["function"]["name"] for schema in pool.schemas] == ["sign"]
+    for broken, message in (
+        ("def f(x):\n    'Say.'\n", "f has no schema .*missing a type hint.* tools in __all__"),
+        ("from json import dumps\n", "defines no public function"),
+        ("import no_such_package_at_all\n", "importing the file failed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            functions_pool(tmp_path, broken)
 
 
 def test_a_file_of_tools_that_is_not_of_the_layout_is_refused(tmp_path):

@@ -6,8 +6,10 @@ This package does not import torch, so that the processes start in a fraction of
 from tether.text.turns.tools.call_formats import FORMATS, Call, CallFormat, openai_call, shortened
 from tether.text.turns.tools.pool import CallRequest, Reply, StepRequest, ToolPool
 from tether.text.turns.tools.spec import (
+    FUNCTIONS_KEY,
     LIBRARY,
     EnvironmentSpec,
+    FunctionsSpec,
     ResponderSpecs,
     ToolSpec,
     class_problem,
@@ -18,11 +20,13 @@ from tether.text.turns.tools.spec import (
 
 __all__ = [
     "FORMATS",
+    "FUNCTIONS_KEY",
     "LIBRARY",
     "Call",
     "CallFormat",
     "CallRequest",
     "EnvironmentSpec",
+    "FunctionsSpec",
     "Reply",
     "ResponderSpecs",
     "StepRequest",

@@ -15,6 +15,8 @@ Tools of MCP servers, also in verl's layout; their `class_name` has no effect he
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}     # without the list: all
     # servers.json: {"mcpServers": {"name": {"command": "python", "args": ["server.py"]}, "other": {"url": ...}}}
 
+Functions (`multi_turn.function_tool_path`): a Python file whose public functions, or those in its `__all__`, are tools.
+
 Environments (`multi_turn.interaction_config_path`); a row names its own in `extra_info.interaction_kwargs.name`::
 
     interaction:
@@ -37,6 +39,7 @@ from tether.spelling import closest, did_you_mean
 from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
+FUNCTIONS_KEY = f"{SECTION}.function_tool_path"
 TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interaction_config_path"
 
 
@@ -68,6 +71,15 @@ class McpSpec:
 
 
 @dataclass(frozen=True)
+class FunctionsSpec:
+    """A Python file whose functions are tools."""
+
+    file: str
+    place: str
+    """Key and file, for messages."""
+
+
+@dataclass(frozen=True)
 class EnvironmentSpec:
     """A class that replies to every turn of the policy."""
 
@@ -88,7 +100,7 @@ class EnvironmentSpec:
 class ResponderSpecs:
     """The tools and environments that reply to the policy in a run."""
 
-    tools: tuple[ToolSpec | McpSpec, ...] = ()
+    tools: tuple[ToolSpec | McpSpec | FunctionsSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
     """Environments by the name in the rows."""
     call_format: str = "hermes"
