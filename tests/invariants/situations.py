@@ -276,6 +276,7 @@ def text_others(folder: Path) -> dict[str, list[str]]:
         f"{ROLLOUT}.max_model_len": ["65"],
         **{f"{model}.fsdp_config.fsdp_size": ["1"] for model in SHARDED},
         f"{ROLLOUT}.agent.default_agent_loop": [f"{folder / 'tools2.py'}:Say"],
+        f"{ROLLOUT}.agent.agent_loop_config_path": [f"{folder / 'tools.yaml'}"],
         f"{ROLLOUT}.agent.endpoint.program": ["echo 2"],
         f"{TURNS}.tool_config_path": [f"{folder / 'tools.yaml'}"],
         f"{TURNS}.function_tool_path": [f"{folder / 'tools.py'}"],

@@ -10,7 +10,7 @@ from tether.text.data.config import DataConfig
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
-from tether.text.named_inputs import agent_problem, interactions_of, row_agent
+from tether.text.named_inputs import agent_problem, agents_of, interactions_of, row_agent
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits
@@ -26,6 +26,7 @@ from tether.text.turns.tools import (
     ToolPool,
     environment_named,
     openai_call,
+    read_agents,
     read_environments,
     read_tools,
 )
@@ -47,7 +48,9 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
     functions = turns.function_tool_path
     of_functions = [FunctionsSpec(functions, f"{FUNCTIONS_KEY}={functions}")] if functions else []
     environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
-    if agent not in (SINGLE_TURN, TOOL_AGENT):
+    if rollout.agent.agent_loop_config_path:
+        environments = environments | read_agents(rollout.agent.agent_loop_config_path)
+    if agent not in (SINGLE_TURN, TOOL_AGENT, *environments):
         place = "actor_rollout_ref.rollout.agent.default_agent_loop"
         environments = environments | {agent: environment_named(agent, turns.format, place)}
     for source in (*data.train_files, *data.val_files):
@@ -78,11 +81,11 @@ def check_agents(
     Raises:
         ValueError: lists up to ten such rows.
     """
-    interactions, reported = interactions_of(rollout.multi_turn), set[str]()
+    interactions, named, reported = interactions_of(rollout.multi_turn), agents_of(rollout.agent), set[str]()
     agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
 
     def check(row: Row) -> None:
-        if problem := agent_problem(rollout, row, interactions):
+        if problem := agent_problem(rollout, row, interactions, named):
             if problem in reported:  # all rows of a source may have the same problem
                 return
             reported.add(problem)

@@ -69,6 +69,8 @@ class AgentConfig(Section):
 
     default_agent_loop: str = "single_turn_agent"
     """Agent of rows without agent_name: single_turn_agent, tool_agent or FILE.py:CLASS; endpoint: a program for all."""
+    agent_loop_config_path: str | None = None
+    """YAML file of further agents, in verl's layout: a list of {name, _target_: FILE.py:CLASS, ARGUMENT: VALUE}."""
     num_workers: Annotated[
         Positive, NullIsUnset(), ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)))
     ] = 8

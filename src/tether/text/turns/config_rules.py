@@ -19,7 +19,8 @@ OWN_CLASS = r".+\.py:\w+"
 def agents_are_known(cfg: RunConfig) -> Problem | None:
     """The agent is a known one or a class of the user's, and has what it needs."""
     key, name = f"{ROLLOUT}.agent.default_agent_loop", cfg.actor_rollout_ref.rollout.agent.default_agent_loop
-    if name not in AGENTS and not re.fullmatch(OWN_CLASS, name):
+    named_in_file = cfg.actor_rollout_ref.rollout.agent.agent_loop_config_path  # which is read later
+    if name not in AGENTS and not re.fullmatch(OWN_CLASS, name) and not named_in_file:
         choices = ", ".join(AGENTS)
         return Problem(key, f"{name} is no agent", f"set it to {choices}, or to a class of your own: FILE.py:CLASS")
     turns = cfg.actor_rollout_ref.rollout.multi_turn
@@ -90,6 +91,7 @@ TURN_RULES: tuple[Rule, ...] = (
     agents_are_known,
     programs_play,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    needs(f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,

@@ -6,6 +6,7 @@ This package does not import torch, so that the processes start in a fraction of
 from tether.text.turns.tools.call_formats import FORMATS, Call, CallFormat, openai_call, shortened
 from tether.text.turns.tools.pool import CallRequest, Reply, StepRequest, ToolPool
 from tether.text.turns.tools.spec import (
+    AGENTS_KEY,
     FUNCTIONS_KEY,
     LIBRARY,
     EnvironmentSpec,
@@ -14,11 +15,13 @@ from tether.text.turns.tools.spec import (
     ToolSpec,
     class_problem,
     environment_named,
+    read_agents,
     read_environments,
     read_tools,
 )
 
 __all__ = [
+    "AGENTS_KEY",
     "FORMATS",
     "FUNCTIONS_KEY",
     "LIBRARY",
@@ -35,6 +38,7 @@ __all__ = [
     "class_problem",
     "environment_named",
     "openai_call",
+    "read_agents",
     "read_environments",
     "read_tools",
     "shortened",

@@ -303,8 +303,6 @@ def _functions(spec: FunctionsSpec) -> Iterator[tuple[JsonObject, Callable[..., 
     Raises:
         ValueError: the file cannot be imported, has no functions, or a function has no schema.
     """
-    from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
-
     module = import_python_file(spec.file, FUNCTIONS_KEY)
     listed = getattr(module, "__all__", None)
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
@@ -312,6 +310,8 @@ def _functions(spec: FunctionsSpec) -> Iterator[tuple[JsonObject, Callable[..., 
     functions = {name: value for name in names if inspect.isfunction(value := getattr(module, name, None))}
     if not functions:
         raise ValueError(f"{spec.place}: defines no public function. Give it the functions that are tools")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
+
     for name, function in functions.items():
         try:
             yield {**get_json_schema(function), "type": "function"}, function
@@ -341,7 +341,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
             if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
                 raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
-            what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
+            what = f"{spec.place}.{spec.class_key}={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(loaded):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(loaded).__name__}, not a class")
