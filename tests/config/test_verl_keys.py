@@ -425,7 +425,7 @@ def test_the_reward_manager_has_one_rule_under_all_names(key):
 # What verl would act on, and tether does not
 
 
-@pytest.mark.parametrize("key", ["tool_config_path", "interaction_config_path"])
+@pytest.mark.parametrize("key", ["tool_config_path", "function_tool_path", "interaction_config_path"])
 def test_tools_need_turns(key):
     path = f"actor_rollout_ref.rollout.multi_turn.{key}"
     assert "multi_turn.enable=False leaves out" in problems_of(f"{path}=tools.yaml")[path]

@@ -306,6 +306,31 @@ def test_rows_that_name_an_interaction_need_an_agent_that_lets_it_act(inputs: Pa
     build_run(load_config(None, [*overrides, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"])).close()
 
 
+def test_agents_of_a_file_are_named_by_rows_and_by_default(inputs: Path, tmp_path: Path) -> None:
+    records = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    rows = write_jsonl(tmp_path / "train.jsonl", [record | {"agent_name": "digits"} for record in records])
+    agents, key = tmp_path / "agents.yaml", f"{ROLLOUT}.agent.agent_loop_config_path"
+    agents.write_text(f"[{{name: digits, _target_: '{inputs / 'tools.py'}:Digits'}}]")
+    overrides = [*turn_overrides(inputs, tmp_path / "run"), *own(inputs), f"{key}={agents}"]
+    default = f"{ROLLOUT}.agent.default_agent_loop"
+    assert first_step([*overrides, f"{default}=digits"])["reward/extra/turns/mean"] > 1
+    build_run(load_config(None, [*overrides, f"{default}=single_turn_agent", f"data.train_files={rows}"])).close()
+    wrong = load_config(None, [*overrides, f"{default}=digts"]).config
+    (problem,) = missing_inputs(wrong)
+    assert problem.path == key
+    assert "has no agent digts" in problem.what
+    assert "Did you mean digits?" in problem.what
+    agents.write_text(f"[{{name: d, _target_: '{inputs / 'tools.py'}:Ask'}}]")
+    found = {problem.path: problem.what for problem in missing_inputs(load_config(None, [*overrides]).config)}
+    assert "[0]._target_=" in found[key]
+    assert "Ask has no methods `reset` and `step`" in found[key]
+    named = load_config(None, [*overrides, f"data.train_files={rows}"]).config
+    found = {problem.path: problem.what for problem in missing_inputs(named)}
+    assert (
+        "`agent_name` is 'digits'; it may be single_turn_agent, tool_agent, d, verifiers:" in found["data.train_files"]
+    )
+
+
 def test_tools_and_interactions_that_no_row_has_are_refused(inputs: Path, tmp_path: Path) -> None:
     interactions = tmp_path / "interaction.yaml"
     interactions.write_text(f"interaction: [{{name: digits, class_name: '{inputs / 'tools.py'}:Digits'}}]")

@@ -13,7 +13,7 @@ A part is made by a function, or its `from_config`, that takes the sections that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -86,6 +86,7 @@ from tether.text.rewards.outcome import (
     Score,
 )
 from tether.text.roles import build_roles
+from tether.text.sampling.config import RolloutConfig
 from tether.text.sampling.config_rules import staleness_problem
 from tether.text.sampling.parity import MORE_ROWS, ParityProbe
 from tether.text.sampling.protocol import NoiseKey, RolloutEngine, SamplingParams
@@ -93,8 +94,15 @@ from tether.text.servers.build import look_at_servers
 from tether.text.sources import Sources
 from tether.text.start import start_run
 from tether.text.turns.build import build_tool_pool
-from tether.text.turns.config import MultiTurnConfig
-from tether.text.turns.tools import ToolPool, ToolSpec, read_environments, read_tools
+from tether.text.turns.tools import (
+    AGENTS_KEY,
+    EnvironmentSpec,
+    ToolPool,
+    ToolSpec,
+    read_agents,
+    read_environments,
+    read_tools,
+)
 
 STORED = (
     TrainBatch, RolloutBatch, KeptTokens, ScoredResponses, Prompt, Score, Abstention, RewardError, RewardReport,
@@ -126,7 +134,7 @@ def build_run(loaded: LoadedConfig, begin: Callable[[str], None] = lambda activi
         identity = _identity(config, inputs)
         if checkpoint:
             check_identity(checkpoint, identity)
-        saved_identity = identity | _scoring_files(rollout.multi_turn, config.custom_reward_function)
+        saved_identity = identity | _scoring_files(rollout, config.custom_reward_function)
         groups = build_groups(config, device, directory / "ranks", resources)
         rewards = build_rewards(config, groups)
         resources.callback(rewards.close)
@@ -254,7 +262,7 @@ def _drawn_by(loaded: LoadedConfig, warn: Callable[[str], None], checkpoint: Pat
     changes = changes_since(checkpoint / "run.yaml", loaded, among=DRAW, without=NO_DRAW)
     before, now = (
         read_json(checkpoint / "identity.json", dict, ANOTHER_CHECKPOINT),
-        _scoring_files(loaded.config.actor_rollout_ref.rollout.multi_turn, loaded.config.custom_reward_function),
+        _scoring_files(loaded.config.actor_rollout_ref.rollout, loaded.config.custom_reward_function),
     )
     changes += [f"{key}: its files have changed" for key in now if before.get(key, now[key]) != now[key]]
     if changes:
@@ -301,17 +309,24 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
     return identity
 
 
-def _scoring_files(turns: MultiTurnConfig, custom: CustomRewardFunctionConfig) -> dict[str, str]:
+def _scoring_files(rollout: RolloutConfig, custom: CustomRewardFunctionConfig) -> dict[str, str]:
     """Return key -> fingerprint of user files that score or answer; they may differ in a resumed run."""
-    named = {"custom_reward_function.path": [custom.path or ""]}
+    named, turns = {"custom_reward_function.path": [custom.path or ""]}, rollout.multi_turn
     if path := turns.tool_config_path:
         tools = [tool.class_name for tool in read_tools(path) if isinstance(tool, ToolSpec)]
         named[f"{TURNS}.tool_config_path"] = [path, *tools]
+    if path := turns.function_tool_path:
+        named[f"{TURNS}.function_tool_path"] = [path]
     if path := turns.interaction_config_path:
-        classes = [environment.class_name for environment in read_environments(path).values()]
-        named[f"{TURNS}.interaction_config_path"] = [path, *classes]
+        named[f"{TURNS}.interaction_config_path"] = [path, *_classes(read_environments(path))]
+    if path := rollout.agent.agent_loop_config_path:
+        named[AGENTS_KEY] = [path, *_classes(read_agents(path))]
     files = {key: [Path(name.partition(":")[0]).expanduser() for name in names] for key, names in named.items()}
     return {key: " ".join(sha256_of([file for file in paths if file.is_file()])) for key, paths in files.items()}
+
+
+def _classes(environments: Mapping[str, EnvironmentSpec]) -> list[str]:
+    return [environment.class_name for environment in environments.values()]
 
 
 def _sampler(data: DataConfig, algorithm: AlgorithmConfig, num_prompts: int) -> PromptSampler:

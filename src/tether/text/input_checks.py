@@ -43,7 +43,16 @@ from tether.text.rewards.router import check_source, check_truth, has_tests
 from tether.text.rewards.sandbox import ProgramOptions, Server
 from tether.text.sampling.config import SERVERS, RolloutConfig
 from tether.text.turns.config import AGENT, ENDPOINT, AgentConfig, MultiTurnConfig
-from tether.text.turns.tools import LIBRARY, EnvironmentSpec, ToolSpec, class_problem, read_environments, read_tools
+from tether.text.turns.tools import (
+    AGENTS_KEY,
+    LIBRARY,
+    EnvironmentSpec,
+    ToolSpec,
+    class_problem,
+    read_agents,
+    read_environments,
+    read_tools,
+)
 
 if TYPE_CHECKING:
     from tether.batch import Prompt
@@ -94,14 +103,31 @@ def interactions_of(turns: MultiTurnConfig) -> Sequence[str]:
     return list(read_environments(path)) if path else []
 
 
-def agent_problem(rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None) -> str:
-    """Return the problem with the agent that a row names, or an empty text; unknown interactions (None) fit."""
+def agents_of(agent: AgentConfig) -> Sequence[str]:
+    """Return the names of the agents in `agent_loop_config_path`.
+
+    Raises:
+        ValueError: the file cannot be read, or does not have the default agent.
+    """
+    path, default = agent.agent_loop_config_path, agent.default_agent_loop
+    names = list(read_agents(path)) if path else []
+    if path and default not in (SINGLE_TURN, TOOL_AGENT, ENDPOINT, *names) and not re.fullmatch(_NAMED, default):
+        raise ValueError(f"{path}: has no agent {default}, which {AGENT} names.{did_you_mean(default, names)}")
+    return names
+
+
+def agent_problem(
+    rollout: RolloutConfig, row: Row, interactions: Sequence[str] | None, agents: Sequence[str] | None
+) -> str:
+    """Return the problem with the agent that a row names, or an empty text; unknown names (None) fit."""
     name = row.agent_name
     if name is not None and rollout.agent.plays_endpoint:
         return f"`agent_name` is {name!r}, but a program plays every row ({AGENT}={ENDPOINT}). Drop the column"
-    if name not in (None, SINGLE_TURN, TOOL_AGENT) and not re.fullmatch(_NAMED, name):
+    known = agents is None or name in (None, SINGLE_TURN, TOOL_AGENT, *agents)
+    if not known and not re.fullmatch(_NAMED, str(name)):
         own_class = "or your own class: FILE.py:CLASS"
-        return f"`agent_name` is {name!r}; it may be {SINGLE_TURN}, {TOOL_AGENT}, {LIBRARY}ENVIRONMENT, {own_class}"
+        choices = ", ".join((SINGLE_TURN, TOOL_AGENT, *(agents or ())))
+        return f"`agent_name` is {name!r}; it may be {choices}, {LIBRARY}ENVIRONMENT, {own_class}"
     if not rollout.multi_turn.enable:
         return "" if name in (None, SINGLE_TURN) else f"`agent_name` is {name!r}, which {NEEDS_TURNS}"
     if (name or rollout.agent.default_agent_loop) != TOOL_AGENT:
@@ -142,8 +168,11 @@ def check_turns_act(turns: MultiTurnConfig, agents: set[tuple[RowAgent, RowAgent
             named = "the interaction that rows name in `extra_info.interaction_kwargs.name`"
             advice = f"Set {default}={TOOL_AGENT}, by which {named} acts"
         raise ValueError(f"{TURNS}.enable=True: no row has several turns. {advice}")
+    of_agent = f"is of {TOOL_AGENT} ({default})"
     if turns.tool_config_path and not of_tools:
-        what, path, needed = "tool_config_path", turns.tool_config_path, f"is of {TOOL_AGENT} ({default})"
+        what, path, needed = "tool_config_path", turns.tool_config_path, of_agent
+    elif turns.function_tool_path and not of_tools:
+        what, path, needed = "function_tool_path", turns.function_tool_path, of_agent
     elif turns.interaction_config_path and not any(of_tools):
         what, path = "interaction_config_path", turns.interaction_config_path
         needed = f"is of {TOOL_AGENT} ({default}) and names one in `extra_info.interaction_kwargs.name`"
@@ -282,8 +311,12 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
         yield from (("actor_rollout_ref.rollout.server_urls", url, server_address) for url in rollout.server_urls)
     if turns.tool_config_path:
         yield f"{TURNS}.tool_config_path", turns.tool_config_path, _tools
+    if turns.function_tool_path:
+        yield f"{TURNS}.function_tool_path", turns.function_tool_path, _functions
     if turns.interaction_config_path:
         yield f"{TURNS}.interaction_config_path", turns.interaction_config_path, _interactions
+    if path := rollout.agent.agent_loop_config_path:
+        yield AGENTS_KEY, path, partial(_agents, rollout.agent)
     if is_own_function(rollout.agent.default_agent_loop):
         yield "actor_rollout_ref.rollout.agent.default_agent_loop", rollout.agent.default_agent_loop, _environment_class
     program = rollout.agent.endpoint.program
@@ -409,8 +442,11 @@ def _rows(
     rows, defined = rows_of(config.data, name, first), set[str]()
     rules = _rules_score(rollout, config.reward_model, config.custom_reward_function)
     interactions: Sequence[str] | None = None
+    named: Sequence[str] | None = None
     with suppress(ValueError):  # reported under its own key
         interactions = interactions_of(rollout.multi_turn)
+    with suppress(ValueError):
+        named = agents_of(rollout.agent)
     configured = config.reward_model.parts
     sections = {} if part_problems(configured) else read_parts(configured)
     problems, row_agents = list[str](), set[tuple[RowAgent, RowAgent]]()
@@ -418,7 +454,7 @@ def _rows(
         agent = row.agent_name
         row_agents.add((row_agent(rollout.agent, row), agent_of(TOOL_AGENT, row.extra_info)))
         try:
-            if problem := agent_problem(rollout, row, interactions):
+            if problem := agent_problem(rollout, row, interactions, named):
                 raise ValueError(problem)
             if agent is not None and is_own_function(agent) and agent not in defined:
                 _class(EnvironmentSpec(agent))
@@ -537,8 +573,18 @@ def _tools(path: str) -> None:
     _classes(tool for tool in read_tools(path) if isinstance(tool, ToolSpec))
 
 
+def _functions(path: str) -> None:
+    if not any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in _parsed(path).body):
+        raise ValueError(f"{path}: defines no function")
+
+
 def _interactions(path: str) -> None:
     _classes(read_environments(path).values())
+
+
+def _agents(agent: AgentConfig, path: str) -> None:
+    agents_of(agent)
+    _classes(read_agents(path).values())
 
 
 def _environment_class(name: str) -> None:
@@ -554,7 +600,7 @@ def _classes(named: Iterable[ToolSpec | EnvironmentSpec]) -> None:
             elif not _is_module(package := spec.class_name.partition(".")[0]):
                 raise ValueError(f"{spec.class_name}: there is no module {package}")
         except ValueError as error:
-            raise ValueError(f"{spec.place}.class_name={error}") from None
+            raise ValueError(f"{spec.place}.{spec.class_key}={error}") from None
 
 
 def _class(spec: ToolSpec | EnvironmentSpec) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.runs.turn_run import ID, tokenizer
+from tests.runs.turn_run import ID, TOOLS, tokenizer
+from tests.text.turns.templates import family
 from tether.batch import Prompt, TokenIds
 from tether.text.data.prompts import tokenize
 from tether.text.rewards.outcome import RewardError
 from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.template import TurnTemplate
-from tether.text.turns.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool
+from tether.text.turns.tools import FORMATS, EnvironmentSpec, ResponderSpecs, ToolPool, ToolSpec
 
 END = ID["<|im_end|>"]
 
@@ -26,7 +27,7 @@ def conversations(pool: ToolPool) -> Conversations:
         tool_template=template,
         turn_end=END,
         limits=TurnLimits(),
-        find_calls=FORMATS["hermes"],
+        call_format=FORMATS["hermes"],
         default_agent="talks",
         environments_score_alone=True,
     )
@@ -84,3 +85,34 @@ def test_a_row_whose_environment_fails_has_an_error_and_no_score(tmp_path: Path)
     assert isinstance(outcome, RewardError)
     assert "the environment failed" in outcome.message
     assert "the game is gone" in outcome.message
+
+
+def test_a_reply_names_the_call_that_the_model_wrote(tmp_path: Path) -> None:
+    """Kimi's template writes the id of the call, and a call that cannot be parsed gets an id, too."""
+    (tmp_path / "tools.py").write_text(f"{TOOLS}\n")
+    tool = ToolSpec(f"{tmp_path / 'tools.py'}:Ask", {}, None, "tools[0]")
+    tokens, end = family("kimi")
+    template = TurnTemplate(tokens, frozenset({end}))
+    begin, argument = "<|tool_calls_section_begin|><|tool_call_begin|>", "<|tool_call_argument_begin|>"
+    replies = []
+    with ToolPool(ResponderSpecs((tool,), {}, "kimi"), num_workers=1, timeout=20) as pool:
+        shared = replace(
+            conversations(pool),
+            **{"tokenizer": tokens, "template": template, "tool_template": template, "turn_end": end},
+            call_format=FORMATS["kimi"],
+            default_agent="tool_agent",
+        )
+        for written in ("{}", "{"):
+            extra_info = {"tools_kwargs": {"ask": {"truth": "7"}}}
+            prompt = Prompt([end], "game", None, extra_info=extra_info, messages=({"role": "user", "content": "?"},))
+            talk = shared.begin([prompt], n=1)
+            turn = f"{begin}functions.ask:3{argument}{written}<|tool_call_end|><|tool_calls_section_end|>"
+            talk.submit_turn(0, [*tokenize([turn], tokens)[0].tolist(), end])
+            answer = talk.wait_reply(0, room=1000)
+            assert answer is not None
+            replies.append(tokens.decode(answer))
+    opening = "<|im_end|><|im_assistant|>assistant<|im_middle|>"
+    assert replies[0] == f"<|im_system|>ask<|im_middle|>## Return of functions.ask:3\n7{opening}"
+    assert replies[1].startswith(
+        "<|im_system|>unreadable<|im_middle|>## Return of call_0\nError: the call is not valid"
+    )

@@ -4,6 +4,7 @@ import pytest
 
 from tests.text.turns.templates import family
 from tether.text.turns.template import TurnTemplate
+from tether.text.turns.tools import FORMATS, Call, openai_call
 
 PROMPT = [{"role": "user", "content": "What is 5 + 7? Mind the TURN."}]
 SAID = ["Let me see: é ", "12, then\n\nI am sure."]
@@ -132,3 +133,34 @@ def test_a_prompt_without_messages_is_answered_all_the_same():
     template, tokenizer, _ = turn_template("chatml")
     ids = template.replies([], [[{"role": "user", "content": "7"}]])
     assert tokenizer.decode(ids) == "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
+
+
+REPLIES = {
+    "gpt-oss": '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"7"<|end|><|start|>assistant',
+    "kimi": "<|im_system|>f<|im_middle|>## Return of functions.f:0\n7<|im_end|><|im_assistant|>assistant<|im_middle|>",
+}
+"""Format -> what its template writes between the end of a turn with the call functions.f:0 and the next turn."""
+
+
+def test_replies_name_the_calls_that_the_template_has_to_know():
+    call = openai_call(Call("f", {"x": 1}, id="functions.f:0"), "")
+    reply = {"role": "tool", "content": "7", "tool_call_id": call["id"], "name": "f"}
+    for name, written in REPLIES.items():
+        template, tokenizer, end = turn_template(name)
+        assert tokenizer.decode(template.replies(PROMPT, [[reply]], [[call]])) == written
+        assert template.turn_end("tool", [call]) == end
+        template.check_calls(FORMATS[name], name)
+
+
+def test_a_format_that_does_not_read_what_the_template_writes_is_refused():
+    template = turn_template("kimi")[0]
+    with pytest.raises(
+        ValueError, match=r"format=qwen3_coder: the chat template writes a call as '<\|tool_calls_section"
+    ):
+        template.check_calls(FORMATS["qwen3_coder"], "qwen3_coder")
+    template = turn_template("gpt-oss")[0]
+    with pytest.raises(ValueError, match="no previous tool call"):
+        template.turn_end("tool")
+    with pytest.raises(ValueError, match=r"omits the assistant's messages"):
+        turn_template("chatml")[0].check_calls(FORMATS["kimi"], "kimi")
+    turn_template("chatml")[0].check_calls(FORMATS["hermes"], "hermes")  # this template writes no calls

@@ -96,7 +96,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "vllm_importance_sampling_mode": (f"{CORRECTION}.rollout_is",),
     "vllm_importance_sampling_clip_max": (f"{CORRECTION}.rollout_is_threshold",),
     "vllm_importance_sampling_cap": (f"{CORRECTION}.rollout_is_threshold",),
-    "tools": (f"{ROLLOUT}.multi_turn.tool_config_path",),
+    "tools": (f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.tool_config_path"),
     "max_tool_calling_iterations": (f"{ROLLOUT}.multi_turn.max_assistant_turns",),
     # the objective
     "advantage_estimator": ("algorithm.adv_estimator",),

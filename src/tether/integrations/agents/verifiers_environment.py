@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import parse_qsl
 
 import verifiers
@@ -28,7 +28,7 @@ from verifiers.types import (
     ToolCall,
 )
 
-from tether.text.turns.tools.call_formats import FORMATS, Call
+from tether.text.turns.tools.call_formats import FORMATS, CallFormat
 from tether.text.turns.tools.spec import LIBRARY
 from tether.types import JsonObject, Message
 
@@ -55,7 +55,7 @@ class VerifiersConversation:
 
     def __init__(self, environment: str, call_format: str) -> None:
         self._task: asyncio.Task[State] | None = None
-        self._environment, self._find_calls = load(environment), FORMATS[call_format]
+        self._environment, self._format = load(environment), FORMATS[call_format]
         self._client = _Policy()
 
     def __del__(self) -> None:
@@ -87,7 +87,7 @@ class VerifiersConversation:
             ValueError: the environment changed earlier messages.
             RuntimeError: the environment or a function of its rubric failed.
         """
-        self._client.turns.put_nowait(_response(messages[-1]["content"], self._find_calls))
+        self._client.turns.put_nowait(_response(messages[-1]["content"], self._format))
         added = self._added(messages)
         if added is not None:
             return added, 0.0, False
@@ -165,15 +165,14 @@ class _Policy(Client):
         pass
 
 
-def _response(turn: str, find_calls: Callable[[str], list[Call]]) -> Response:
+def _response(turn: str, call_format: CallFormat) -> Response:
     """Convert a turn of the policy, with its tool calls, to the library's type."""
     calls = [
         # A call that cannot be parsed is passed on, so that the environment can reply with the problem.
-        ToolCall(id=f"call_{index}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
-        for index, call in enumerate(find_calls(turn))
+        ToolCall(id=call.id or f"call_{index}", name=call.name or "unreadable", arguments=json.dumps(call.arguments))
+        for index, call in enumerate(call_format.find(turn, ()))
     ]
-    reasoning, end_tag, answer = turn.rpartition("</think>")  # reasoning may contain drafts of calls
-    content = (reasoning + end_tag + answer.split("<tool_call>")[0]).rstrip() if calls else turn
+    content = call_format.before_calls(turn) if calls else turn
     message = ResponseMessage(
         content=content, tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop", is_truncated=False
     )

@@ -10,14 +10,27 @@ from tether.text.data.config import DataConfig
 from tether.text.data.location import ENVIRONMENT, environment_named_by
 from tether.text.data.prompts import PromptDataset, dated_template
 from tether.text.data.rows import SINGLE_TURN, TOOL_AGENT, Row, RowAgent, agent_of, own_tools
-from tether.text.input_checks import agent_problem, interactions_of, row_agent
+from tether.text.input_checks import agent_problem, agents_of, interactions_of, row_agent
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 from tether.text.turns.conversations import Conversations, TurnLimits
 from tether.text.turns.endpoint.chat import Chat
 from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.template import TurnTemplate
-from tether.text.turns.tools import FORMATS, ResponderSpecs, ToolPool, environment_named, read_environments, read_tools
+from tether.text.turns.tools import (
+    FORMATS,
+    FUNCTIONS_KEY,
+    Call,
+    FunctionsSpec,
+    ResponderSpecs,
+    ToolPool,
+    environment_named,
+    openai_call,
+    read_agents,
+    read_environments,
+    read_tools,
+)
+from tether.types import JsonObject
 
 _STARTUP = 300.0  # seconds; an environment may load a dataset
 
@@ -31,9 +44,13 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
     turns, agent = rollout.multi_turn, rollout.agent.default_agent_loop
     if not turns.enable:
         return None
-    tools = read_tools(turns.tool_config_path) if turns.tool_config_path else ()
+    tools = [*read_tools(turns.tool_config_path)] if turns.tool_config_path else []
+    functions = turns.function_tool_path
+    of_functions = [FunctionsSpec(functions, f"{FUNCTIONS_KEY}={functions}")] if functions else []
     environments = read_environments(turns.interaction_config_path) if turns.interaction_config_path else {}
-    if agent not in (SINGLE_TURN, TOOL_AGENT):
+    if rollout.agent.agent_loop_config_path:
+        environments = environments | read_agents(rollout.agent.agent_loop_config_path)
+    if agent not in (SINGLE_TURN, TOOL_AGENT, *environments):
         place = "actor_rollout_ref.rollout.agent.default_agent_loop"
         environments = environments | {agent: environment_named(agent, turns.format, place)}
     for source in (*data.train_files, *data.val_files):
@@ -41,7 +58,7 @@ def build_tool_pool(rollout: RolloutConfig, data: DataConfig) -> ToolPool | None
             name = environment_named_by(source)
             environments = environments | {name: environment_named(name, turns.format, name)}
     return ToolPool(
-        ResponderSpecs(tools, environments, turns.format),
+        ResponderSpecs((*tools, *of_functions), environments, turns.format),
         num_workers=rollout.agent.num_workers,
         timeout=turns.timeout,
         startup_timeout=_STARTUP,
@@ -64,11 +81,11 @@ def check_agents(
     Raises:
         ValueError: lists up to ten such rows.
     """
-    interactions, reported = interactions_of(rollout.multi_turn), set[str]()
+    interactions, named, reported = interactions_of(rollout.multi_turn), agents_of(rollout.agent), set[str]()
     agents, checked = set[tuple[RowAgent, RowAgent]](), set[str]()
 
     def check(row: Row) -> None:
-        if problem := agent_problem(rollout, row, interactions):
+        if problem := agent_problem(rollout, row, interactions, named):
             if problem in reported:  # all rows of a source may have the same problem
                 return
             reported.add(problem)
@@ -138,8 +155,14 @@ def build_conversations(
     template = TurnTemplate(tokenizer, ends, dated, kwargs)
     listing = TurnTemplate(tokenizer, ends, dated, {**kwargs, "tools": tools.schemas or None})
     agents = {row_agent(rollout.agent, prompt) for prompts in datasets for prompt in prompts}
+    call_format, probe = FORMATS[turns.format], list[JsonObject]()
     if any(agent.has_tools for agent in agents):
-        listing.check(["tool"], turns.tokenization_sanity_check_mode)
+        if call_format.is_read_back:
+            probe = [openai_call(Call("look_up"), "functions.look_up:0")]
+        else:
+            listing.check(["tool"], turns.tokenization_sanity_check_mode)
+        if turns.tokenization_sanity_check_mode != "disable":
+            listing.check_calls(call_format, turns.format)
     rows = [
         prompt for prompts in datasets for prompt in prompts if row_agent(rollout.agent, prompt).environment is not None
     ]
@@ -150,7 +173,7 @@ def build_conversations(
         tokenizer=tokenizer,
         template=template,
         tool_template=listing,
-        turn_end=(listing if tools.schemas else template).turn_end("tool" if tools.schemas else "user"),
+        turn_end=listing.turn_end("tool", probe) if tools.schemas else template.turn_end("user"),
         limits=TurnLimits(
             max_assistant_turns=turns.max_assistant_turns,
             max_user_turns=turns.max_user_turns,
@@ -158,7 +181,7 @@ def build_conversations(
             max_tool_response_length=turns.max_tool_response_length,
             tool_response_truncate_side=turns.tool_response_truncate_side,
         ),
-        find_calls=FORMATS[turns.format],
+        call_format=call_format,
         default_agent=default,
         environments_score_alone=environments_score_alone,
     )

@@ -19,12 +19,14 @@ class MultiTurnConfig(Section):
     enable: bool = False
     """Let rows be answered in turns, as their `agent_name` or agent.default_agent_loop says."""
     format: Annotated[
-        Literal["hermes", "llama3_json"],
+        Literal["hermes", "llama3_json", "pythonic", "qwen3_coder", "glm", "kimi", "deepseek_v3", "gemma4", "gpt-oss"],
         ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,))),
     ] = "hermes"
-    """The format in which the model calls tools: <tool_call>{...}</tool_call>, or a turn that is one JSON object."""
+    """The format in which the model calls tools, named as in verl and vLLM; hermes is <tool_call>{...}</tool_call>."""
     tool_config_path: str | None = None
     """YAML file of the tools, in verl's layout."""
+    function_tool_path: str | None = None
+    """Python file whose public functions, or those in its __all__, are further tools."""
     interaction_config_path: str | None = None
     """YAML file of environments that rows name in extra_info.interaction_kwargs.name, in verl's layout."""
     max_assistant_turns: Positive | None = None
@@ -67,6 +69,8 @@ class AgentConfig(Section):
 
     default_agent_loop: str = "single_turn_agent"
     """Agent of rows without agent_name: single_turn_agent, tool_agent or FILE.py:CLASS; endpoint: a program for all."""
+    agent_loop_config_path: str | None = None
+    """YAML file of further agents, in verl's layout: a list of {name, _target_: FILE.py:CLASS, ARGUMENT: VALUE}."""
     num_workers: Annotated[
         Positive, NullIsUnset(), ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)))
     ] = 8

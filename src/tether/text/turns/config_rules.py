@@ -19,14 +19,15 @@ OWN_CLASS = r".+\.py:\w+"
 def agents_are_known(cfg: RunConfig) -> Problem | None:
     """The agent is a known one or a class of the user's, and has what it needs."""
     key, name = f"{ROLLOUT}.agent.default_agent_loop", cfg.actor_rollout_ref.rollout.agent.default_agent_loop
-    if name not in AGENTS and not re.fullmatch(OWN_CLASS, name):
+    named_in_file = cfg.actor_rollout_ref.rollout.agent.agent_loop_config_path  # which is read later
+    if name not in AGENTS and not re.fullmatch(OWN_CLASS, name) and not named_in_file:
         choices = ", ".join(AGENTS)
         return Problem(key, f"{name} is no agent", f"set it to {choices}, or to a class of your own: FILE.py:CLASS")
     turns = cfg.actor_rollout_ref.rollout.multi_turn
     if name not in (AGENTS[0], ENDPOINT) and not turns.enable:
         what = f"{name} answers in turns, which {ROLLOUT}.multi_turn.enable=False switches off"
         return Problem(key, what, f"set {ROLLOUT}.multi_turn.enable=True, or leave {key} out")
-    if name == AGENTS[1] and not turns.tool_config_path and not turns.interaction_config_path:
+    if name == AGENTS[1] and not any((turns.tool_config_path, turns.function_tool_path, turns.interaction_config_path)):
         what = f"{name} has neither tools ({ROLLOUT}.multi_turn.tool_config_path) nor an environment"
         return Problem(key, what, f"give {ROLLOUT}.multi_turn.tool_config_path")
     return None
@@ -90,6 +91,8 @@ TURN_RULES: tuple[Rule, ...] = (
     agents_are_known,
     programs_play,
     needs(f"{ROLLOUT}.multi_turn.tool_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    needs(f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.multi_turn.enable"),
+    needs(f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.enable"),
     needs(f"{ROLLOUT}.multi_turn.interaction_config_path", f"{ROLLOUT}.multi_turn.enable"),
     turns_end,
     ranks_sample_one_turn,

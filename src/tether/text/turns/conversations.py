@@ -11,7 +11,7 @@ Errors of a tool are replies to the policy. Errors of an environment leave the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ from tether.text.data.prompts import decode, tokenize
 from tether.text.data.rows import RowAgent, agent_of
 from tether.text.rewards.outcome import RewardError, RewardFailure, RewardOutcome, Score
 from tether.text.turns.template import TurnTemplate
-from tether.text.turns.tools import Call, CallRequest, Reply, StepRequest, ToolPool, shortened
-from tether.types import Message
+from tether.text.turns.tools import Call, CallFormat, CallRequest, Reply, StepRequest, ToolPool, openai_call, shortened
+from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +64,8 @@ class Conversations:
     turn_end: int
     """The token with which the template ends a turn; a turn with another end is the last one."""
     limits: TurnLimits
-    find_calls: Callable[[str], list[Call]]
-    """Finds tool calls in a turn of the policy."""
+    call_format: CallFormat
+    """Format of the policy's tool calls."""
     default_agent: str
     """Agent of rows that name none."""
     environments_score_alone: bool
@@ -87,6 +87,8 @@ class _Row:
     """Turns of the policy, as text."""
     turn_ends: list[int] = field(default_factory=list)
     """Index of the last token of each turn in the response."""
+    tool_calls: list[list[JsonObject]] = field(default_factory=list)
+    """The calls of each turn that the chat template has to know."""
     replies: list[list[Message]] = field(default_factory=list)
     """Messages after each turn, as far as the policy read them."""
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -152,8 +154,11 @@ class ConversationBatch:
 
     def _request_replies(self, row: int, conversation: _Row) -> list[int | Reply] | None:
         """Request the replies to the last turn."""
-        calls = self._shared.find_calls(conversation.turns[-1]) if conversation.agent.has_tools else []
+        shared, has_tools = self._shared, conversation.agent.has_tools
+        calls = shared.call_format.find(conversation.turns[-1], shared.pool.schemas) if has_tools else []
         conversation.by_tools = bool(calls)
+        named = calls if shared.call_format.is_read_back else []
+        conversation.tool_calls.append([openai_call(call, f"call_{index}") for index, call in enumerate(named)])
         if calls:
             if self._check_limits(conversation):
                 return None
@@ -202,6 +207,8 @@ class ConversationBatch:
             cut = shortened(text, limits.max_tool_response_length, limits.tool_response_truncate_side)
             messages.append({"role": "tool", "content": cut})
             self._add_reward(conversation, reply.reward)
+        for message, call in zip(messages, conversation.tool_calls[-1], strict=False):
+            message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return messages
 
     def _environment_messages(self, conversation: _Row, reply: Reply) -> list[Message] | None:
@@ -224,7 +231,8 @@ class ConversationBatch:
             return None
         template = self._shared.tool_template if conversation.agent.has_tools else self._shared.template
         try:
-            ids = template.replies(conversation.prompt.messages, [*conversation.replies, messages])
+            turns = [*conversation.replies, messages]
+            ids = template.replies(conversation.prompt.messages, turns, conversation.tool_calls)
         except ValueError as error:
             conversation.error = str(error)
             return None

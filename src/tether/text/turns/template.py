@@ -12,10 +12,13 @@ later ones. `TurnTemplate.check` verifies this before a run begins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING
 
 from tether.text.data.prompts import ControlTokens, decode, tokenize, write_conversation
-from tether.types import Message
+from tether.text.turns.tools import Call, CallFormat, openai_call
+from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,17 +50,20 @@ class TurnTemplate:
         self._chat_template = chat_template
         self._arguments = {"chat_template": chat_template, **(template_kwargs or {})}
 
-    def replies(self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]]) -> list[int]:
+    def replies(
+        self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]], calls: Sequence[Sequence[JsonObject]] = ()
+    ) -> list[int]:
         """Return the ids from the end of the policy's last turn to the start of its next one.
 
         Args:
             prompt: messages before the first response.
             turns: the replies to each turn of the policy; the ids are those of the last replies.
+            calls: of each turn the calls that the template has to know, in the layout of OpenAI's API.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self._after(prompt, turns)[1:]
+        return self._after(prompt, turns, calls)[1:]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation and of the opening of the policy's turn.
@@ -75,13 +81,17 @@ class TurnTemplate:
         ids: list[int] = self._control.tokenize_broken(text, mark).tolist()
         return ids
 
-    def turn_end(self, role: str) -> int:
+    def turn_end(self, role: str, calls: Sequence[JsonObject] = ()) -> int:
         """Return the token with which the template ends a turn that `role` replies to.
+
+        Args:
+            role: the role.
+            calls: the calls of the turn, if the template has to know them.
 
         Raises:
             ValueError: it does not end sampling.
         """
-        first, *_ = self._after([_user("?")], [[{"role": role, "content": "7"}]])
+        first, *_ = self._after([_user("?")], [[_reply(role, "7", calls)]], [calls])
         if first not in self._stop_token_ids:
             stops = (
                 ", ".join(repr(decode(self._tokenizer, [end])) for end in sorted(self._stop_token_ids)) or "no token"
@@ -115,6 +125,44 @@ class TurnTemplate:
                         "(data.chat_template), or train on the tokens that the policy really read and wrote with "
                         f"{_KEY}.tokenization_sanity_check_mode=disable"
                     )
+
+    def check_calls(self, call_format: CallFormat, name: str) -> None:
+        """Check that the format reads a call as the template writes it, and that replies to the call follow it.
+
+        Args:
+            call_format: the format.
+            name: its name, for messages.
+
+        Raises:
+            ValueError: it does not, or the template refuses a call that its replies have to name.
+        """
+        call = Call("look_up", {"word": "seven"}, id="functions.look_up:0")
+        calls, prompt = [openai_call(call, "")], [_user("What is seven?")]
+        reply = _reply("tool", "7", calls)
+        try:
+            full = self._ids([*prompt, {"role": "assistant", "content": "", "tool_calls": calls}, reply])
+        except ValueError:
+            if call_format.is_read_back:
+                raise
+            return  # it writes calls in no turn, or from other data
+        tail = self.replies(prompt, [[reply]], [calls] if call_format.is_read_back else [])
+        pairs = zip(full, self._ids(prompt), strict=False)
+        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # the opening may hold a thought
+        wrote = self._text(full[start : len(full) - len(tail) - 1])
+        if call.name not in wrote and not call_format.is_read_back:
+            return
+        read = [replace(one, id=call.id) for one in call_format.find(wrote, ())]
+        if read != [call]:
+            raise ValueError(
+                f"{_KEY}.format={name}: the chat template writes a call as {wrote!r}, which this format does not read. "
+                f"Set the format of this model, or let it be with {_KEY}.tokenization_sanity_check_mode=disable"
+            )
+        if full[len(full) - len(tail) :] != tail:
+            raise ValueError(
+                f"{_KEY}.format={name}: the chat template answers a call with {self._text(tail)!r}, and with "
+                f"{self._text(full[len(full) - len(tail) :])!r} in the full conversation. Use another template "
+                "(data.chat_template)"
+            )
 
     def _probes(self) -> Iterator[str]:
         yield "Let me see."
@@ -152,7 +200,9 @@ class TurnTemplate:
             return f"it writes {turn!r} as {self._text(full[len(context) : end])!r}"
         return ""
 
-    def _after(self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]]) -> list[int]:
+    def _after(
+        self, prompt: Sequence[Message], turns: Sequence[Sequence[Message]], calls: Sequence[Sequence[JsonObject]] = ()
+    ) -> list[int]:
         """Return the ids that the template writes after the text of the policy's last turn."""
         *before, replies = turns
         broken_by = ""
@@ -164,8 +214,8 @@ class TurnTemplate:
         while any(mark in text for text in texts):
             mark += "N"
         conversation = list(prompt) or [_user("?")]
-        for replies_to_turn in turns:
-            conversation += [{"role": "assistant", "content": mark}, *replies_to_turn]
+        for replies_to_turn, calls_of_turn in zip_longest(turns, calls, fillvalue=()):
+            conversation += [_turn(mark, calls_of_turn), *replies_to_turn]
         _, separator, after = self._write(conversation).rpartition(mark)
         if not separator:
             raise ValueError(f"{_KEY}: the chat template omits the assistant's messages (data.chat_template)")
@@ -173,6 +223,8 @@ class TurnTemplate:
             self._control.tokenize_broken(after, broken_by) if broken_by else tokenize([after], self._tokenizer)[0]
         )
         ids: list[int] = by_text.tolist()
+        if calls and calls[-1]:  # the mark stands in the arguments of the last call, which the template closes
+            ids = ids[next((index for index, token in enumerate(ids) if token in self._stop_token_ids), 0) :]
         return ids
 
     def _write(self, conversation: Sequence[Message]) -> str:
@@ -187,6 +239,21 @@ class TurnTemplate:
 
     def _text(self, ids: Sequence[int]) -> str:
         return decode(self._tokenizer, ids)
+
+
+def _turn(mark: str, calls: Sequence[JsonObject]) -> JsonObject:
+    """Return a turn of the policy that the mark stands for."""
+    if not calls:
+        return {"role": "assistant", "content": mark}
+    *others, last = calls
+    marked = {**last, "function": {**last["function"], "arguments": {"mark": mark}}}
+    return {"role": "assistant", "content": "", "tool_calls": [*others, marked]}
+
+
+def _reply(role: str, content: str, calls: Sequence[JsonObject]) -> JsonObject:
+    """Return a reply to a turn; one to a call names it."""
+    named = {"tool_call_id": calls[0]["id"], "name": calls[0]["function"]["name"]} if calls else {}
+    return {"role": role, "content": content, **named}
 
 
 def _user(content: str) -> dict[str, str]:

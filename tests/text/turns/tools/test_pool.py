@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 from tether.text.turns.tools import (
+    AGENTS_KEY,
+    FUNCTIONS_KEY,
     EnvironmentSpec,
+    FunctionsSpec,
     Reply,
     ResponderSpecs,
     ToolPool,
     ToolSpec,
     environment_named,
+    read_agents,
     read_environments,
     read_tools,
 )
@@ -237,6 +241,71 @@ def test_an_environment_that_a_row_names_is_looked_for():
         pool.check(f"{OWN}:Count")
         with pytest.raises(ValueError, match="defines no Coun"):
             pool.check(f"{OWN}:Coun")
+
+
+def functions_pool(tmp_path, text):
+    file = tmp_path / f"functions{len(text)}.py"
+    file.write_text(text)
+    return pool_of(FunctionsSpec(str(file), f"{FUNCTIONS_KEY}={file}"))
+
+
+def test_the_functions_of_a_file_are_tools(tmp_path):
+    text = (
+        "from json import dumps\n"
+        "__all__ = ['centimetres', 'sign']\n"
+        "def helper(x): pass\n"
+        "def centimetres(inches: float, digits: int = 1) -> str:\n"
+        '    """Convert inches.\n\n    Args:\n        inches: a length.\n        digits: decimals.\n    """\n'
+        "    return _rounded(2.54 * inches, digits)\n"
+        "async def sign(x: int):\n"
+        '    """Say the sign.\n\n    Args:\n        x: a number.\n    """\n'
+        "    return ('+' if x > 0 else '-'), 0.5\n"
+        "def _rounded(number, digits):\n"
+        "    return f'{number:.{digits}f}'\n"
+    )
+    with functions_pool(tmp_path, text) as pool:
+        first, second = (schema["function"] for schema in pool.schemas)
+        assert (first["name"], first["description"], second["name"]) == ("centimetres", "Convert inches.", "sign")
+        assert first["parameters"]["properties"]["inches"] == {"type": "number", "description": "a length."}
+        assert first["parameters"]["required"] == ["inches"]
+        assert pool.take(pool.ask(CallRequest("centimetres", {"inches": 2}, {"digits": 2}))) == said("5.08")
+        assert pool.take(pool.ask(CallRequest("sign", {"x": 3}, {}))) == said("+", 0.5)
+        assert "inches" in pool.take(pool.ask(CallRequest("centimetres", {}, {}))).error
+    for broken, message in (
+        ("def f(x):\n    'Say.'\n", "f has no schema .*missing a type hint.* tools in __all__"),
+        ("from json import dumps\n", "defines no public function"),
+        ("import no_such_package_at_all\n", "importing the file failed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            functions_pool(tmp_path, broken)
+
+
+def test_agents_are_read_by_name(tmp_path):
+    path = tmp_path / "agents.yaml"
+    verls = "{name: tool_agent, _target_: verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop}"
+    path.write_text(f"[{verls}, {{name: counts, _target_: '{OWN}:Count'}}, {{name: b, _target_: p.m.B, size: 2}}]")
+    agents = read_agents(str(path))
+    assert {name: (spec.class_name, spec.config) for name, spec in agents.items()} == {
+        "counts": (f"{OWN}:Count", {}), "b": ("p.m.B", {"size": 2}),
+    }  # fmt: skip
+    with pool_of(counts=agents["counts"]) as pool:
+        assert step(pool, "a", name="counts") == step(pool, "a", name=f"{OWN}:Count", row=1)
+    for text, message in (
+        ("agents: []", "no list of entries {name, _target_"),
+        ("[7]", r"\[0\] is '7', not a mapping"),
+        ("[{_target_: a.B}]", r"\[0\].name is None. Give each agent a name"),
+        ("[{name: a, _target_: a.B}, {name: a, _target_: a.B}]", r"\[1\].name is 'a'"),
+        ("[{name: a}]", r"\[0\]._target_ is None. Name a class"),
+        ("[{name: endpoint, _target_: a.B}]", "is an agent of tether's own. Give the agent its name: another one"),
+        (f"[{verls.replace('name: tool_agent', 'name: mine')}]", "mine is tool_agent here"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message) as error:
+            read_agents(str(path))
+        assert str(error.value).startswith(f"{AGENTS_KEY}={path}")
+    missing = EnvironmentSpec("no_such_package.B", place=f"{AGENTS_KEY}=a.yaml: [0]", class_key="_target_")
+    with pytest.raises(ValueError, match=r"\[0\]._target_=no_such_package.B: cannot be imported"):
+        pool_of(missing=missing)
 
 
 def test_a_file_of_tools_that_is_not_of_the_layout_is_refused(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import numpy as np
 from tether.text.data.prompts import decode
 from tether.text.turns.endpoint.protocol import ChatRequest, Completion, TextRequest
 from tether.text.turns.template import TurnTemplate
-from tether.text.turns.tools.call_formats import Call, before_calls
+from tether.text.turns.tools.call_formats import Call, CallFormat, openai_call
 from tether.types import JsonObject, Message
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Chat:
     Args:
         tokenizer: tokenizer of the policy.
         stop_token_ids: tokens that end sampling.
-        find_calls: finds tool calls in a turn of the policy.
+        call_format: format of its tool calls.
         chat_template: a Jinja template that replaces the tokenizer's.
         template_kwargs: further variables of the template.
 
@@ -41,7 +41,7 @@ class Chat:
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: frozenset[int],
-        find_calls: Callable[[str], list[Call]],
+        call_format: CallFormat,
         chat_template: str | None,
         template_kwargs: Mapping[str, object],
     ) -> None:
@@ -50,7 +50,7 @@ class Chat:
             listed = {"tools": json.loads(tools) or None}
             return TurnTemplate(tokenizer, stop_token_ids, chat_template, {**template_kwargs, **listed})
 
-        self._tokenizer, self._template, self._find_calls = tokenizer, template, find_calls
+        self._tokenizer, self._template, self._format = tokenizer, template, call_format
         self.turn_end = template("[]").turn_end("user")
         """The token with which the template ends a turn."""
         self.vocabulary = len(tokenizer)
@@ -64,18 +64,22 @@ class Chat:
         """
         return self._template(json.dumps(tools)).prompt(messages)
 
-    def replies(self, tools: Sequence[JsonObject], before: Sequence[Message], added: Sequence[Message]) -> list[int]:
+    def replies(
+        self, tools: Sequence[JsonObject], before: Sequence[Message], turn: Message, added: Sequence[Message]
+    ) -> list[int]:
         """Return the ids from the end of a turn of the policy to the start of its next one.
 
         Args:
             tools: the tools that the template lists.
             before: the messages before the turn.
+            turn: the turn.
             added: the messages after it.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self._template(json.dumps(tools)).replies(before, [added])
+        calls = turn.get("tool_calls", ()) if self._format.is_read_back else ()
+        return self._template(json.dumps(tools)).replies(before, [added], [calls])
 
     def tokenize(self, text: str, *, begins: bool) -> list[int]:
         """Return the ids of plain text; if it `begins` a sequence, with the tokens that the tokenizer puts before
@@ -101,14 +105,16 @@ class Chat:
         text, reason = self.text(sampled[:-1] if ended else sampled), "stop" if ended else "length"
         calls: tuple[JsonObject, ...] = ()
         if isinstance(request, ChatRequest) and request.tools and ended:
-            found = self._find_calls(text)
+            found = self._format.find(text, request.tools)
             if found and not any(call.problem for call in found):  # the program gets broken calls as text
-                text, reason = before_calls(text), "tool_calls"
-                calls = tuple(_openai_call(call, index, [*read, *sampled]) for index, call in enumerate(found))
+                text, reason = self._format.before_calls(text), "tool_calls"
+                calls = tuple(_answered(call, index, [*read, *sampled]) for index, call in enumerate(found))
         return Completion(text, reason, len(read), len(sampled), calls)
 
 
-def _openai_call(call: Call, index: int, token_ids: Sequence[int]) -> JsonObject:
+def _answered(call: Call, index: int, token_ids: Sequence[int]) -> JsonObject:
+    """Return a call for the program, with the arguments as JSON."""
     digest = hashlib.blake2b(np.array([*token_ids, index], dtype=np.int32).tobytes()).hexdigest()
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": digest[:ID_LENGTH], "type": "function", "function": function}
+    answered = openai_call(call, digest[:ID_LENGTH])
+    answered["function"]["arguments"] = json.dumps(call.arguments, ensure_ascii=False)
+    return answered

@@ -168,7 +168,7 @@ class AgentEpisode:
         hashes = list(_history(request.tools, messages))
         for length in range(len(messages), 0, -1):
             if call := self._by_history.get(hashes[length]):
-                replies = chat.replies(request.tools, messages[: length - 1], messages[length:])
+                replies = chat.replies(request.tools, messages[: length - 1], messages[length - 1], messages[length:])
                 has_end = call.turn.token_ids[-1] == chat.turn_end
                 return call, replies if has_end else [chat.turn_end, *replies]
         return None, chat.prompt(request.tools, messages)

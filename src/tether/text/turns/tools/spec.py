@@ -15,10 +15,16 @@ Tools of MCP servers, also in verl's layout; their `class_name` has no effect he
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}     # without the list: all
     # servers.json: {"mcpServers": {"name": {"command": "python", "args": ["server.py"]}, "other": {"url": ...}}}
 
+Functions (`multi_turn.function_tool_path`): a Python file whose public functions, or those in its `__all__`, are tools.
+
 Environments (`multi_turn.interaction_config_path`); a row names its own in `extra_info.interaction_kwargs.name`::
 
     interaction:
       - {name: referee, class_name: "referee.py:Referee", config: {}}
+
+Agents (`agent.agent_loop_config_path`) are environments, too; a row names its own in `agent_name`::
+
+    - {name: referee, _target_: "referee.py:Referee", ARGUMENT: VALUE}
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -37,6 +43,13 @@ from tether.spelling import closest, did_you_mean
 from tether.types import JsonObject
 
 SECTION = "actor_rollout_ref.rollout.multi_turn"
+FUNCTIONS_KEY = f"{SECTION}.function_tool_path"
+AGENTS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+VERLS_AGENTS = {
+    "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop": "single_turn_agent",
+    "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop": "tool_agent",
+}
+"""verl's own agents, by class -> their names, which tether has, too."""
 TOOLS_KEY, ENVIRONMENTS_KEY = f"{SECTION}.tool_config_path", f"{SECTION}.interaction_config_path"
 
 
@@ -50,6 +63,8 @@ class ToolSpec:
     """Schema in the layout of OpenAI's functions; None: the class has one."""
     place: str
     """Position of the entry, for messages."""
+    class_key: ClassVar[str] = "class_name"
+    """Key of the entry that names the class, for messages."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,15 @@ class McpSpec:
 
 
 @dataclass(frozen=True)
+class FunctionsSpec:
+    """A Python file whose functions are tools."""
+
+    file: str
+    place: str
+    """Key and file, for messages."""
+
+
+@dataclass(frozen=True)
 class EnvironmentSpec:
     """A class that replies to every turn of the policy."""
 
@@ -75,6 +99,8 @@ class EnvironmentSpec:
     config: JsonObject = field(default_factory=dict)
     place: str = f"{SECTION} agent_name"
     """Position of the name, for messages."""
+    class_key: str = "class_name"
+    """Key of the entry that names the class, for messages."""
     library_name: str = ""
     """Name of a library's environment, as passed to `environment_named`; the class is then tether's adapter."""
 
@@ -88,7 +114,7 @@ class EnvironmentSpec:
 class ResponderSpecs:
     """The tools and environments that reply to the policy in a run."""
 
-    tools: tuple[ToolSpec | McpSpec, ...] = ()
+    tools: tuple[ToolSpec | McpSpec | FunctionsSpec, ...] = ()
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
     """Environments by the name in the rows."""
     call_format: str = "hermes"
@@ -111,7 +137,7 @@ def environment_named(name: str, call_format: str, place: str = f"{SECTION} agen
         return EnvironmentSpec(name, place=place)
     config = {"environment": name.removeprefix(LIBRARY), "call_format": call_format}
     return EnvironmentSpec(
-        "tether.integrations.agents.verifiers_environment.VerifiersConversation", config, place, name
+        "tether.integrations.agents.verifiers_environment.VerifiersConversation", config, place, library_name=name
     )
 
 
@@ -184,6 +210,30 @@ def read_environments(path: str) -> dict[str, EnvironmentSpec]:
     return environments
 
 
+def read_agents(path: str) -> dict[str, EnvironmentSpec]:
+    """Read a configuration of agents; verl's own need no entry, and one under their own name has no effect.
+
+    Raises:
+        ValueError: as for `read_tools`, or an agent's name is another one's.
+    """
+    agents: dict[str, EnvironmentSpec] = {}
+    for entry, place in _entries(path, "", AGENTS_KEY):
+        name, target = entry.get("name"), entry.get("_target_")
+        if not isinstance(name, str) or not name or name in agents:
+            raise ValueError(f"{place}.name is {name!r}. Give each agent a name of its own")
+        if not isinstance(target, str) or "." not in target:
+            raise ValueError(f"{place}._target_ is {target!r}. Name a class: FILE.py:Class, or package.module.Class")
+        own = VERLS_AGENTS.get(target)
+        if own == name:
+            continue
+        if own or name in (*VERLS_AGENTS.values(), "endpoint"):
+            what = f"is {own} here" if own else "is an agent of tether's own"
+            raise ValueError(f"{place}: {name} {what}. Give the agent its name: {own or 'another one'}")
+        config = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+        agents[name] = EnvironmentSpec(target, config, place, "_target_")
+    return agents
+
+
 def class_problem(spec: ToolSpec | EnvironmentSpec, names: Collection[str], signature: Signature | None) -> str:
     """Describe the problem with the class of an entry; empty if there is none.
 
@@ -197,6 +247,8 @@ def class_problem(spec: ToolSpec | EnvironmentSpec, names: Collection[str], sign
         is_verls = "execute" in names
     else:
         is_native, problem = {"reset", "step"} <= {*names}, "has no methods `reset` and `step`"
+        if "run" in names:
+            problem += "; a loop of verl's (`run`) samples by itself, which tether does for it"
         is_verls = {"start_interaction", "generate_response"} <= {*names}
     if not is_native and not is_verls:
         return problem
@@ -236,8 +288,10 @@ def _entries(path: str, section: str, key: str) -> Iterator[tuple[JsonObject, st
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{key}={path}: cannot be read as YAML ({' '.join(str(error).split())})") from error
-    entries = tree.get(section) if isinstance(tree, Mapping) else None
+    entries = tree.get(section) if isinstance(tree, Mapping) else tree if not section else None
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        if not section:
+            raise ValueError(f"{key}={path}: no list of entries {{name, _target_, ...}}")
         keys = list(map(str, tree)) if isinstance(tree, Mapping) else []
         near = [name for name in closest(section, keys) if name != section]
         hint = f" There is `{near[0]}`; call it `{section}`." if near else ""

@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
@@ -23,10 +23,12 @@ from tether.runtime.channel import Channel
 from tether.runtime.event_loop import event_loop, finished
 from tether.runtime.install import pip_install
 from tether.runtime.printable import print_harmlessly
-from tether.runtime.user_files import definition, place_of, raised_by_tether, words_of
+from tether.runtime.user_files import definition, import_python_file, place_of, raised_by_tether, words_of
 from tether.text.turns.tools.pool import MAX_ANSWER, CallRequest, LoadRequest, Reply, StepRequest
 from tether.text.turns.tools.spec import (
+    FUNCTIONS_KEY,
     EnvironmentSpec,
+    FunctionsSpec,
     McpSpec,
     ResponderSpecs,
     ToolSpec,
@@ -113,6 +115,10 @@ class RequestHandler:
                 self.server_tools[spec.place] = [(server, schema) for server, schema, _ in tools]
                 for _, schema, tool in tools:
                     self._register(schema, tool, spec.place)
+            elif isinstance(spec, FunctionsSpec):
+                report(f"{spec.place}: loading its functions")
+                for schema, function in _functions(spec):
+                    self._register(schema, _FunctionTool(function), spec.place)
             else:
                 report(f"{spec.place}: loading {spec.class_name}")
                 self._load_tool(spec)
@@ -284,6 +290,37 @@ def _create_arguments(tool: Any, kwargs: JsonObject) -> JsonObject:
     return {"create_kwargs": kwargs} if "create_kwargs" in parameters else kwargs
 
 
+@dataclass(frozen=True)
+class _FunctionTool:
+    """A tool that is a function."""
+
+    call: Callable[..., object]
+
+
+def _functions(spec: FunctionsSpec) -> Iterator[tuple[JsonObject, Callable[..., object]]]:
+    """Yield the schema of each function of a file, and the function.
+
+    Raises:
+        ValueError: the file cannot be imported, has no functions, or a function has no schema.
+    """
+    module = import_python_file(spec.file, FUNCTIONS_KEY)
+    listed = getattr(module, "__all__", None)
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    names = [name for name in own if not name.startswith("_")] if listed is None else listed
+    functions = {name: value for name in names if inspect.isfunction(value := getattr(module, name, None))}
+    if not functions:
+        raise ValueError(f"{spec.place}: defines no public function. Give it the functions that are tools")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
+
+    for name, function in functions.items():
+        try:
+            yield {**get_json_schema(function), "type": "function"}, function
+        except Exception as error:
+            what = f"{spec.place}: {name} has no schema ({words_of(error)})"
+            fix = "Describe it and its arguments in a docstring with `Args:`, give each argument a type, or list the"
+            raise ValueError(f"{what}. {fix} functions that are tools in __all__") from error
+
+
 def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
     """Load the class of an entry.
 
@@ -304,7 +341,7 @@ def _load(spec: ToolSpec | EnvironmentSpec) -> Any:
             if isinstance(spec, EnvironmentSpec) and spec.library_name and isinstance(error, ModuleNotFoundError):
                 what = f"{spec.place}: {spec.library_name} needs the package {error.name}, which is not installed"
                 raise ValueError(f"{what}. Run: {pip_install('verifiers')}") from error
-            what = f"{spec.place}.class_name={spec.class_name}: cannot be imported"
+            what = f"{spec.place}.{spec.class_key}={spec.class_name}: cannot be imported"
             raise ValueError(f"{what} ({words_of(error)}){place_of(error)}") from error
     if not inspect.isclass(loaded):
         raise ValueError(f"{spec.place}: {spec.class_name} is a {type(loaded).__name__}, not a class")
