@@ -217,6 +217,8 @@ def test_a_run_in_turn_ahead_and_far_ahead() -> None:
         (Assumptions(tail=600), "--response-tail 600: is above data.max_response_length=512"),
         (Assumptions(prompt=513), "--prompt-mean 513: is above data.max_prompt_length=512"),
         (Assumptions(mean=0), "--response-mean 0: is not a number of tokens above 0"),
+        (Assumptions(prompt=float("nan")), "--prompt-mean nan: is not a number of tokens above 0"),
+        (Assumptions(reward=float("inf")), "--reward-seconds inf: is not a number of seconds"),
     ],
 )
 def test_lengths_that_contradict_are_one_line(assumptions: Assumptions, message: str) -> None:
