@@ -163,6 +163,13 @@ def test_unknown_command(cli: Cli):
     assert "trian" in refused(cli("trian"))
 
 
+def test_a_bad_value_of_an_option_is_one_line_that_names_the_value(cli: Cli):
+    for option in (["--rows", "0"], ["--nodes=x"], ["--reward-seconds=-1"]):
+        said = refused(cli("plan", "run.yaml", *option))
+        assert said.count("\n") == 1
+        assert said.startswith(f"{' '.join(option).replace('=', ' ')}: ")
+
+
 @pytest.mark.parametrize(
     ("option", "key"),
     [

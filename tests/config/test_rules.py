@@ -325,6 +325,15 @@ CASES = {
         "http://h:1 is named more than once. name each server once",
         [f"{ROLLOUT}.server_urls=[http://h:1, 'http://h:2']"],
     ),
+    "servers_divide_the_devices": (
+        [
+            *(f"{ROLLOUT}.name=vllm", "trainer.device=cuda", "trainer.n_gpus_per_node=8"),
+            f"{ROLLOUT}.tensor_model_parallel_size=3",
+        ],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        "3 does not divide the 8 devices of a machine (trainer.n_gpus_per_node). set it to a divisor of 8",
+        [f"{ROLLOUT}.tensor_model_parallel_size=4"],
+    ),
     "servers_are_named_once_by_any_name": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=['http://127.0.0.1:80', 'http://LocalHost']"],
         f"{ROLLOUT}.server_urls",
@@ -759,6 +768,7 @@ NOT_TAKEN_BY_VERL = {
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
         "bypass_has_no_full_kl_in_reward",
+        "servers_divide_the_devices",
         *(f"shards_of_{model}_divide_the_devices" for model in SHARDED),
     ),
 }

@@ -1,6 +1,8 @@
 """Sizes and memory: numbers worked by hand, and what has to hold for any model."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,21 @@ def test_names_of_hubs_lead_to_known_models_and_others_to_one_line() -> None:
     assert known_name("modelscope:deepseek-ai/deepseek-llm-7b-chat") == "deepseek-llm-7b"
     with pytest.raises(ValueError, match=r"^critic.model.path=Qwen/Qwen2.5-6B: the sizes .* Did you mean .*$"):
         architecture_of("Qwen/Qwen2.5-6B", "critic.model.path")
+    with pytest.raises(ValueError, match=r"not known\. Run `hf download a/new-model config\.json`, give a folder"):
+        architecture_of("a/new-model", "critic.model.path")
+    with pytest.raises(ValueError, match=r"not known\. Give a folder with its config\.json"):
+        architecture_of("models/of/mine", "critic.model.path")
+
+
+def test_a_config_json_that_is_downloaded_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head is tied where a class of models has it so and the file does not say."""
+    file = tmp_path / "models--a--new-model/snapshots/0/config.json"
+    file.parent.mkdir(parents=True)
+    written = {"model_type": "smollm3", "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2}
+    file.write_text(json.dumps(written | {"intermediate_size": 8, "vocab_size": 10}))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    sizes = architecture_of("a/new-model", "critic.model.path")
+    assert (sizes.source, sizes.tied) == ("sizes of its config.json", True)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-3B-Instruct-GPTQ-Int4", "llama-3-8b-bnb-4bit", "Qwen/Qwen3-8B-FP8"])

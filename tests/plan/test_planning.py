@@ -217,6 +217,8 @@ def test_a_run_in_turn_ahead_and_far_ahead() -> None:
         (Assumptions(tail=600), "--response-tail 600: is above data.max_response_length=512"),
         (Assumptions(prompt=513), "--prompt-mean 513: is above data.max_prompt_length=512"),
         (Assumptions(mean=0), "--response-mean 0: is not a number of tokens above 0"),
+        (Assumptions(prompt=float("nan")), "--prompt-mean nan: is not a number of tokens above 0"),
+        (Assumptions(reward=float("inf")), "--reward-seconds inf: is not a number of seconds"),
     ],
 )
 def test_lengths_that_contradict_are_one_line(assumptions: Assumptions, message: str) -> None:
@@ -290,6 +292,7 @@ def test_the_native_sampler_keeps_a_merged_copy_of_adapted_layers() -> None:
         adapted = planner("qwen2.5-0.5b", device, 1, lora).plan().groups[0].phases
         assert all(parts[name] == 2 * sizes.in_layers for parts in adapted.values())
         assert adapted["checkpoint"][f"{name} in float32"] == 4 * sizes.in_layers
+        assert adapted["checkpoint"]["frozen weights in float32"] == 4 * sizes.parameters
         plain = planner("qwen2.5-0.5b", device).plan().groups[0].phases
         assert name not in plain["sampling"]
         copied = plain["sampling"].get("weights in the order of the kernels")
@@ -338,6 +341,16 @@ def test_changes_adapt_both_models_and_name_each_set_of_settings_once() -> None:
     names = [frozenset(change.values) for change in changes]
     assert len(names) == len(set(names))
     assert any({"actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"} <= keys for keys in names)
+
+
+def test_a_mixture_that_two_cards_cannot_train_is_told_how_many_can(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of its 30.5 billion weights in bfloat16 are more than a card has, a quarter is not."""
+    words = [*GRPO, "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"]
+    assert show_plan(words, PlanOptions("rtx4090-24g:2", brief=True), load) == 1
+    printed = capsys.readouterr().out
+    assert "no setting makes it fit: take more devices" in printed
+    last = printed.partition("it fits on 4 of them with\n")[2]
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=4" in last
 
 
 def test_rows_of_published_data_are_known_for_training_and_validation() -> None:

@@ -99,6 +99,7 @@ def test_devices_of_a_table_and_ones_own() -> None:
         ("h100-80g:x", "--device h100-80g:x: 'x' is no number of devices"),
         ("memory=24,teraflops=120", "--device memory=24,teraflops=120: bandwidth is missing"),
         ("memory=x,teraflops=120,bandwidth=1", "--device: 'memory=x' is not memory or "),
+        ("memory=nan,teraflops=120,bandwidth=1", "--device: 'memory=nan' is not memory or "),
     ],
 )
 def test_a_device_that_is_unknown_is_one_line(text: str, message: str) -> None:

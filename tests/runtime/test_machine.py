@@ -2,13 +2,15 @@
 
 import ctypes
 import random
+from collections.abc import Callable
 
 import psutil
 import pytest
 import torch
 
+from tether.runtime import machine
 from tether.runtime.global_rng import rng_state, set_rng_state
-from tether.runtime.machine import deterministic_kernels, give_memory_back
+from tether.runtime.machine import HeldMemory, deterministic_kernels, give_memory_back
 
 
 def test_kernels_are_deterministic_inside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,12 +68,20 @@ def test_the_state_of_generators_needs_no_gpu_that_is_not_in_use(monkeypatch: py
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc_trim is glibc's")
-def test_freed_memory_goes_back() -> None:
+def test_freed_memory_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks between others that stay: glibc alone gives none of them back."""
-    blocks = [torch.ones(25_000) for _ in range(4000)]  # 400 MB, in blocks that malloc takes from its heap
-    stays = blocks[::100]
-    del blocks
-    before = psutil.Process().memory_info().rss
-    give_memory_back()
-    assert before - psutil.Process().memory_info().rss > 200e6
-    assert len(stays) == 40
+
+    def goes_back(returned: Callable[[], None]) -> bool:
+        blocks = [torch.ones(25_000) for _ in range(4000)]  # 400 MB, in blocks that malloc takes from its heap
+        stays = blocks[::100]
+        del blocks
+        before = psutil.Process().memory_info().rss
+        returned()
+        after = psutil.Process().memory_info().rss
+        return before - after > 200e6 and len(stays) == 40
+
+    assert goes_back(give_memory_back)
+    held = HeldMemory()
+    assert not goes_back(held.give_back), "this process began less than a minute ago"
+    monkeypatch.setattr(machine, "BETWEEN_RETURNS", 0.0)
+    assert goes_back(held.give_back)

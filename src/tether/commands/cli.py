@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tether import __version__
 from tether.commands.data import data_app
@@ -39,7 +40,37 @@ from tether.runtime.user_files import raised_by_tether, search_also
 if TYPE_CHECKING:
     from tether.config import LoadedConfig, Problem, RunConfig
 
+
+class BadValue(Exception):
+    """A value that an option or an argument of the command line cannot have."""
+
+
+class Commands(TyperGroup):
+    """The commands, which report a bad value in one line as they do for keys; typer prints the usage before it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if type(error) is not typer.BadParameter:  # a missing argument, for which the usage is what to say
+                raise
+            raise BadValue(_bad_value(error)) from None
+
+
+def _bad_value(error: typer.BadParameter) -> str:
+    """Return what is wrong with the value of an option, which typer does not say of each type."""
+    names, given = error.param.opts if error.param else [], None
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, has_value, value = word.partition("=")
+        if name in names:
+            given = f"{name} {value if has_value else following}"
+    if given is None:
+        return error.format_message()
+    return f"{given}: {error.message[:1].lower()}{error.message[1:]}"
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's tables of options cut their names on a terminal of 80 columns

@@ -14,7 +14,7 @@ import typer
 from tether.config import LoadedConfig, Problem, RunConfig
 from tether.integrations import integration
 from tether.plan.assumptions import NOTHING_GIVEN, Assumptions, rows_of_data
-from tether.plan.changes import by_lengths, largest_micro_batch, smallest_changes, what_if
+from tether.plan.changes import by_lengths, largest_micro_batch, more_devices, smallest_changes, what_if
 from tether.plan.comparison import (
     TIMING,
     compare,
@@ -146,6 +146,11 @@ def show_plan(arguments: Sequence[str], options: PlanOptions, load: LoadConfig) 
                 screen.print(line, soft_wrap=True)
         elif plan.verdict != "fits":
             screen.print("\nno setting makes it fit: take more devices, larger ones, or a smaller model")
+            if not is_here and (more := more_devices(planner)):
+                count, needed = more
+                screen.print(f"it fits on {count} of them{' with' if needed else ''}")
+                for line in change_lines(needed):
+                    screen.print(line, soft_wrap=True)
         if largest:
             screen.print(f"largest micro-batch that fits for the update: {largest[0]}={largest[1]}", soft_wrap=True)
         if not options.brief:

@@ -28,8 +28,8 @@ from tether.control.learning.losses import RolloutOutputs, Samples
 from tether.control.policies.config import FLOW_TYPES, VLA_TYPES
 from tether.keyed_random import generator
 from tether.loop.engine import Learner, UpdatePlan
-from tether.plan.devices import gib
-from tether.plan.planning import OVERHEAD, Interval
+from tether.plan.devices import GIB, gib
+from tether.plan.planning import Interval
 from tether.plan.report import span
 from tether.runtime.core_clock import BUSY, CoreClock
 from tether.runtime.machine import available_memory, set_threads
@@ -42,6 +42,8 @@ FIRST_DECISIONS = 8
 """Decisions of each environment that are collected first, to see how long one takes."""
 SPREAD = (0.7, 1.4)
 """A phase takes between these multiples of what was measured."""
+PROCESS = 0.6 * GIB
+"""Libraries of the process (measured)."""
 STATE = 16
 """Bytes of a weight with its gradient and AdamW's two moments, in float32."""
 
@@ -191,7 +193,7 @@ def _measured(config: RunConfig, roles: ControlRoles, steps: int, begun: float) 
         times=times,
         step=_interval(sum(interval.middle for phase, interval in times.items() if phase != "env")),
         memory={
-            "process": OVERHEAD["cpu"],
+            "process": PROCESS,
             "a rollout, and the samples of it": 2.0 * whole.nbytes,
             "policy, gradients and optimizer": float(STATE * weights),
         },

@@ -271,7 +271,7 @@ def from_config(config: Mapping[str, object], named: str) -> Architecture:
         head_size=number("head_dim", default=hidden // heads),
         intermediate=number("intermediate_size", default=0 if experts else None),
         vocabulary=number("vocab_size"),
-        tied=bool(values.get("tie_word_embeddings", kind.startswith("gemma"))),
+        tied=bool(values.get("tie_word_embeddings", kind.startswith(("gemma", "smollm3", "cohere")))),
         qkv_bias=bool(values.get("attention_bias", kind.startswith("qwen2"))),
         qk_norm=kind.startswith(("qwen3", "gemma3")),
         norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
@@ -321,16 +321,18 @@ def architecture_of(path: str, key: str) -> Architecture:
     name = known_name(path)
     if name is None:
         meant = did_you_mean(path.rsplit("/", 1)[-1].lower(), KNOWN)
+        fetch = f"Run `hf download {path} config.json`, give" if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else "Give"
         raise ValueError(
             f"{key}={path}: the sizes of this model are not known.{meant} "
-            f"Give a folder with its config.json, or one of {', '.join(KNOWN)}"
+            f"{fetch} a folder with its config.json, or one of {', '.join(KNOWN)}"
         )
     return replace(KNOWN[name], named=path, source=f"sizes of {name}")
 
 
 def _folders(path: str) -> list[Path]:
     """Return folders where the model's config may be: its own, tether's cache, and the hub's cache."""
-    hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
     snapshots = hub / f"models--{path.replace('/', '--')}" / "snapshots"
     results = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
     return [Path(path).expanduser(), cache_dir() / path, *results]

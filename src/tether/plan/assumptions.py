@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,10 @@ def lengths_of(config: RunConfig, assumptions: Assumptions) -> Lengths:
     mean = given.mean if given.mean is not None else min(given.tail or limit, limit) / 2
     tail = given.tail if given.tail is not None else float(limit)
     for option, value in (("--prompt-mean", given.prompt), ("--response-mean", mean), ("--response-tail", tail)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{option} {value:g}: is not a number of tokens above 0")
+    if not math.isfinite(given.reward):
+        raise ValueError(f"--reward-seconds {given.reward:g}: is not a number of seconds")
     if prompt > longest_prompt:
         raise ValueError(f"--prompt-mean {prompt:g}: is above {prompt_key}={longest_prompt}")
     if tail > limit:

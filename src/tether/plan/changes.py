@@ -17,6 +17,7 @@ LORA, CRITIC_LORA, LORA_RANK = "actor_rollout_ref.model.lora_rank", "critic.mode
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
 MOVED = {"weights": "param_offload", "the optimizer": "optimizer_offload"}
 """State that is moved to the host -> the last part of its key."""
+MOST_DEVICES = 64
 AS_FAST = 1.02
 """Up to this ratio of their times two changes count as equally fast."""
 Values = Mapping[str, object]
@@ -240,6 +241,22 @@ def largest_micro_batch(planner: Planner) -> tuple[str, int] | None:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return key, low
+
+
+def more_devices(planner: Planner) -> tuple[int, list[Change]] | None:
+    """Return a larger number of devices on which a run fits, and the settings that it then needs; None if none does.
+
+    The number is doubled up to `MOST_DEVICES`, with at most eight in a machine.
+    """
+    count = planner.cluster.count
+    while 2 * count <= MOST_DEVICES:
+        count *= 2
+        larger = _on(planner, min(count, 8), max(1, count // 8))
+        if _fits(larger):
+            return count, []
+        if changes := smallest_changes(larger, limit=1):
+            return count, changes
+    return None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import asdict, dataclass, replace
@@ -130,7 +131,7 @@ def _own(text: str) -> Device:
             numbers[name] = float(value)
         except ValueError:
             numbers[name] = 0.0
-        if name not in OWN or numbers[name] <= 0:
+        if name not in OWN or not 0 < numbers[name] < math.inf:
             raise ValueError(f"--device: {pair!r} is not {' or '.join(OWN)} with a number above 0. Write {FORM}")
     if missing := [name for name in OWN[:3] if name not in numbers]:
         raise ValueError(f"--device {text}: {missing[0]} is missing. Write {FORM}")

@@ -47,8 +47,9 @@ from tether.plan.timing import (
 from tether.text.rewards.config import ScoringModelConfig
 from tether.text.sampling.config import SERVERS
 
-OVERHEAD = {"cpu": 0.6 * GIB, "gpu": 0.6 * GIB}
-"""The process: on a CPU what torch, transformers and the kernels take (measured), on a GPU CUDA's context."""
+OVERHEAD = {"cpu": 1.2 * GIB, "gpu": 0.6 * GIB}
+"""The process: on a CPU the libraries, compiled kernels, rows and Python's objects of a run (measured), on a GPU CUDA's
+context."""
 COMMUNICATION = 0.6 * GIB
 """NCCL's buffers, where several GPUs work together."""
 SLACK = {"cpu": 0.02, "gpu": 0.05}
@@ -532,11 +533,13 @@ class Planner:
         }
 
     def _saving(self, actor: Model) -> Parts:
-        """Return what writing a checkpoint needs: the largest weight, or the layers whose adapters are merged."""
+        """Return what writing a checkpoint needs: the largest weight, or float32 copies of frozen weights, and of the
+        layers whose adapters are merged (`tether.text.learning.engines.master_weights.MasterWeights.installed`)."""
         if actor.sharded:
             return {"gathered weights": float(memory.MASTER * self.policy.embedding)}
         if actor.adapter and not actor.layout:
-            return {"layers with merged adapters in float32": float(memory.MASTER * self.policy.in_layers)}
+            frozen = {"frozen weights in float32": float(memory.MASTER * actor.parameters)} if actor.number == 2 else {}
+            return frozen | {"layers with merged adapters in float32": float(memory.MASTER * self.policy.in_layers)}
         return {}
 
     def _loading(self, local: Mapping[str, Model]) -> Parts:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ CGROUPS = (
 )
 """Folder of a container's memory control group, its files of the limit and the usage, and the name of the file cache in
 ``memory.stat``: version 2, then version 1."""
+BETWEEN_RETURNS = 60.0
+"""Least seconds between two returns of freed memory in a run."""
 
 
 def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
@@ -92,8 +95,29 @@ def set_threads(configured: int | None) -> None:
 def give_memory_back() -> None:
     """Return freed memory to the system; after a run, glibc would keep gigabytes."""
     gc.collect()
+    _trim()
+
+
+def _trim() -> None:
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+class HeldMemory:
+    """Memory that glibc holds between a process's tensors, and that is returned to the system now and then.
+
+    Micro-batches differ in tokens, so what one frees seldom fits the next: of a run of half a billion weights with
+    LoRA, 13 GiB were resident, of which 5.8 were free. Half a second is lost for each GiB that is used again.
+    """
+
+    def __init__(self) -> None:
+        self._returned = time.monotonic()
+
+    def give_back(self) -> None:
+        """Return it, unless that was done less than `BETWEEN_RETURNS` seconds ago."""
+        if time.monotonic() - self._returned >= BETWEEN_RETURNS:
+            _trim()
+            self._returned = time.monotonic()
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -93,6 +93,17 @@ def weights_of_several_devices_pass_through_the_host(cfg: RunConfig) -> Problem 
     return Problem(f"{ROLLOUT}.weight_transfer", what, f"set {ROLLOUT}.weight_transfer=auto")
 
 
+def servers_divide_the_devices(cfg: RunConfig) -> Problem | None:
+    """Each server has as many GPUs of a machine as others, and none is left over; on a CPU there is one server."""
+    rollout, trainer = cfg.actor_rollout_ref.rollout, cfg.trainer
+    split = rollout.tensor_model_parallel_size
+    key, devices = ("trainer", trainer.n_gpus_per_node) if rollout.nnodes == 0 else (ROLLOUT, rollout.n_gpus_per_node)
+    if rollout.name not in SERVERS or rollout.server_urls or trainer.device != "cuda" or devices % split == 0:
+        return None
+    what = f"{split} does not divide the {devices} devices of a machine ({key}.n_gpus_per_node)"
+    return Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, f"set it to a divisor of {devices}")
+
+
 def vllm_starts(cfg: RunConfig) -> Problem | None:
     """vLLM itself refuses these values, but only after it has loaded the model."""
     rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
@@ -185,6 +196,7 @@ SAMPLING_RULES: tuple[Rule, ...] = (
     servers_sample_where_their_addresses_are,
     servers_are_named_once,
     weights_of_several_devices_pass_through_the_host,
+    servers_divide_the_devices,
     vllm_starts,
     vllm_takes_adapters_of_this_rank,
     staleness_bounds_something,

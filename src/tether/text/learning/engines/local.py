@@ -43,7 +43,7 @@ from tether.loop.engine import (
 )
 from tether.loop.incident import Incidents
 from tether.runtime.disk import ANOTHER_CHECKPOINT, reading
-from tether.runtime.machine import deterministic_kernels
+from tether.runtime.machine import HeldMemory, deterministic_kernels
 from tether.text.learning.engines.copies import to_cpu, tree_to_cpu, with_weights
 from tether.text.learning.engines.master_weights import MasterWeights
 from tether.text.learning.engines.shares import writers
@@ -132,6 +132,7 @@ class AutogradEngine(Generic[Outputs]):
         self._save = save
         self._incidents = Incidents(incident_dir)
         self._reduced: dict[MicroBatching, MicroBatching] = {}
+        self._held = HeldMemory()
         self.trained = trained
         self.optimizer = build_adamw(trained, optimizer) if optimizer else None
 
@@ -198,6 +199,7 @@ class AutogradEngine(Generic[Outputs]):
             else:
                 skipped += 1
                 self._keep_incident(step, mini, loss, share)
+            self._held.give_back()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
