@@ -659,5 +659,6 @@ def _for_the_user(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in (*OF_THE_DISK, errno.ENAMETOOLONG) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if type(error).__module__.startswith("tether.") or (type(error) is ValueError and raised_by_tether(error)):
-        return (isinstance(error, OSError) and error.strerror) or str(error)
+        message = (isinstance(error, OSError) and error.strerror) or str(error)
+        return "\n".join([message, *getattr(error, "__notes__", ())])
     return None

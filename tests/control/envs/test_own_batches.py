@@ -1,5 +1,6 @@
 """Environments of a user's function that are stepped together: vector environments, tensors, JAX."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,14 @@ class Robots:
 
     device = "cpu"
 
-    def __init__(self, num_envs: int, mode: Any = None, last: str = "", stuck: bool = False) -> None:
+    def __init__(
+        self, num_envs: int, mode: Any = None, last: str = "", change: Callable[[Any], Any] = lambda step: step
+    ) -> None:
         self.num_envs, self.last = num_envs, last
         self.single_observation_space, self.single_action_space = SPACES
         self.metadata = {} if mode is None else {"autoreset_mode": mode}
         self.resets = mode is not AutoresetMode.DISABLED
-        self.unwrapped, self.stuck = self, stuck
+        self.change = change
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         which = slice(None) if options is None else options["env_idx"]
@@ -142,11 +145,20 @@ class Robots:
             info[self.last] = self.seen.clone()
         if self.resets:
             self.seen[cut] = 0
-        shown = self.seen[:, :1] if self.stuck else self.seen
-        return shown, reward, torch.zeros_like(cut), cut, info
+        return self.change((self.seen, reward, torch.zeros_like(cut), cut, info))
 
     def close(self) -> None:
         pass
+
+
+def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:
+    """Robots of whose steps some values differ."""
+    names = ("obs", "reward", "ends", "cut", "info")
+
+    def change(step: Any) -> Any:
+        return tuple(changes.get(name, lambda one: one)(value) for name, value in zip(names, step, strict=True))
+
+    return {"change": change}
 
 
 def stepped(**options: Any) -> list[Any]:
@@ -180,12 +192,99 @@ def test_robots_as_tensors_that_reset_themselves(options: dict[str, Any], last: 
     ("options", "error"),
     [
         ({"mode": AutoresetMode.NEXT_STEP}, r"NEXT_STEP; env_type=tensors takes SAME_STEP, DISABLED"),
-        ({"stuck": True}, r"(?s)object:env: the observations .* are not 2 rows of Box"),
+        ({"mode": "sometimes"}, r"object:env: its metadata\['autoreset_mode'\] is sometimes; env_type=tensors takes"),
+        (changed(obs=lambda obs: obs[:, :1]), r"(?s)object:env: the observations .* are not 2 rows of Box"),
+        (changed(obs=lambda obs: obs[:1]), r"(?s)object:env: the observations .* are not 2 rows of Box"),
+        (changed(obs=lambda obs: obs.to("meta")), "(?s)object:env: the observation .* cannot be read"),
+        (changed(reward=lambda reward: reward.to("meta")), "object:env: the reward .* cannot be read"),
+        (changed(reward=lambda reward: reward.bfloat16()), "object:env: the reward .* cannot be read.*BFloat16"),
+        (changed(reward=lambda reward: reward[:, None]), "(?s)object:env: the reward is .* not a number for each of 2"),
+        (changed(cut=lambda cut: cut + 0.5), "object:env: `truncated` is .* neither True nor False"),
     ],
 )
 def test_what_is_no_simulation_is_refused(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         stepped(**options)
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (3, "object:env: gives int without reset and step and close; expected environments with reset, step, close"),
+        (gymnasium.Env(), "object:env: its single_observation_space is None; expected a gymnasium.Space"),
+    ],
+)
+def test_what_is_neither_is_refused(made: Any, error: str) -> None:
+    with holding({"env": lambda num_envs: made}), pytest.raises(ValueError, match=error):
+        make_vector_env(EnvOptions("object:env", 2, env_type="tensors"))
+
+
+def test_a_mask_of_tensors_that_nobody_reads_is_refused() -> None:
+    class Masked(Robots):
+        def reset(self, **options: Any) -> Any:
+            obs, _ = super().reset(**options)
+            return obs, {"action_mask": torch.ones(2, 1)}
+
+    with holding({"env": lambda num_envs: Masked(num_envs)}), pytest.raises(ValueError, match="of a Dict observation"):
+        make_vector_env(EnvOptions("object:env", 2, env_type="tensors")).reset(1)
+
+
+PUFFER = """
+import gymnasium
+import numpy as np
+
+
+# The observation counts steps, the reward is the action. An episode has three steps, and the last agent does not act in
+# the step after an end.
+class Puffer:
+    def __init__(self, num_envs, buf=None, seed=0):
+        self.single_observation_space = gymnasium.spaces.Box(0, 10, (1,), np.uint8)
+        self.single_action_space = gymnasium.spaces.Discrete(2)
+        self.num_agents = num_envs
+        self.observations, self.actions = np.zeros((num_envs, 1), np.uint8), np.zeros(num_envs, np.int32)
+        self.rewards, self.masks = np.zeros(num_envs, np.float32), np.ones(num_envs, bool)
+        self.terminals, self.truncations = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+
+    def reset(self, seed=None):
+        self.observations[:], self.masks[:] = 0, True
+        return self.observations, []
+
+    def step(self, actions):
+        assert isinstance(actions, np.ndarray)
+        self.actions[:] = actions
+        self.observations += self.masks[:, None]
+        self.rewards[:] = self.actions
+        self.masks[:] = True
+        self.terminals[:] = self.observations[:, 0] == 3
+        self.masks[-1] = not self.terminals[-1]
+        self.observations[self.terminals] = 0
+        return self.observations, self.rewards, self.terminals, self.truncations, [{"score": 1.0}]
+
+    def close(self):
+        pass
+"""
+
+
+def test_buffers_of_a_native_puffer_env(tmp_path: Path) -> None:
+    """By hand: nothing is overwritten, and the steps of an agent that does not act are not valid; and a whole run."""
+    (tmp_path / "mine.py").write_text(PUFFER)
+    env = make_vector_env(EnvOptions(f"{tmp_path}/mine.py:Puffer", 2, env_type="tensors"))
+    first = env.reset(1)
+    steps = [env.step(np.array([[1], [0]])) for _ in range(7)]
+    assert first["state"].tolist() == [[0], [0]]
+    assert [step.obs["state"].ravel().tolist() for step in steps[:5]] == [[1, 1], [2, 2], [0, 0], [1, 0], [2, 1]]
+    assert steps[0].reward.tolist() == [1, 0]
+    assert [step.terminated.tolist() for step in steps[1:3]] == [[False, False], [True, True]]
+    assert [step.valid is None for step in steps] == [True, True, True, False, True, True, True]
+    assert steps[3].valid.tolist() == [True, False]
+    assert steps[6].terminated.tolist() == [False, True]
+    overrides = [*RUN, "env.train.env_type=tensors", f"env.train.id={tmp_path}/mine.py:Puffer"]
+    run = tether.train(overrides=[*overrides, f"trainer.default_local_dir={tmp_path / 'run'}"])
+    assert run.metrics[-1]["env/episode_len"] == 3
+    assert run.metrics[-1]["perf/env_steps"] == 2 * 16 * 4 - 8  # one agent leaves every fourth step out
+    options = EnvOptions("object:env", 3, env_type="tensors")
+    with holding({"env": lambda num_envs: Robots(2)}), pytest.raises(ValueError, match="has 2 environments, not the 3"):
+        make_vector_env(options)
 
 
 def test_a_run_of_tensors(tmp_path: Path) -> None:
@@ -235,6 +334,10 @@ class Walk:
         return {"x": x}, x, move, x[0] > 2, jnp.array(False)
 
 
+def neither():
+    return 3
+
+
 def wide():
     env = Walk()
     env.observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
@@ -266,4 +369,6 @@ def test_jax_environments(tmp_path: Path) -> None:
     assert alone.reset(6)["x"][0] == first[1]
     with pytest.raises(ValueError, match=r"mine\.py:wide: the observations .* are not 3 rows of Box"):
         make_vector_env(EnvOptions(f"{tmp_path}/mine.py:wide", 3, env_type="jax")).reset(1)
+    with pytest.raises(ValueError, match=r"mine\.py:neither: gives int without reset and step; expected environments"):
+        make_vector_env(EnvOptions(f"{tmp_path}/mine.py:neither", 3, env_type="jax"))
     assert_resume_is_exact(tmp_path, [f"env.train.id={options.id}", *RUN, *JAX_RUN], 2)

@@ -118,6 +118,16 @@ def test_flags_of_a_vector_environment_may_be_numbers(flag):
     assert third.valid.tolist() == [False, False]
 
 
+def test_the_flags_of_who_reports_success_may_be_numbers():
+    """Their bitwise inverse would be indices."""
+    infos = {
+        "success": lambda ended: np.array([1, 1]),
+        "_success": lambda ended: np.array([1, 0], np.uint8),
+    }
+    first, *_ = two_steps(Vectorized({}, infos=infos))
+    assert first.success.tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -127,6 +137,10 @@ def test_flags_of_a_vector_environment_may_be_numbers(flag):
             r"info\['is_success'\] is .* neither True nor False",
         ),
         ({"infos": {"success": lambda ended: np.array([True])}}, r"info\['success'\] is .* not one flag"),
+        (
+            {"infos": {"success": lambda ended: np.ones(2), "_success": lambda ended: np.ones(3)}},
+            r"info\['_success'\] is .* not one flag",
+        ),
         ({"infos": {"final_observation": lambda ended: None}}, "autoreset_mode'] is missing, which means NEXT_STEP"),
     ],
 )

@@ -108,6 +108,23 @@ def test_integers_are_not_cut_to_fit() -> None:
         play(change={"obs": lambda obs: obs + 0.5}, space=CODES)
 
 
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (None, "is None (NoneType); expected an observation of Box"),
+        (np.zeros((2, 2, 3)), "for environment 4, whose episode ended (index 4 is out of bounds"),
+        (np.zeros((ENVS, 2)), "(state has the shape (2,), not (1, 2, 3))"),
+        ([None] * ENVS, "(state has the shape (), not (1, 2, 3))"),
+        ({"state": np.zeros((ENVS, 2, 3))}, "is {'state': array("),
+    ],
+)
+def test_last_observations_that_do_not_fit_are_refused_by_name(last: object, words: str) -> None:
+    change = {"infos": lambda infos: {"final_obs": last}}
+    with pytest.raises(ValueError, match=r"(?s)^mine: info\['final_obs'\] is .*Correct the environment") as refused:
+        play(change=change, mode=AutoresetMode.SAME_STEP)
+    assert words in str(refused.value)
+
+
 def test_a_mode_that_does_not_exist_and_a_missing_last_observation_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mine: its metadata\['autoreset_mode'\] is 'sometimes'"):
         play(mode="sometimes")

@@ -129,6 +129,10 @@ def test_onnx_is_equal_to_predict(case: str, tmp_path: Path) -> None:
     export_policy(policy, "onnx", tmp_path / "policy.onnx")
     session = runtime.InferenceSession(str(tmp_path / "policy.onnx"), providers=["CPUExecutionProvider"])
     whole, fields = drawn(CASES[case][0])
+    if case == "mlp":
+        with pytest.raises(Exception, match="for input: state") as refused:
+            session.run(None, {"state": fields["state"][:, :1]})
+        assert "Expected: 5" in str(refused.value)
     memory = {}
     steps = expected(policy, whole, max(chunk, 3 if "lstm" in case else 1))
     if "lstm" in case:
@@ -159,6 +163,9 @@ def test_numpy_alone_is_equal_to_predict(case: str, tmp_path: Path) -> None:
     exec(code, defined)
     whole, _ = drawn(CASES[case][0])
     loaded, memory = defined["load"](tmp_path / "policy.npz"), np.zeros((ROWS, 8), np.float32)
+    for other in (whole[0], whole[..., :1]):  # NumPy would broadcast a single number
+        with pytest.raises(ValueError, match=r"observations: shape \(.*\); give \('N', "):
+            defined["act"](loaded, other, memory)
     for wanted in expected(policy, whole, 3):
         action, memory = defined["act"](loaded, whole, memory)
         np.testing.assert_allclose(action, wanted, rtol=0, atol=2e-5 if action.dtype.kind == "f" else 0)

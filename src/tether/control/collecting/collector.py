@@ -288,7 +288,8 @@ class EnvCollector:
 
     def restart(self, seed: int) -> None:
         """Start new episodes everywhere; unfinished episodes are dropped and the policy's state is reset."""
-        self._now = copied(self.env.reset(seed))
+        with raised_at(self.env.id, self._done):
+            self._now = copied(self.env.reset(seed))
         self._state.fill(0)
         self._fresh.fill(True)
         self._tracker = EpisodeTracker(self.env.num_envs)

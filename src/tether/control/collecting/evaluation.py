@@ -55,7 +55,9 @@ def evaluate(
     wanted = np.full(env.num_envs, num_episodes // env.num_envs)
     wanted[: num_episodes % env.num_envs] += 1
     tracker = EpisodeTracker(env.num_envs)
-    obs, episodes = env.reset(seed), list[Episode]()
+    episodes = list[Episode]()
+    with raised_at(env.id, 0):
+        obs = env.reset(seed)
     state, fresh = np.zeros((env.num_envs, state_width), dtype=np.float32), np.ones(env.num_envs, dtype=np.bool_)
     _check(env.id, {}, obs, 0)
     if watch is not None:

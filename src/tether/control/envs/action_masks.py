@@ -70,7 +70,8 @@ def refuse_unread_mask(info: Info, layout: ObsLayout, env_id: str) -> None:
     if ACTION_MASK in info and not any(entry.kind == "mask" for entry in layout):
         raise ValueError(
             f'env.train.action_masks: {env_id} tells which choices are allowed (info["{ACTION_MASK}"]). Set true to '
-            "sample among these alone, or false to learn without."
+            "sample among these alone, or false to learn without. Environments that are stepped together have to give "
+            f"the mask as the entry {ACTION_MASK} of a Dict observation."
         )
 
 

@@ -7,13 +7,15 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
+from tether.control.envs.action_masks import refuse_unread_mask
 from tether.control.envs.conversion import (
     FIX,
     ActionCodec,
     ObservationReader,
+    check_methods,
+    check_spaces,
     described,
     read_flags,
     read_reset,
@@ -46,6 +48,7 @@ class Simulation(Protocol):
         ...
 
 
+MODES = (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED)
 FINAL = ("final_obs", "final_observation")
 """Entries of the infos with the last observations of episodes, [N, ...], that have ended."""
 
@@ -56,6 +59,9 @@ class BatchedEnv:
     A simulation that resets itself either has the last observations of episodes in its infos (`FINAL`), or they are
     lost, as in IsaacLab. Then the observation before the last step takes their place: the return of a truncated episode
     is bootstrapped with the value of that one, as in rsl_rl.
+
+    A native PufferEnv is such a simulation, of NumPy arrays that it overwrites: it has ``num_agents``, infos that are a
+    list of logs, and ``masks``, the agents that act. The steps of the other agents are not valid.
 
     Args:
         id: name of the environment in error messages.
@@ -70,9 +76,12 @@ class BatchedEnv:
     ) -> None:
         self.id, self.num_envs = id, num_envs
         self._env, self._resets_itself = env, resets_itself
-        self._device = getattr(env.unwrapped, "device", "cpu")
+        simulator = _simulator(env)
+        self._device = getattr(simulator, "device", "cpu")
+        self._puffer = simulator if hasattr(simulator, "num_agents") and hasattr(simulator, "masks") else None
+        self._acting, self._takes_tensors = np.ones(num_envs, dtype=np.bool_), True
         self._ignore_terminations = ignore_terminations
-        self.spaces = env.unwrapped.single_observation_space, env.unwrapped.single_action_space
+        self.spaces = simulator.single_observation_space, simulator.single_action_space
         self._read = ObservationReader(self.spaces[0], id)
         self._codec = ActionCodec.of(self.spaces[1], id)
         self.actions = self._codec.spec
@@ -80,19 +89,22 @@ class BatchedEnv:
 
     def reset(self, seed: int) -> Observation:
         seeds = seed if self._resets_itself else [seed + i for i in range(self.num_envs)]
-        obs, _ = read_reset(self._env.reset(seed=seeds), self.id)
-        self._shown = self._seen(obs)
+        obs, info = read_reset(self._without_logs(self._env.reset(seed=seeds)), self.id)
+        refuse_unread_mask(info, self.layout, self.id)
+        self._shown, self._takes_tensors = self._seen(obs), _has_tensors(obs)
+        self._acting = self._agents_that_act()
         return self._shown
 
     def step(self, actions: Array) -> EnvStep:
-        stepped = self._env.step(_tensors(self._codec.decode(actions), self._device))
-        raw, reward, terminated, truncated, info = read_step(stepped, self.id)
+        decoded, valid = self._codec.decode(actions), self._acting
+        stepped = self._env.step(_tensors(decoded, self._device) if self._takes_tensors else decoded)
+        raw, reward, terminated, truncated, info = read_step(self._without_logs(stepped), self.id)
         ends, cut = self._flags(terminated, "`terminated`"), self._flags(truncated, "`truncated`")
         if self._ignore_terminations:
             ends = np.zeros_like(ends)
         # Copied first, because a reset may overwrite these tensors.
         obs, solved = self._seen(raw), info.get("success")
-        rewards = read_rewards(_host(reward), self.id, self.num_envs).copy()
+        rewards = read_rewards(self._on_host(reward, "the reward"), self.id, self.num_envs).copy()
         success = None if solved is None else self._flags(solved, "info['success']")
         final_obs, over = None, np.flatnonzero(ends | cut)
         if over.size and self._resets_itself:
@@ -102,8 +114,9 @@ class BatchedEnv:
             final_obs = obs
             fresh, _ = read_reset(self._env.reset(options={"env_idx": torch.as_tensor(over)}), self.id)
             obs = self._seen(fresh)
-        self._shown = obs
-        return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, success=success)
+        self._shown, self._acting = obs, self._agents_that_act()
+        valid = None if valid.all() else valid
+        return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, valid=valid, success=success)
 
     def get_state(self) -> EnvState:
         return EnvState(None, ("its simulation, which holds all environments in one",))
@@ -115,16 +128,26 @@ class BatchedEnv:
         self._env.close()
 
     def _seen(self, obs: Raw) -> Observation:
-        try:
-            return copied(self._read(_host(obs), self.num_envs))  # the simulator reuses its buffers
-        except Exception as error:  # whatever is raised, the observations are not in the space
-            raise ValueError(
-                f"{self.id}: the observations {described(obs)} are not {self.num_envs} rows of {self.spaces[0]} "
-                f"({error}). {FIX}"
-            ) from error
+        # Copied, because the simulator reuses its buffers.
+        return copied(self._read.read_all(self._on_host(obs, "the observation"), self.num_envs))
 
     def _flags(self, flags: Raw, what: str) -> Flags:
-        return read_flags(_host(flags), what, self.id, self.num_envs).copy()
+        return read_flags(self._on_host(flags, what), what, self.id, self.num_envs).copy()
+
+    def _on_host(self, values: Raw, what: str) -> Raw:
+        try:
+            return _host(values)
+        except Exception as error:  # of a device or a type that NumPy does not have
+            raise ValueError(f"{self.id}: {what} {described(values)} cannot be read ({error}). {FIX}") from error
+
+    def _without_logs(self, answer: Raw) -> Raw:
+        """Return the values of a step or a reset with an empty info in place of a PufferEnv's list of logs."""
+        if self._puffer is not None and isinstance(answer, tuple) and answer and isinstance(answer[-1], list):
+            return *answer[:-1], {}
+        return answer
+
+    def _agents_that_act(self) -> Flags:
+        return self._acting if self._puffer is None else self._flags(self._puffer.masks, "`masks`")
 
 
 def self_resetting(id: str, env: Simulation, num_envs: int) -> BatchedEnv:
@@ -133,20 +156,27 @@ def self_resetting(id: str, env: Simulation, num_envs: int) -> BatchedEnv:
     Its ``metadata["autoreset_mode"]`` of Gymnasium is SAME_STEP, the default here, or DISABLED.
 
     Raises:
-        ValueError: it has another number of environments, another mode, or no spaces.
+        ValueError: it has another number of environments, another mode, no spaces, or no reset and step.
     """
-    mode = AutoresetMode((getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP))
-    count = getattr(env.unwrapped, "num_envs", num_envs)
+    check_methods(id, env, "reset", "step", "close")
+    simulator = _simulator(env)
+    check_spaces(id, simulator, "single_observation_space", "single_action_space")
+    count = getattr(simulator, "num_agents", getattr(simulator, "num_envs", num_envs))
     if count != num_envs:
         raise ValueError(f"{id}: has {count} environments, not the {num_envs} that it was asked for. {FIX}")
-    if mode is AutoresetMode.NEXT_STEP:
-        raise ValueError(
-            f"{id}: its metadata['autoreset_mode'] is NEXT_STEP; env_type=tensors takes SAME_STEP, DISABLED."
-        )
-    for name in ("single_observation_space", "single_action_space"):
-        if not isinstance(space := getattr(env.unwrapped, name, None), Space):
-            raise ValueError(f"{id}: its {name} is {space!r:.80}; expected a gymnasium.Space. {FIX}")
-    return BatchedEnv(id, env, num_envs, resets_itself=mode is AutoresetMode.SAME_STEP)
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode", AutoresetMode.SAME_STEP)
+    if mode not in (*MODES, *(each.value for each in MODES)):
+        raise ValueError(f"{id}: its metadata['autoreset_mode'] is {mode}; env_type=tensors takes SAME_STEP, DISABLED.")
+    return BatchedEnv(id, env, num_envs, resets_itself=AutoresetMode(mode) is AutoresetMode.SAME_STEP)
+
+
+def _simulator(env: Simulation) -> Simulator:
+    """Return the simulator below a simulation's wrappers."""
+    return getattr(env, "unwrapped", env)
+
+
+def _has_tensors(obs: Raw) -> bool:
+    return any(map(_has_tensors, obs.values())) if isinstance(obs, Mapping) else isinstance(obs, torch.Tensor)
 
 
 def _tensors(actions: Raw, device: Raw) -> Raw:

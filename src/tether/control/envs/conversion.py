@@ -43,6 +43,7 @@ class ObservationReader:
     """
 
     def __init__(self, space: Space, env_id: str) -> None:
+        self._space, self._env_id = space, env_id
         self._leaves = tuple(_leaves(space, (), env_id))
         self.layout = tuple(leaf.entry for leaf in self._leaves)
         if sum(entry.kind == "text" for entry in self.layout) > 1:
@@ -59,6 +60,20 @@ class ObservationReader:
                 of the space, or pixels or other integers are not integers.
         """
         return {leaf.entry.name: leaf.read(obs, rows) for leaf in self._leaves}
+
+    def read_all(self, obs: Raw, rows: int) -> Observation:
+        """Read the observations of all environments.
+
+        Raises:
+            ValueError: they are not in the space; names the environments.
+        """
+        try:
+            return self(obs, rows)
+        except Exception as error:  # whatever is raised, the observations are not in the space
+            raise ValueError(
+                f"{self._env_id}: the observations {described(obs)} are not {rows} rows of {self._space} ({error}). "
+                f"{FIX}"
+            ) from error
 
     def write(self, obs: Raw, into: Observation, row: int) -> None:
         """Read one observation into a row of arrays; raises as `__call__` does."""
@@ -328,6 +343,22 @@ def check_finite(actions: Array, env_id: str, first: int = 0) -> None:
 FIX = "Correct the environment, or the wrapper that gives it."
 _REWARDS = frozenset({float, int, np.float32, np.float64})
 _FLAGS = frozenset({bool, np.bool_})
+
+
+def check_methods(who: str, obj: object, *names: str) -> None:
+    """Raise a ValueError if an object of a user's function lacks one of these methods."""
+    if missing := [name for name in names if not callable(getattr(obj, name, None))]:
+        raise ValueError(
+            f"{who}: gives {type(obj).__name__} without {' and '.join(missing)}; expected environments with "
+            f"{', '.join(names)}"
+        )
+
+
+def check_spaces(who: str, env: object, *names: str) -> None:
+    """Raise a ValueError if one of these attributes of an environment is no space."""
+    for name in names:
+        if not isinstance(space := getattr(env, name, None), spaces.Space):
+            raise ValueError(f"{who}: its {name} is {space!r:.80}; expected a gymnasium.Space")
 
 
 def is_usual(answer: object) -> bool:

@@ -19,7 +19,7 @@ from tether.control.envs.conversion import (
     read_rewards,
     read_step,
 )
-from tether.control.envs.gymnasium_types import Info, Raw
+from tether.control.envs.gymnasium_types import Info
 from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
 from tether.control.envs.state import EnvKeeper
 from tether.observations import Array, Observation
@@ -57,7 +57,7 @@ class GymnasiumVectorEnv:
         obs, info = read_reset(self._env.reset(seed=seed), self.id)
         refuse_unread_mask(info, self.layout, self.id)
         self._resetting = np.zeros(self.num_envs, dtype=np.bool_)
-        return self._observe(obs)
+        return self._read.read_all(obs, self.num_envs)
 
     def step(self, actions: Array) -> EnvStep:
         stepped = self._env.step(self._codec.decode(actions))
@@ -65,7 +65,7 @@ class GymnasiumVectorEnv:
         reward = read_rewards(rewards, self.id, self.num_envs)
         terminated = read_flags(terminations, "`terminated`", self.id, self.num_envs)
         truncated = read_flags(truncations, "`truncated`", self.id, self.num_envs)
-        obs, ended = self._observe(raw), terminated | truncated
+        obs, ended = self._read.read_all(raw, self.num_envs), terminated | truncated
         final_obs, valid = None, None
         if self._mode is AutoresetMode.NEXT_STEP:
             self._refuse_reset_within_step(infos)
@@ -78,19 +78,10 @@ class GymnasiumVectorEnv:
             if self._mode is AutoresetMode.DISABLED:
                 fresh, _ = read_reset(self._env.reset(options={"reset_mask": ended}), self.id)
                 # A partial reset defines only the masked rows.
-                begun = self._observe(fresh)
+                begun = self._read.read_all(fresh, self.num_envs)
                 obs = {name: _where(ended, begun[name], array) for name, array in obs.items()}
         success = self._success(infos)
         return EnvStep(obs, reward, terminated, truncated, final_obs=final_obs, valid=valid, success=success)
-
-    def _observe(self, raw: Raw) -> Observation:
-        try:
-            return self._read(raw, self.num_envs)
-        except Exception as error:  # whatever is raised, the observations are not in the space
-            raise ValueError(
-                f"{self.id}: the observations {described(raw)} are not {self.num_envs} rows of "
-                f"{self._env.single_observation_space} ({error}). {FIX}"
-            ) from error
 
     def _refuse_end_of_reset(self, ended: Flags) -> None:
         """Refuse an environment that never resets, in which no further step would be valid."""
@@ -125,7 +116,8 @@ class GymnasiumVectorEnv:
             for info in (infos, infos.get("final_info", {})):
                 if name not in info:
                     continue
-                present = info.get(f"_{name}", np.ones(self.num_envs, dtype=np.bool_))
+                everywhere = np.ones(self.num_envs, dtype=np.bool_)
+                present = read_flags(info.get(f"_{name}", everywhere), f"info['_{name}']", self.id, self.num_envs)
                 values = np.array(info[name])
                 if values.shape == present.shape:
                     values[~present] = False
@@ -162,7 +154,13 @@ class GymnasiumVectorEnv:
             )
         final = self._read.zeros(self.num_envs)
         for i in np.flatnonzero(ended).tolist():
-            self._read.write(infos["final_obs"][i], final, i)
+            try:
+                self._read.write(infos["final_obs"][i], final, i)
+            except Exception as error:  # whatever is raised, the observation is not in the space
+                raise ValueError(
+                    f"{self.id}: info['final_obs'] is {described(infos['final_obs'])}; expected an observation of "
+                    f"{self.spaces[0]} for environment {i}, whose episode ended ({error}). {FIX}"
+                ) from error
         return final
 
 

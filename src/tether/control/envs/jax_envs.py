@@ -8,7 +8,14 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from tether.control.envs.conversion import FIX, ActionCodec, ObservationReader, described, read_flags, read_rewards
+from tether.control.envs.conversion import (
+    ActionCodec,
+    ObservationReader,
+    check_methods,
+    check_spaces,
+    read_flags,
+    read_rewards,
+)
 from tether.control.envs.gymnasium_types import Raw, Space
 from tether.control.envs.protocol import EnvState, EnvStep, Saved
 from tether.observations import Array, Observation, copied
@@ -44,6 +51,8 @@ class JaxVectorEnv:
 
     def __init__(self, id: str, env: JaxEnv, num_envs: int, max_episode_steps: int | None = None) -> None:
         self.id, self.num_envs = id, num_envs
+        check_methods(id, env, "reset", "step")
+        check_spaces(id, env, "observation_space", "action_space")
         self.spaces = env.observation_space, env.action_space
         self._read, self._codec = ObservationReader(self.spaces[0], id), ActionCodec.of(self.spaces[1], id)
         self.layout, self.actions = self._read.layout, self._codec.spec
@@ -97,10 +106,4 @@ class JaxVectorEnv:
         pass
 
     def _observe(self, raw: Raw) -> Observation:
-        try:
-            return copied(self._read(jax.tree.map(np.asarray, raw), self.num_envs))
-        except ValueError as error:
-            raise ValueError(
-                f"{self.id}: the observations {described(raw)} are not {self.num_envs} rows of {self.spaces[0]} "
-                f"({error}). {FIX}"
-            ) from error
+        return copied(self._read.read_all(jax.tree.map(np.asarray, raw), self.num_envs))

@@ -21,7 +21,7 @@ from gymnasium.wrappers import FilterObservation, FrameStackObservation, Normali
 
 from tether.control.envs.action_masks import MaskedActions
 from tether.control.envs.config import SELF_RESETTING
-from tether.control.envs.conversion import FIX, ObservationReader, described, read_unusual
+from tether.control.envs.conversion import FIX, ObservationReader, check_spaces, described, read_unusual
 from tether.control.envs.gymnasium_types import Arguments, Begun, Env, Info, Scripted, Simulator, Wrapper
 from tether.control.envs.gymnasium_vector import GymnasiumVectorEnv
 from tether.control.envs.layers import PacedEnv, PartOfEnvs, TimedEnv
@@ -464,9 +464,7 @@ def _check_function(options: EnvOptions, function: Callable[..., object]) -> Non
             f"{where}: gives {type(env).__name__}; expected a gymnasium.Env, or with an argument num_envs a "
             "gymnasium.vector.VectorEnv"
         )
-    for name in ("observation_space", "action_space"):
-        if not isinstance(space := getattr(env, name, None), gymnasium.Space):
-            raise ValueError(f"{where}: its {name} is {space!r:.80}; expected a gymnasium.Space")
+    check_spaces(where, env, "observation_space", "action_space")
     try:
         with closing(env):
             begun: object = env.reset(seed=0)

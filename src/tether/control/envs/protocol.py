@@ -87,7 +87,8 @@ class EnvStep:
     None if no episode ended."""
     valid: Flags | None = None
     """[N]: False if no action was carried out: the step only reset the environment, or the environment waits for a
-    reset (`HeldEnv`), or its process died (the episode is then truncated, too). None: all are valid."""
+    reset (`HeldEnv`), its agent does not act (a PufferEnv), or its process died (the episode is then truncated, too).
+    None: all are valid."""
     success: Flags | None = None
     """[N]: the task was solved in this step. None if the environment does not report it."""
     info_values: Mapping[str, Floats] | None = None

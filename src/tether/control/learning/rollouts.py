@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
+import torch
+from torch import Tensor
+
 from tether.batch import EnvBatch, Episode, WeightUpdate
 from tether.checkpoints import read_own
 from tether.control.collecting.collector import EnvCollector, episode_metrics
@@ -24,6 +27,8 @@ from tether.types import StateDict
 
 POLICY, ENVIRONMENTS = "actor", "environments.pkl"
 """Folder of the policy, and file of the environments, in a checkpoint."""
+MIN_STEPS_OF_ENDS = 16
+"""Steps of a rollout from which on a warning is shown if each of them ends an episode."""
 RANKS = "ranks"
 """The key of the number of devices in the file of the environments."""
 NOT_SAVED = (
@@ -119,6 +124,9 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
     """Returns metrics of the transfers of a step between them and this process."""
     trust_pickles: bool = False
     """Whether the state of environments is loaded even from a checkpoint that others could have written."""
+    lasting: Tensor | None = None
+    """[M]: whether an episode has lasted more than one step in each row of a rollout so far."""
+    warned_of_resets: bool = False
     evaluating: bool = False
     """Whether an evaluation has begun and not ended; its environments may hang, so that their state is not saved."""
 
@@ -146,9 +154,25 @@ class EnvRollouts(Rollouts[Sequence[int], EnvBatch, None]):
         with time("gen"):
             noise = self.policy.head.noise(self.collector.noise_shape, generator(self.seed, step, "noise"))
             batch = self.collector.collect(self.policy.acting(), noise, start_seeds)
+        self._warn_of_missing_resets(batch)
         batch.policy_version = self.version
         time.seconds["env"] = self.collector.env_seconds - waited
         return Experience(batch, None)
+
+    def _warn_of_missing_resets(self, batch: EnvBatch) -> None:
+        """Warn once if an environment ends in every step of a rollout and had longer episodes before."""
+        at_once = ((batch.terminated | batch.truncated) & batch.valid).all(dim=1)
+        steps, env = batch.valid.shape[1], self.collector.env
+        lasting = torch.zeros_like(at_once) if self.lasting is None else self.lasting
+        ends = at_once & lasting
+        if steps >= MIN_STEPS_OF_ENDS and ends.any() and not self.warned_of_resets:
+            self.warned_of_resets = True
+            self.warn(
+                f"{env.id}: environment {int(ends.int().argmax()) % env.num_envs} ended an episode in each of the last "
+                f"{steps} steps, and had longer episodes before. Either it does not reset where an episode ends, or "
+                "the policy ends its episodes at once."
+            )
+        self.lasting = lasting | ~at_once
 
     def metrics(
         self, experience: Experience[EnvBatch, None], outputs: RolloutOutputs | None, time: Timer
