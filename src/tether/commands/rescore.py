@@ -91,12 +91,12 @@ def _config(values: JsonObject, folder: Path, reward: str | None, count: int) ->
 
 
 def _as_json(row: Row, outcome: RewardOutcome, seconds: float) -> JsonObject:
-    failed = isinstance(outcome, RewardError)
+    failure = outcome if isinstance(outcome, RewardError) else None
     return {
         "score": outcome.value if isinstance(outcome, Score) else None,
         "extra": recorded_values(outcome, MAX_CHARACTERS) if isinstance(outcome, Score) else {},
-        "error": outcome.message if failed else None,
-        "traceback": outcome.traceback if failed else None,
+        "error": failure.message if failure else None,
+        "traceback": failure.traceback if failure else None,
         "seconds": seconds,
         "place": row.place,
         "prompt": "\n".join(str(message.get("content", "")) for message in row.messages),

@@ -46,12 +46,16 @@ class RayCompanion:
 
     def start(self) -> None:
         if self._actor is None:
-            actors: Any = ray.remote(concurrency_groups={"calls": CALL_THREADS})(_Actor)
-            self._actor = actors.options(
-                num_cpus=0,  # the devices are those of the ranks on the node
-                max_concurrency=self._threads,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node, soft=False),
-            ).remote(Path.cwd(), self._make)
+            remote: Any = ray.remote
+            self._actor = (
+                remote(concurrency_groups={"calls": CALL_THREADS})(_Actor)
+                .options(
+                    num_cpus=0,  # the devices are those of the ranks on the node
+                    max_concurrency=self._threads,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(self._node, soft=False),
+                )
+                .remote(Path.cwd(), self._make)
+            )
 
     def call(self, method: str, *arguments: object, timeout: float) -> Any:
         return self._result(method, arguments, "calls", timeout)

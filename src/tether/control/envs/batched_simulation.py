@@ -115,8 +115,9 @@ class BatchedEnv:
             fresh, _ = read_reset(self._env.reset(options={"env_idx": torch.as_tensor(over)}), self.id)
             obs = self._seen(fresh)
         self._shown, self._acting = obs, self._agents_that_act()
-        valid = None if valid.all() else valid
-        return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, valid=valid, success=success)
+        return EnvStep(
+            obs, rewards, ends, cut, final_obs=final_obs, valid=None if valid.all() else valid, success=success
+        )
 
     def get_state(self) -> EnvState:
         return EnvState(None, ("its simulation, which holds all environments in one",))
