@@ -1,6 +1,6 @@
 """How many of the commands in verl's scripts resolve here, and why is each of the others refused?
 
-    python -m benchmarks.verl_commands ../shared/data/verl_commands --write docs/guides/coming-from-verl.md
+    python -m benchmarks.verl_commands ../shared/data/verl_commands --write docs/evidence/verl-commands.md
 
 The folder holds a file of JSON lines for each tree of verl: the `script` and the `args` of each call of `main_ppo`,
 which was recorded instead of run. A call resolves if `tether config check --no-files` accepts it.

@@ -131,7 +131,7 @@ def unknown_keys(page: Path) -> Iterable[str]:
     in_commands = set(re.findall(rf"(?<![\w./])((?:{TOP})(?:\.\w+)+)=", shell))
     shown_as_wrong = {name for name in in_prose if any(name.startswith(wrong) for wrong in MISSPELLINGS)}
     foreign = set(filter(is_rlinf_key, in_prose | in_commands)) if page.name == "coming-from-rlinf.md" else set()
-    if page.name == "coming-from-verl.md":  # its table of refused commands names keys that are unknown to verl, too
+    if page.name == "verl-commands.md":  # its table of refused commands names keys that are unknown to verl, too
         foreign = set(re.findall(r"`([\w.]+)`.*\| unknown key \|", page.read_text(encoding="utf-8")))
     return {name for name in (in_prose | in_commands) - foreign - shown_as_wrong if not is_key(name)}
 

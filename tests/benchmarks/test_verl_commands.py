@@ -1,6 +1,7 @@
 """The count of verl's commands: a call resolves or has its first problem in the table, and the page says the same."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,10 @@ def test_a_folder_without_recorded_calls_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_page_has_the_counts_of_the_recorded_calls(test_data: Path) -> None:
     trees = check_all(test_data / "verl_commands")
-    page = (ROOT / "docs/guides/coming-from-verl.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/verl-commands.md").read_text(encoding="utf-8")
     shown = page.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
     assert shown == "\n".join([*counts(trees), "", *reasons(trees)])
+    guide = (ROOT / "docs/guides/coming-from-verl.md").read_text(encoding="utf-8")
+    for row in counts(trees)[2:4]:
+        calls, resolve = re.findall(r"\d+", row)[2:4]
+        assert f"{resolve} of {calls}" in guide, row
