@@ -275,7 +275,7 @@ def test_responses_are_scored_again_beside_their_recorded_scores(golden: Golden,
     for key, changed, message in (
         ("actor_rollout_ref", run.config["actor_rollout_ref"] | {"rollout": rollout}, "in several turns cannot be"),
         ("custom_reward_function", secret, "custom_reward_function: has a secret, which a run does not record"),
-        ("critic", {"no_such_key": 1}, "its configuration is that of a version of tether with other keys"),
+        ("critic", {"no_such_key": 1}, "this version of tether cannot read its configuration"),
     ):
         with pytest.raises(ValueError, match=message):
             score_again(prepare(run, rows, None), **{key: changed})

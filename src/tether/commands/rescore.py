@@ -11,11 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from pydantic import ValidationError
+import yaml
+from transformers import PreTrainedTokenizerBase
 
 from tether.commands.policy import moved_files, started_folder
-from tether.config import RunConfig, has_secrets, values_of, with_values
+from tether.config import ConfigError, RunConfig, has_secrets, load_config, values_of, with_values
 from tether.runtime.cache import cache_dir
 from tether.runtime.machine import set_threads
 from tether.runtime.objects import is_object
@@ -55,31 +57,36 @@ def rescore(values: JsonObject, folder: Path, reward: str | None, responses: Seq
     if data.custom_cls.path or any(response["text"] is None for response in responses):
         path = resolve_model_path(model.tokenizer_path, cache_dir(), weights=False)
         tokenizer = build_tokenizer(data, model, path)
-    rows, requests, of_responses = read_rows(data, tokenizer, data.train_files), list[RewardRequest](), list[Row]()
-    for response in responses:
-        if response["index"] >= len(rows):
-            raise ValueError(
-                f"data.train_files: has {len(rows)} rows now, and the response is to row {response['index']}"
-            )
-        of_responses.append(row := rows[response["index"]])
-        text = response["text"]
-        if text is None:
-            assert tokenizer
-            text = decode(tokenizer, response["response_ids"], skip_special_tokens=True)
-        dialogue = Dialogue(row.messages, response["prompt_ids"] or (), response["response_ids"])
-        requests.append(RewardRequest(row.data_source, text, row.ground_truth, row.extra_info, dialogue))
+    rows = read_rows(data, tokenizer, data.train_files)
+    missing = next((response["index"] for response in responses if response["index"] >= len(rows)), None)
+    if missing is not None:
+        raise ValueError(f"data.train_files: has no row {missing}, which was answered, but {len(rows)} rows now")
+    answered = [rows[response["index"]] for response in responses]
+    requests = [_request(row, response, tokenizer) for row, response in zip(answered, responses, strict=True)]
     with build_rewards(config) as rewards:
         outcomes = rewards.score(requests)
         seconds = list(rewards.durations)
-    return [_as_json(*one) for one in zip(of_responses, outcomes, seconds, strict=True)]
+    return [_as_json(*one) for one in zip(answered, outcomes, seconds, strict=True)]
+
+
+def _request(row: Row, response: JsonObject, tokenizer: PreTrainedTokenizerBase | None) -> RewardRequest:
+    text = response["text"]
+    if text is None:
+        assert tokenizer
+        text = decode(tokenizer, response["response_ids"], skip_special_tokens=True)
+    dialogue = Dialogue(row.messages, response["prompt_ids"] or (), response["response_ids"])
+    return RewardRequest(row.data_source, text, row.ground_truth, row.extra_info, dialogue)
 
 
 def _config(values: JsonObject, folder: Path, reward: str | None, count: int) -> RunConfig:
     """Return the configuration of a run with the reward that is to score `count` responses of it."""
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{folder}: its configuration is that of a version of tether with other keys") from error
+    with TemporaryDirectory() as temporary:  # from a file, because that of an older version lacks newer keys
+        file = Path(temporary) / "run.yaml"
+        file.write_text(yaml.safe_dump(values))
+        try:
+            config = load_config(file, []).config
+        except ConfigError as error:
+            raise ValueError(f"{folder}: this version of tether cannot read its configuration: {error}") from error
     if (started_in := started_folder(config, folder)) is not None:
         config = with_values(config, moved_files(values_of(config), started_in))
     changed: dict[str, object] = {"trainer.device": "cpu", "reward_model.num_workers": min(count, MAX_WORKERS)}
@@ -91,21 +98,18 @@ def _config(values: JsonObject, folder: Path, reward: str | None, count: int) ->
 
 
 def _as_json(row: Row, outcome: RewardOutcome, seconds: float) -> JsonObject:
-    failure = outcome if isinstance(outcome, RewardError) else None
-    return {
-        "score": outcome.value if isinstance(outcome, Score) else None,
-        "extra": recorded_values(outcome, MAX_CHARACTERS) if isinstance(outcome, Score) else {},
-        "error": failure.message if failure else None,
-        "traceback": failure.traceback if failure else None,
-        "seconds": seconds,
-        "place": row.place,
-        "prompt": "\n".join(str(message.get("content", "")) for message in row.messages),
-        "ground_truth": str(row.ground_truth),
-    }
+    answer: JsonObject = {"score": None, "extra": {}, "error": None, "traceback": None, "seconds": seconds}
+    answer |= {"place": row.place, "ground_truth": str(row.ground_truth)}
+    answer["prompt"] = "\n".join(str(message.get("content", "")) for message in row.messages)
+    if isinstance(outcome, Score):
+        answer |= {"score": outcome.value, "extra": recorded_values(outcome, MAX_CHARACTERS)}
+    elif isinstance(outcome, RewardError):
+        answer |= {"error": outcome.message, "traceback": outcome.traceback}
+    return answer
 
 
 def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
-    """Refuse what a record has not enough for.
+    """Refuse a reward that needs more than what a run records.
 
     Raises:
         ValueError: the message names the key and says what is missing.
@@ -113,8 +117,8 @@ def _check(config: RunConfig, responses: Sequence[JsonObject]) -> None:
     rollout, reward, files = config.actor_rollout_ref.rollout, config.reward_model, config.data.train_files
     if rollout.multi_turn.enable or rollout.agent.plays_endpoint:
         raise ValueError(
-            "responses in several turns cannot be scored again: what tools, environments or programs said of them "
-            "is not recorded"
+            "responses in several turns cannot be scored again: the rewards of tools, environments or programs are "
+            "not recorded one by one"
         )
     for key, value in (
         ("custom_reward_function.path", config.custom_reward_function.path),

@@ -48,7 +48,8 @@ class Rescoring:
     @property
     def reward(self) -> str:
         """What scores them, in words."""
-        return self.request["reward"] or "the reward of the run"
+        name: str | None = self.request["reward"]
+        return name or "the reward of the run"
 
 
 def prepare(run: RunFolder, rows: Sequence[JsonObject], reward: str | None) -> Rescoring:
