@@ -19,6 +19,7 @@ from tether.config.schema import CriticConfig, ShardConfig, TrainedFsdpConfig
 from tether.distributed import Group
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import Replicas
+from tether.distributed.worker import this_process
 from tether.integrations import integration
 from tether.loop.engine import Learner
 from tether.runtime.global_rng import seed_rng
@@ -196,7 +197,8 @@ def _hosts(config: RunConfig, groups: RankGroups) -> SamplingRanks | None:
     if "sampler" in devices:
         others = [ranks for model, ranks in devices.items() if model != "sampler"]
         return SamplingRanks(groups.all_ranks, devices["sampler"], train=devices["sampler"] in others)
-    if config.trainer.nnodes > 1:
+    here = this_process().machine
+    if config.trainer.nnodes > 1 or any(process.machine != here for process in groups.all_ranks.processes):
         return SamplingRanks(groups.all_ranks, range(config.trainer.devices), train=True)
     return None
 

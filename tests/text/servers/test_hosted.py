@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from tether.batch import WeightUpdate
 from tether.commands.status import show_status
 from tether.config import load_config
 from tether.distributed import StoredWeights
+from tether.distributed.groups import RankGroups
 from tether.distributed.handles import WeightsOnRanks
-from tether.distributed.worker import Process
+from tether.distributed.worker import Process, this_process
 from tether.runtime.ranks import SERVERS_STATUS, Pool, RankLost
+from tether.text import roles
 from tether.text.servers import GenerateRequest, Launch, ServedEngine, ServerGone, ServerRefuses, Traffic, build
 from tether.text.servers.build import PolicyCard, SamplingRanks
 from tether.text.servers.hosted import HostedServer, ServerHost, host_server
@@ -123,6 +126,27 @@ class Nodes:
     def companion(self, rank: int, threads: int, factory: Any, api: Any, launch: Launch, *more: object) -> None:
         assert (factory, threads, more) == (host_server, 256, (600.0, f"host-{rank // 4}"))
         self.started.append((rank, launch.log.name, launch.environment["CUDA_VISIBLE_DEVICES"]))
+
+
+def test_servers_start_where_the_ranks_are() -> None:
+    words = ["data.train_files=[x]", "actor_rollout_ref.model.path=x", "trainer.n_gpus_per_node=2"]
+    words += ["actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo"]
+
+    def hosts(*more: str, machine: str = this_process().machine) -> SamplingRanks | None:
+        ranks: Any = Nodes()
+        ranks.processes = [replace(this_process(), machine=machine)] * 2
+        return roles._hosts(load_config(None, [*words, *more]).config, RankGroups(ranks, {}))
+
+    assert hosts() is None  # they start here, without Ray
+    assert hosts("trainer.nnodes=2", "actor_rollout_ref.rollout.server_urls=[http://h:1]") is None
+    for found, ranks, train in (
+        (hosts(machine="another"), range(2), True),
+        (hosts("trainer.nnodes=2"), range(4), True),
+        (hosts("actor_rollout_ref.rollout.nnodes=2"), range(2, 6), False),
+        (hosts("cluster.component_placement={actor: 0, rollout: 1}"), range(1, 2), False),
+    ):
+        assert found is not None
+        assert (found.ranks, found.train) == (ranks, train)
 
 
 @pytest.mark.parametrize(
