@@ -43,10 +43,14 @@ def test_a_word_of_another_library_leads_to_its_key():
 
 def test_a_word_without_a_key_is_answered_with_what_happens_instead():
     assert not WITHOUT_KEY.keys() & ({path.rpartition(".")[2] for path in keys()} | KEYS.keys())
-    assert problems_of("logging_steps=10", "actor_rollout_ref.rollout.min_p=0.1", "kl=1", "push_to_hub=True") == {
+    assert problems_of(
+        "logging_steps=10", "actor_rollout_ref.rollout.min_p=0.1", "kl=1", "push_to_hub=True", "vllm_num_engines=2"
+    ) == {
         "logging_steps": "logging_steps: unknown key. every step is logged",
         "actor_rollout_ref.rollout.min_p": "actor_rollout_ref.rollout.min_p: unknown key. sampling is cut by "
         "actor_rollout_ref.rollout.top_p and actor_rollout_ref.rollout.top_k only",
+        "vllm_num_engines": "vllm_num_engines: unknown key. trainer.n_gpus_per_node and trainer.nnodes share a run "
+        "among devices",
         "kl": "kl: unknown key. see `tether config explain --search kl`",
         "push_to_hub": "push_to_hub: unknown key. see `tether config explain`",  # no key or description has this word
     }

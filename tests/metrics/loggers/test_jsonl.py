@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.metrics.loggers.jsonl import JsonlLogger, read_metrics, read_samples
+from tether.metrics.loggers.jsonl import JsonlLogger, _records, read_metrics, read_samples
 from tether.metrics.loggers.protocol import LogFailed, RunInfo, Sample
 
 
@@ -48,6 +48,17 @@ def test_samples_keep_their_text(tmp_path: Path) -> None:
         "step": 3, "index": 17, "data_source": "gsm8k", "prompt": "Wie viel?\n", "response": 'sieben „7“\n"',
         "reward": None, "ground_truth": "{7}", "note": "late", "truncated": True, "extra": {"reason": "no number"},
     }  # fmt: skip
+
+
+def test_what_a_run_writes_while_its_log_is_read_is_no_line_of_it(tmp_path: Path) -> None:
+    logger = open_run(tmp_path)
+    log_steps(logger, 1, 2)
+    lines = _records(tmp_path / "metrics.jsonl")
+    assert [next(lines)[1]["step"] for _ in range(2)] == [1, 2]
+    logger.log(2, {"timing_s/save_checkpoint": 0.5})  # extends the last line, which was read
+    log_steps(logger, 3, 3)
+    assert list(lines) == []
+    assert list(read_metrics(tmp_path)) == [1, 2, 3]
 
 
 def test_a_resumed_run_has_no_step_twice(tmp_path: Path) -> None:

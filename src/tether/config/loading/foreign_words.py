@@ -243,6 +243,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Name without its sections -> our keys, the most likely first."""
 
+SHARED = "trainer.n_gpus_per_node and trainer.nnodes share a run among devices"
 WITHOUT_KEY: Mapping[str, str] = {
     "logging_steps": "every step is logged",
     "logging_strategy": "every step is logged",
@@ -255,7 +256,12 @@ WITHOUT_KEY: Mapping[str, str] = {
     "attn_implementation": "the device and the dtype decide which attention kernel is used",
     "load_in_4bit": "quantized weights are not supported",
     "load_in_8bit": "quantized weights are not supported",
-    "deepspeed": "trainer.n_gpus_per_node and trainer.nnodes share a run among devices",
+    "deepspeed": SHARED,
+    "vllm_num_engines": SHARED,
+    "actor_num_nodes": SHARED,
+    "actor_num_gpus_per_node": SHARED,
+    "colocate_all_models": "the models take turns on all devices of a run",
+    "agent_func_path": "tools and environments play the turns between responses: actor_rollout_ref.rollout.multi_turn",
 }
 """Arguments of other libraries that no key corresponds to -> what tether does instead."""
 

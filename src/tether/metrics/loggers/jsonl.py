@@ -273,11 +273,16 @@ def _free_name(path: Path) -> Path:
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
-    """Yield each line and its content; an incomplete last line, left by a killed process, is skipped."""
+    """Yield each line and its content; an incomplete last line, left by a killed process, is skipped.
+
+    So is what a run that is still training writes meanwhile: where it extends its last line, the rest is no line.
+    """
     with path.open("rb") as file:
+        end, start = os.fstat(file.fileno()).st_size, 0
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
+            if start >= end or not line.endswith(b"\n"):
                 return
+            start += len(line)
             try:
                 record = json.loads(line.decode(errors="replace"))
             except (ValueError, RecursionError) as error:
