@@ -84,7 +84,7 @@ def reasons(trees: Mapping[str, Sequence[Call]]) -> list[str]:
             why.setdefault(key, problem.what.replace("|", "\\|"))
             stopped.setdefault(key, Counter())[tree] += 1
     rows = [
-        [f"`{key}`", *(str(stopped[key][tree]) for tree in trees), why[key]]
+        [key, *(str(stopped[key][tree]) for tree in trees), why[key]]
         for key in sorted(stopped, key=lambda key: (-stopped[key].total(), key))
     ]
     return grid(("key", *trees, "why (of the first)"), rows)
@@ -109,7 +109,7 @@ def main() -> None:
     tables = "\n".join([*counts(trees), "", *reasons(trees)])
     print(tables)
     if given.write:
-        write_between(given.write, BEGIN, END, tables)
+        write_between(given.write, BEGIN, END, f"\n{tables}")  # the mark ends a paragraph
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def test_each_call_resolves_or_is_counted_under_its_first_problem(tmp_path: Path
     assert counts(trees)[2:] == ["| new | 4 | 1 | 1 |", "| old | 2 | 1 | 0 |"]
     table = reasons(trees)
     assert table[0] == "| key | new | old | why (of the first) |"
-    assert table[2].startswith("| `trainer.device` | 2 | 0 | 'npu' is not one of auto, cpu")
-    assert {row.rpartition(" | ")[0] for row in table[3:]} == {"| `--config-name` | 0 | 1", "| `a.b` | 1 | 0"}
+    assert table[2].startswith("| trainer.device | 2 | 0 | 'npu' is not one of auto, cpu")
+    assert {row.rpartition(" | ")[0] for row in table[3:]} == {"| --config-name | 0 | 1", "| a.b | 1 | 0"}
 
 
 def test_a_folder_without_recorded_calls_is_named(tmp_path: Path) -> None:
@@ -38,5 +38,5 @@ def test_a_folder_without_recorded_calls_is_named(tmp_path: Path) -> None:
 def test_the_page_has_the_counts_of_the_recorded_calls(test_data: Path) -> None:
     trees = check_all(test_data / "verl_commands")
     page = (ROOT / "docs/guides/coming-from-verl.md").read_text(encoding="utf-8")
-    shown = page.partition(f"{BEGIN}\n")[2].partition(f"\n{END}")[0]
+    shown = page.partition(f"{BEGIN}\n\n")[2].partition(f"\n{END}")[0]
     assert shown == "\n".join([*counts(trees), "", *reasons(trees)])

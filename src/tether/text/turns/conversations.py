@@ -207,8 +207,8 @@ class ConversationBatch:
             cut = shortened(text, limits.max_tool_response_length, limits.tool_response_truncate_side)
             messages.append({"role": "tool", "content": cut})
             self._reward(conversation, reply.reward)
-        for message, call in zip(messages, conversation.tool_calls[-1], strict=False):
-            message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+        for index, call in enumerate(conversation.tool_calls[-1]):
+            messages[index] = {**messages[index], "tool_call_id": call["id"], "name": call["function"]["name"]}
         return messages
 
     def _environment_messages(self, conversation: _Row, reply: Reply) -> list[Message] | None:
