@@ -207,6 +207,18 @@ CASES = {
         "multi_turn.enable=False leaves out",
         [f"{ROLLOUT}.multi_turn.enable=True"],
     ),
+    "functions_need_turns": (
+        [f"{ROLLOUT}.multi_turn.function_tool_path=tools.py"],
+        f"{ROLLOUT}.multi_turn.function_tool_path",
+        "multi_turn.enable=False leaves out",
+        [f"{ROLLOUT}.multi_turn.enable=True"],
+    ),
+    "named_agents_need_turns": (
+        [f"{ROLLOUT}.agent.agent_loop_config_path=agents.yaml"],
+        f"{ROLLOUT}.agent.agent_loop_config_path",
+        "multi_turn.enable=False leaves out",
+        [f"{ROLLOUT}.multi_turn.enable=True"],
+    ),
     "environments_need_turns": (
         [f"{ROLLOUT}.multi_turn.interaction_config_path=tools.yaml"],
         f"{ROLLOUT}.multi_turn.interaction_config_path",

@@ -207,9 +207,9 @@ class ConversationBatch:
             cut = shortened(text, limits.max_tool_response_length, limits.tool_response_truncate_side)
             messages.append({"role": "tool", "content": cut})
             self._add_reward(conversation, reply.reward)
-        calls = [{"tool_call_id": call["id"], "name": call["function"]["name"]} for call in conversation.tool_calls[-1]]
-        named = [{**message, **call} for message, call in zip(messages, calls, strict=False)]
-        return [*named, *messages[len(named) :]]  # none is named where the template reads no calls
+        for index, call in enumerate(conversation.tool_calls[-1]):
+            messages[index] = {**messages[index], "tool_call_id": call["id"], "name": call["function"]["name"]}
+        return messages
 
     def _environment_messages(self, conversation: _Row, reply: Reply) -> list[Message] | None:
         if reply.error:
