@@ -1,8 +1,8 @@
-"""Are the plans of `tether plan` right? python -m benchmarks.plan [--count] [--write]
+"""Are the plans of `tether plan` right? python -m benchmarks.plan [--count [MODEL ...]] [--write]
 
 Tables of formulas beside what was counted on fake ranks, published, or measured in this repository, and the plans of
-verl's scripts. ``--count`` counts the fake ranks anew (an hour on two cores); ``--write`` puts the tables into
-docs/guides/plan.md and docs/evidence/seeds.md.
+verl's scripts. ``--count`` counts the fake ranks anew, of all models or of those that are named; ``--write`` puts the
+tables into docs/guides/plan.md and docs/evidence/seeds.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RECIPES = ROOT / "recipes/verl"
 def main() -> int:
     """Print the tables; 1 if a row is missed that has no reason."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", action="store_true", help="count the fake ranks anew")
+    parser.add_argument("--count", nargs="*", metavar="MODEL", help="count the fake ranks anew, of these models or all")
     parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     options = parser.parse_args()
-    if options.count:
-        count()
+    if options.count is not None:
+        count(options.count)
     judged, missed = judge()
     blocks = {"plan": judged, "cards": cards(), "seeds": seeds()}
     for name, text in blocks.items():
@@ -51,10 +51,12 @@ def main() -> int:
     return 1 if missed else 0
 
 
-def count() -> None:
-    """Count all worlds, and keep each result as soon as it is there."""
+def count(models: Sequence[str]) -> None:
+    """Count the worlds of some models, or all, and keep each result as soon as it is there."""
     results = json.loads(COUNTED.read_text(encoding="utf-8")) if COUNTED.exists() else {}
     for world in WORLDS:
+        if models and world.model not in models:
+            continue
         results[str(world)] = counted(world)
         COUNTED.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

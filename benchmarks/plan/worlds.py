@@ -93,6 +93,14 @@ def main() -> None:
     from tether.text.learning.engines import fsdp
     from tether.text.models.output import LmHead, token_log_probs
 
+    class WholePeak(MemTracker):
+        """Keeps the peak of the device alone: those of all modules, at each operation, take two thirds of the time."""
+
+        def _update_peak_stats(self, peak_state: object) -> None:
+            for device, sizes in self._curr_mem_snap.items():
+                if sizes["Total"] > self._peak_mem.get(device, 0):
+                    self._peak_mem[device], self._peak_mem_snap[device] = sizes["Total"], dict(sizes)
+
     world = World(**json.loads(sys.argv[1]))
     # Compiled kernels cannot run on fake tensors.
     dispatch._choose = lambda device, dtype: dispatch.REFERENCE  # type: ignore[assignment]
@@ -107,7 +115,7 @@ def main() -> None:
         if world.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        tracker, moments = MemTracker(), list[torch.Tensor]()
+        tracker, moments = WholePeak(), list[torch.Tensor]()
 
         def log_probs() -> torch.Tensor:
             ids = torch.randint(0, 1000, (1, world.tokens))

@@ -199,7 +199,6 @@ class AutogradEngine(Generic[Outputs]):
             else:
                 skipped += 1
                 self._keep_incident(step, mini, loss, share)
-            self._held.give_back()
         self.optimizer.zero_grad(set_to_none=True)
         metrics = {name: float(metric) for name, metric in merge_metrics(measured).items()}
         metrics |= _first_update_metrics(first)
@@ -261,6 +260,7 @@ class AutogradEngine(Generic[Outputs]):
             measured.append(term.metrics)
             for name, share in term.shares.items():
                 shares[name] = shares.get(name, 0.0) + share.detach().double()
+            self._held.give_back()
         for _ in range(padding):
             torch.stack(
                 [output.sum() for output in tensors_of(self._run(loss.forward, padding_row()))]
