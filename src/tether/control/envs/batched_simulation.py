@@ -96,7 +96,7 @@ class BatchedEnv:
         return self._shown
 
     def step(self, actions: Array) -> EnvStep:
-        decoded, valid = self._codec.decode(actions), self._acting
+        decoded, acting = self._codec.decode(actions), self._acting
         stepped = self._env.step(_tensors(decoded, self._device) if self._takes_tensors else decoded)
         raw, reward, terminated, truncated, info = read_step(self._without_logs(stepped), self.id)
         ends, cut = self._flags(terminated, "`terminated`"), self._flags(truncated, "`truncated`")
@@ -115,9 +115,8 @@ class BatchedEnv:
             fresh, _ = read_reset(self._env.reset(options={"env_idx": torch.as_tensor(over)}), self.id)
             obs = self._seen(fresh)
         self._shown, self._acting = obs, self._agents_that_act()
-        return EnvStep(
-            obs, rewards, ends, cut, final_obs=final_obs, valid=None if valid.all() else valid, success=success
-        )
+        valid = None if acting.all() else acting
+        return EnvStep(obs, rewards, ends, cut, final_obs=final_obs, valid=valid, success=success)
 
     def get_state(self) -> EnvState:
         return EnvState(None, ("its simulation, which holds all environments in one",))
