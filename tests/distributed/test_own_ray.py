@@ -30,7 +30,7 @@ def pid_of_a_rank(logs: Path, **options: Any) -> int:
 def own_ray() -> Iterator[Any]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
     yield ray
     ray.shutdown()
 

@@ -273,7 +273,7 @@ def test_a_run_that_was_stopped_or_killed_resumes_bitwise(
     settings = overrides(folder, tmp_path / "run", "trainer.save_freq=2")
     with monkeypatch.context() as during:
         if killed:
-            during.setattr(Trainer, "save", lambda trainer: sys.exit() if trainer.step_number > 2 else save(trainer))
+            during.setattr(Trainer, "save", lambda run, **_: sys.exit() if run.step_number > 2 else save(run))
             during.setattr(Trainer, "_saving_on_error", lambda *_: nullcontext())
         with suppress(SystemExit):
             fit(settings, stop_after=3)

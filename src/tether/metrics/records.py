@@ -110,7 +110,7 @@ class RecordFile:
         self.seconds = 0.0
         """Processor time spent on recording so far."""
         self._path, self._failed = folder / RECORDS_FILE, False
-        self._started = time.monotonic()
+        self._started: float | None = None
         """Time of the first step."""
         self._recorded = 0
         """Number of steps that were recorded."""
@@ -138,6 +138,7 @@ class RecordFile:
     @property
     def is_due(self) -> bool:
         """Whether the next step is to be recorded: after the first steps recording stays below 1 % of the time."""
+        self._started = self._started or time.monotonic()  # the first step begins
         limit = MAX_TIME_SHARE * (time.monotonic() - self._started)
         return bool(self.max_bytes) and not self._failed and (self._recorded < FREE_STEPS or self.seconds <= limit)
 

@@ -21,8 +21,9 @@ CGROUPS = (
 )
 """Folder of a container's memory control group, its files of the limit and the usage, and the name of the file cache in
 ``memory.stat``: version 2, then version 1."""
-BETWEEN_RETURNS = 60.0
-"""Least seconds between two returns of freed memory in a run."""
+BETWEEN_RETURNS = 300.0
+"""Least seconds between two returns of freed memory in a run, so that it costs 1 % of the time at most."""
+_returned = time.monotonic()
 
 
 def resolve_device(name: str, key: str = "trainer.device") -> torch.device:
@@ -103,21 +104,16 @@ def _trim() -> None:
         trim(0)
 
 
-class HeldMemory:
-    """Memory that glibc holds between a process's tensors, and that is returned to the system now and then.
+def return_held_memory() -> None:
+    """Return memory that glibc holds between tensors, unless it was returned less than `BETWEEN_RETURNS` seconds ago.
 
     Micro-batches differ in tokens, so what one frees seldom fits the next: of a run of half a billion weights with
     LoRA, 13 GiB were resident, of which 5.8 were free. Half a second is lost for each GiB that is used again.
     """
-
-    def __init__(self) -> None:
-        self._returned = time.monotonic()
-
-    def give_back(self) -> None:
-        """Return it, unless that was done less than `BETWEEN_RETURNS` seconds ago."""
-        if time.monotonic() - self._returned >= BETWEEN_RETURNS:
-            _trim()
-            self._returned = time.monotonic()
+    global _returned
+    if time.monotonic() - _returned >= BETWEEN_RETURNS:
+        _trim()
+        _returned = time.monotonic()
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -147,7 +147,8 @@ class ServedEngine:
         """Stop the servers that tether started."""
         for server in self.servers:
             server.stop()
-        self._status.report(self.servers, "stopped")
+        if self._pushes:  # otherwise none was started
+            self._status.report(self.servers, "stopped")
 
     def generate(
         self,
