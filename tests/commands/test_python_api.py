@@ -258,17 +258,28 @@ def test_what_is_no_prompt_is_refused(text_run: tether.TrainingResult, prompt: o
         tether.load(text_run.folder).generate(prompt)  # type: ignore[arg-type]
 
 
+def number_format(policy: tether.Policy) -> torch.dtype:
+    assert policy._text is not None
+    return policy._text[0]._model.dtype
+
+
 def test_a_checkpoint_is_rendered_as_in_training(text_run: tether.TrainingResult, inputs: Path, tmp_path: Path):
-    """A template that hides the question: all prompts are one, and only where the run had this template."""
+    """A template that hides the question: all prompts are one, and only where the run had this template.
+
+    It computes in the number format in which the run sampled, whatever is the fastest one here.
+    """
     hiding = "{{ '<|im_start|>' }}"
     configured = {**SHORT, "data.chat_template": hiding, "trainer.default_local_dir": tmp_path / "run"}
     configured |= {"trainer.total_training_steps": 1, "trainer.test_freq": -1}
+    configured |= {"actor_rollout_ref.rollout.dtype": "bfloat16"}
     config = load_config(None, Text(inputs).overrides(tmp_path)).tree()
     policy = tether.load(tether.train(config, configured).folder)
     first, second = policy.generate(["1+1?", "a longer question"], temperature=0.0, max_new_tokens=8)
     assert first.token_ids == second.token_ids
-    one, other = tether.load(text_run.folder).generate(["1+1?", "a longer question"], max_new_tokens=8)
+    without = tether.load(text_run.folder)
+    one, other = without.generate(["1+1?", "a longer question"], max_new_tokens=8)
     assert one.token_ids != other.token_ids
+    assert (number_format(policy), number_format(without)) == (torch.bfloat16, torch.float32)
 
 
 def test_load_takes_the_names_that_generate_takes(

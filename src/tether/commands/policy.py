@@ -159,7 +159,7 @@ def load(
     num_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> Policy:
-    """Load the policy of a checkpoint.
+    """Load the policy of a checkpoint; a language model computes in ``actor_rollout_ref.rollout.dtype`` of its run.
 
     Args:
         folder: a ``global_step_N`` folder, or the folder of a run (its last checkpoint); for a language model also a
@@ -188,10 +188,17 @@ def load(
     if config.env.train.id is None:
         _check_class(checkpoint, config.actor_rollout_ref.model.path)
         data, threads = config.data, config.trainer.num_threads
-        template = data.chat_template, data.apply_chat_template_kwargs
         trusted = trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
-        options = {"template_date": data.chat_template_date, "num_threads": threads, "trust_remote_code": trusted}
-        return Policy(_generator()(checkpoint / "actor", *template, **options))
+        generator = _generator()(
+            checkpoint / "actor",
+            data.chat_template,
+            data.apply_chat_template_kwargs,
+            template_date=data.chat_template_date,
+            dtype=config.actor_rollout_ref.rollout.dtype,
+            num_threads=threads,
+            trust_remote_code=trusted,
+        )
+        return Policy(generator)
     build_agent = importlib.import_module("tether.control.build").build_agent
     objects = {name: value for name, value in {"env": env, "policy": policy}.items() if value is not None}
     with holding(objects):

@@ -153,7 +153,8 @@ def _empty_critic(config: PreTrainedConfig, classes: Sequence[Any]) -> PreTraine
             return critic
     raise ValueError(
         f"{type(config).__name__}: transformers has no classification model of this family, so no critic and no "
-        "reward model can be built on it. Name a model of another family."
+        "reward model can be built on it. Name a model of another family: of a critic, one with the policy's tokens in "
+        "critic.model.path; algorithm.adv_estimator=grpo and others need no critic."
     )
 
 

@@ -27,6 +27,7 @@ def build_generator(
     template_kwargs: Mapping[str, object] | None = None,
     *,
     template_date: str | None = None,
+    dtype: str = "auto",
     num_threads: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[NativeEngine, PreTrainedTokenizerBase, Encode]:
@@ -37,6 +38,7 @@ def build_generator(
         chat_template: a template to use instead of the tokenizer's.
         template_kwargs: further variables of the template.
         template_date: date in the template, as YYYY-MM-DD; None: today's.
+        dtype: number format of the weights; ``auto`` is the fastest one of this machine.
         num_threads: CPU threads; None: `tether.runtime.threads.num_threads`.
         trust_remote_code: whether to run Python code of the model's repository.
 
@@ -52,5 +54,5 @@ def build_generator(
         row = Row(tuple(dict(message) for message in messages), "", None, file="prompts", number=0)
         return tokenize([render(row, tokenizer, template, template_kwargs or {})], tokenizer)[0].tolist()
 
-    engine = load_engine(path, resolve_device("auto"), "auto", trust_remote_code=trust_remote_code)
+    engine = load_engine(path, resolve_device("auto"), dtype, trust_remote_code=trust_remote_code)
     return engine, tokenizer, encode
