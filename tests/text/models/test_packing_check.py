@@ -25,7 +25,7 @@ from tests.tiny import TINY_CONFIGS, VOCAB_SIZE, tiny_model
 from tether.text.models.layers import Packed, context_length, spec_of, use_tether_attention
 from tether.text.models.load import load_causal_lm
 from tether.text.models.output import hidden_states
-from tether.text.models.packing_check import disable_dropout, prepare_for_packing
+from tether.text.models.packing_check import PackingDiffers, compare_packing, disable_dropout, prepare_for_packing
 from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 
@@ -111,6 +111,24 @@ def test_self_test_passes(name, dtype):
     prepare_for_packing(model)
     assert model.training
     assert model.config._attn_implementation == "tether"
+
+
+def test_rounding_of_16_bits_is_told_from_a_leak() -> None:
+    """A policy whose training made its attention sharp is loaded again, and none of its bits changes."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 10
+            layer.self_attn.k_proj.weight *= 10
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PackingDiffers):
+        compare_packing(model, torch.bfloat16)
+    prepare_for_packing(model)
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+    with pytest.raises(ValueError, match="so tether cannot"):
+        prepare_for_packing(AutoModelForCausalLM.from_config(UNFIT["attention of its own"]).bfloat16())
 
 
 SMALL = {
