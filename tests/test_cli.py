@@ -116,7 +116,7 @@ def test_what_asks_for_no_run_loads_no_torch(inputs: Path, tmp_path: Path):
     code = f"""
 import sys
 from tether.commands.cli import main
-for arguments in {[["--version"], ["--help"], ["model", "list"], check]!r}:
+for arguments in {[["--version"], ["--help"], ["model", "list"], ["data", "list"], check]!r}:
     sys.argv = ["tether", *arguments]
     try:
         main()
