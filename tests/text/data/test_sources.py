@@ -206,7 +206,6 @@ def test_missing_files_are_all_named_with_the_nearest(tmp_path: Path) -> None:
     first, second = refusal([str(typo), str(wrong_folder)]).splitlines()
     assert first == f"{typo}: no such file. Did you mean {folder / 'train.jsonl'}?"
     assert second == f"{wrong_folder}: no such file. Did you mean {folder}?"
-
     assert f"The nearest folder that exists is {folder}." in refusal(str(folder / "zzz.parquet"))
     (folder / "inter.jsonl").touch()
     assert "Did you mean" not in refusal(str(folder / "nowhere.jsonl"))  # only the ending is alike
