@@ -116,7 +116,7 @@ def test_what_asks_for_no_run_loads_no_torch(inputs: Path, tmp_path: Path):
     code = f"""
 import sys
 from tether.commands.cli import main
-for arguments in {[["--version"], ["--help"], ["model", "list"], check]!r}:
+for arguments in {[["--version"], ["--help"], ["model", "list"], ["data", "list"], check]!r}:
     sys.argv = ["tether", *arguments]
     try:
         main()
@@ -440,6 +440,7 @@ def go_on(out: str) -> list[str]:
 def test_eval(cli: Cli, finished: Path, inputs: Path):
     said = cli("eval", str(finished), f"data.val_files={inputs / 'train.jsonl'}", "data.max_response_length=1")
     assert said.code == 0, said
+    assert said.err.startswith(f"loading {finished} ...\n")  # at once, as what follows takes seconds
     assert "val-core/tiny/sums/reward/mean@1" in said.out
     samples = json.loads((finished / "eval_global_step_3.json").read_text())["samples"]
     cut = [sample["truncated"] for sample in samples]
@@ -557,6 +558,7 @@ def test_generate(cli: Cli, finished: Path, monkeypatch: pytest.MonkeyPatch):
     for model in (finished, finished / "global_step_3", finished / "global_step_3" / "actor"):
         said = cli("generate", str(model), "1+1?", "2+2?", "--max-new-tokens", "3", "--n", "2", "--temperature", "1")
         assert said.code == 0, said
+        assert said.err.startswith(f"loading {model} ...\n")  # not on standard output, which has the replies alone
         assert said.out.count("--- 1+1?\n") == said.out.count("--- 2+2?\n") == 2
     assert "no checkpoint" in refused(cli("generate", str(finished.parent), "1+1?"))
     (prompts := finished.parent / "prompts.txt").write_text("3+3?\n")

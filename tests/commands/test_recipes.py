@@ -17,6 +17,9 @@ def test_every_recipe_is_listed_and_those_of_one_file_run_by_name(
     assert _split(["quickstart", "trainer.seed=2"]) == (FOLDER / "quickstart/run.yaml", ["trainer.seed=2"])
     assert load_config(recipe_file("quickstart"), []).config.critic.enable
     assert recipe_file("no-such-recipe") is None
+    assert _split(["trainer.seed", "data.seed=2"]) == (None, ["trainer.seed", "data.seed=2"])  # refused as an override
+    with pytest.raises(ValueError, match=r"quickstrat: no such recipe. Did you mean quickstart\? .*KEY=VALUE"):
+        _split(["quickstrat"])
     with pytest.raises(ValueError, match=r"needs recipes/vla-reach/reach\.py.*tether recipe flow-reach"):
         recipe_file("flow-reach")
 

@@ -5,10 +5,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from tether.commands.report import command_to_resume, how_it_stopped, next_commands, show_report
+from tether.commands.report import PROMPT_TAIL, command_to_resume, how_it_stopped, next_commands, show_report
 from tether.commands.result import read_result
 from tether.config import load_config
-from tether.metrics.loggers import METRICS_FILE
+from tether.metrics.loggers import METRICS_FILE, SAMPLES_FILE
 from tether.runtime.terminal import Screen
 
 
@@ -35,6 +35,19 @@ def test_a_test_before_the_first_step_alone_is_one_column(tmp_path: Path) -> Non
     assert text.count("0.250") == 1
     assert "change" not in text
     assert "best" not in text
+
+
+def test_a_prompt_that_is_cut_says_so(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).touch()
+    common = {"data_source": "my/sums", "ground_truth": "4", "response": "4", "reward": 1.0}
+    prompts = ["2+2?", f"system{'.' * (PROMPT_TAIL - 4)}"]
+    samples = [{"step": s, "index": i, "prompt": p, **common} for s in (0, 2) for i, p in enumerate(prompts)]
+    (tmp_path / SAMPLES_FILE).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    said = Screen(file=io.StringIO(), width=300)
+    show_report(tmp_path, said, "tether train")
+    text = said.file.getvalue()  # type: ignore[attr-defined]
+    assert " 2+2? " in text
+    assert " …stem..." in text
 
 
 def test_a_run_that_is_stopped_before_its_first_checkpoint_names_no_command_above(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tether.commands.data import data_app
 from tether.commands.environments import serve, setup
 from tether.commands.models import model_app
 from tether.commands.options import ConfigArguments, ConfigName, ConfigPath, Threads
-from tether.commands.recipes import recipe, recipe_file
+from tether.commands.recipes import recipe, recipe_file, recipe_names
 from tether.commands.status import status
 from tether.commands.view import compare, runs, view
 from tether.integrations.reward_models.command import rm_app
@@ -36,6 +36,7 @@ from tether.runtime.printable import printable
 from tether.runtime.standard_streams import OutputLost, outlive_lost_output, prepare_standard_streams
 from tether.runtime.terminal import Activity, Screen
 from tether.runtime.user_files import raised_by_tether, search_also
+from tether.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from tether.config import LoadedConfig, Problem, RunConfig
@@ -159,14 +160,21 @@ def _load(
 
 
 def _split(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
-    """Split arguments into the file, which may be that of a recipe, and the overrides."""
+    """Split arguments into the file, which may be that of a recipe, and the overrides.
+
+    Raises:
+        ValueError: the first one is nearly the name of a recipe, or as `recipe_file`.
+    """
     if not arguments:
         return None, []
     first, *overrides = arguments
     if first.endswith((".yaml", ".yml")) or ("=" not in first and Path(first).is_file()):
         return Path(first), overrides
-    if re.fullmatch(r"[\w.-]+", first) and (named := recipe_file(first)):
-        return named, overrides
+    if re.fullmatch(r"[\w.-]+", first):
+        if named := recipe_file(first):
+            return named, overrides
+        if meant := did_you_mean(first, recipe_names()):
+            raise ValueError(f"{first}: no such recipe.{meant} An override is written KEY=VALUE")
     return None, [first, *overrides]
 
 
@@ -251,7 +259,8 @@ def evaluate(
     threads: Threads = None,
 ) -> None:
     """Score a checkpoint or a model on held-out prompts, or in episodes."""
-    with _importing():
+    with Activity(Screen(stderr=True)) as activity, _importing():
+        activity.begin(f"loading {model}")
         from tether.commands.evaluate import evaluate as run
 
     run(model, *_split(_with_threads(arguments, threads)))
@@ -353,7 +362,8 @@ def generate(
     ] = False,
 ) -> None:
     """Generate replies to prompts and print them."""
-    with _importing():
+    with Activity(Screen(stderr=True)) as activity, _importing():
+        activity.begin(f"loading {model}")
         from tether.commands.model import generate as run
 
     run(

@@ -26,7 +26,9 @@ def pull(
 
     For example: tether data pull gsm8k --out data/gsm8k
     """
-    from tether.integrations.hubs import DATASETS, local_dataset, pull_dataset
+    from tether.integrations.hubs.catalogue import DATASETS
+    from tether.integrations.hubs.local import local_dataset
+    from tether.integrations.hubs.pull import pull_dataset
     from tether.runtime.cache import cache_dir
     from tether.runtime.hubs import uses_modelscope
     from tether.spelling import did_you_mean
@@ -46,7 +48,7 @@ def pull(
 @data_app.command(name="list")
 def list_datasets() -> None:
     """List the datasets of `tether data pull` and the files that it writes."""
-    from tether.integrations.hubs import DATASETS
+    from tether.integrations.hubs.catalogue import DATASETS
 
     for name, dataset in DATASETS.items():
         typer.echo(f"{name:14} {dataset.repository:36} {', '.join(dataset.files)}")

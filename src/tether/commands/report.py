@@ -159,10 +159,10 @@ def _samples(before: list[JsonObject], after: list[JsonObject]) -> Table:
         table.add_column(column)
     after_by_index = {sample["index"]: sample for sample in after}
     for sample in before[:SAMPLES_SHOWN]:
-        later = after_by_index.get(sample["index"])
+        later, prompt = after_by_index.get(sample["index"]), sample["prompt"].strip()
         if later:
             table.add_row(
-                Text(sample["prompt"].strip()[-PROMPT_TAIL:]),
+                Text(prompt if len(prompt) <= PROMPT_TAIL else f"…{prompt[-PROMPT_TAIL:]}"),
                 str(sample["ground_truth"])[:40],
                 Text(_answer(sample)),
                 Text(_answer(later)),

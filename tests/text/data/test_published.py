@@ -21,8 +21,9 @@ import pytest
 from tests.text.data.hub_server import COMMIT, HubServer, serving
 from tests.text.data.modelscope_server import ModelScopeServer, modelscope_server
 from tether.commands.data import pull
-from tether.integrations.hubs import DATASETS, catalogue, pull_dataset
-from tether.integrations.hubs.catalogue import boxed, gsm8k, searched
+from tether.integrations.hubs import catalogue
+from tether.integrations.hubs.catalogue import DATASETS, boxed, gsm8k, searched
+from tether.integrations.hubs.pull import pull_dataset
 from tether.runtime.user_files import raised_by_tether
 from tether.text.data.pairs import load_pairs
 from tether.text.data.sources import load_rows

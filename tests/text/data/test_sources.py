@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.text.data.conftest import record, write_jsonl
-from tether.text.data.location import SUFFIXES, split_query
+from tether.text.data.location import SUFFIXES, locate, split_query
 from tether.text.data.pairs import load_pairs
 from tether.text.data.rows import Rows
 from tether.text.data.sources import READERS, load_rows
@@ -208,6 +209,17 @@ def test_missing_files_are_all_named_with_the_nearest(tmp_path: Path) -> None:
     assert f"The nearest folder that exists is {folder}." in refusal(str(folder / "zzz.parquet"))
     (folder / "inter.jsonl").touch()
     assert "Did you mean" not in refusal(str(folder / "nowhere.jsonl"))  # only the ending is alike
+
+
+@pytest.mark.parametrize(("name", "file"), [("gsm8k", "train.parquet"), ("full_hh_rlhf", "rm/test.parquet")])
+def test_a_missing_file_of_a_published_dataset_names_the_command_that_writes_it(tmp_path: Path, name: str, file: str):
+    out = tmp_path / "my data" / name
+    said = f"`tether data pull {name} --out '{out}'` writes it."
+    with pytest.raises(ValueError, match=f"no such file.*{re.escape(said)}"):
+        locate(str(out / file))
+    with pytest.raises(ValueError) as error:
+        locate(str(out / "mine.parquet"))
+    assert "tether data pull" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

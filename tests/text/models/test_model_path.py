@@ -17,15 +17,18 @@ def model_directory(path: Path) -> Path:
     return path
 
 
-def test_importing_it_loads_no_torch():
-    code = "import sys, tether.text.models.model_path; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
-
-
-def test_a_known_name_is_the_cached_directory(tmp_path):
+def test_a_known_name_is_the_cached_directory_and_is_found_without_torch(tmp_path):
     cached = model_directory(tmp_path / "smollm2-135m")
-    assert resolve_model_path("smollm2-135m", tmp_path) == cached
+    code = f"""
+import sys
+from pathlib import Path
+from tether.text.models.model_path import resolve_model_path
+print(resolve_model_path("smollm2-135m", Path({str(tmp_path)!r})))
+sys.exit(bool({{"torch", "transformers"}} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.strip()) == (0, str(cached)), ended.stderr
 
 
 def test_local_paths(tmp_path):

@@ -6,6 +6,7 @@ This module reads no data and imports no torch.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode
 
+from tether.integrations import integration
 from tether.runtime.install import pip_install
 from tether.runtime.user_files import missing_file
 from tether.spelling import did_you_mean
@@ -107,7 +109,7 @@ def locate(spec: str) -> Location:
     file = Path(name).expanduser()
     if file.suffix in SUFFIXES:
         if not file.exists():
-            raise ValueError(missing_file(file))
+            raise ValueError(f"{missing_file(file)}{_pull_command(file)}")
         if not file.is_file():  # reading a pipe would block
             raise ValueError(f"{spec}: no regular file. Write its rows to one.")
         return _known_options(Location("file", str(file), options), spec)
@@ -115,6 +117,15 @@ def locate(spec: str) -> Location:
         hint = _conversion(path) if path.exists() else f" {missing_file(path)}"
         raise ValueError(f"{spec}: not a {', '.join(SUFFIXES)} file, nor `owner/name` on the hub.{hint}")
     return _installed(_known_options(Location("hub", name, options), spec))
+
+
+def _pull_command(file: Path) -> str:
+    """Return a sentence with the command that writes a file of a published dataset; empty for other files."""
+    datasets = integration("hubs", "catalogue").DATASETS
+    for out in file.parents:
+        if out.name in datasets and str(file.relative_to(out)) in datasets[out.name].files:
+            return f" `{shlex.join(['tether', 'data', 'pull', out.name, '--out', str(out)])}` writes it."
+    return ""
 
 
 def _conversion(path: Path) -> str:
