@@ -89,8 +89,9 @@ class FullDisk:
 def test_a_disk_that_is_full_for_one_rank_is_said_and_leaves_the_checkpoints_before(
     inputs: Path, tmp_path: Path
 ) -> None:
+    """The run continues without the checkpoints that do not fit, and ends with the error of the last."""
     with pytest.raises(
-        DiskFull, match=r"a file of .*global_step_2 is larger than may be written there.*global_step_1 is untouched"
+        DiskFull, match=r"a file of .*global_step_4 is larger than may be written there.*global_step_1 is untouched"
     ):
         run(inputs, tmp_path, killer=FullDisk(tmp_path))
     assert find_checkpoint(tmp_path) == tmp_path / "global_step_1"
