@@ -97,7 +97,7 @@ def test_a_checkpoint_collects_too(cloned, tmp_path, monkeypatch):
     said = call("collect", *ENV, "--from", cloned / "bc", "-o", tmp_path / "demos", "-n", 2)
     assert said.startswith("2 episodes of CartPole-v1 to record\nrecorded:1/2 - eta:0:")
     said = call("eval", cloned / "bc", "env.eval.num_episodes=3")
-    assert re.match(r"loading .*/bc \.\.\.\nevaluated in CartPole-v1 .*\n(played:\d/3( - eta:\S+)?\n)+", said)
+    assert re.match(r"(loading .*/bc \.\.\..*\n)+evaluated in CartPole-v1 .*\n(played:\d/3( - eta:\S+)?\n)+", said)
     assert len(read_dataset(tmp_path / "demos")) == 2
 
 
