@@ -124,6 +124,14 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def _loading(what: str, screen: Screen) -> Iterator[None]:
+    """Show at once what the imports of the block are for, since they take seconds."""
+    with Activity(screen) as activity, _importing():
+        activity.begin(f"loading {what}")
+        yield
+
+
 def _load(
     arguments: Sequence[str] | None,
     config_path: Path | None = None,
@@ -222,8 +230,7 @@ def _train(arguments: Sequence[str] | None, config_path: Path | None, config_nam
     loaded = _load(arguments, config_path, config_name, files=True)
     from tether.config import masked_command
 
-    with Activity(Screen()) as activity, _importing():
-        activity.begin("loading torch")
+    with _loading("torch", Screen()):
         from tether.commands.report import command_to_resume, how_it_stopped, show_report
         from tether.commands.train import train as run
 
@@ -259,8 +266,7 @@ def evaluate(
     threads: Threads = None,
 ) -> None:
     """Score a checkpoint or a model on held-out prompts, or in episodes."""
-    with Activity(Screen(stderr=True)) as activity, _importing():
-        activity.begin(f"loading {model}")
+    with _loading(model, Screen(stderr=True)):
         from tether.commands.evaluate import evaluate as run
 
     run(model, *_split(_with_threads(arguments, threads)))
@@ -362,8 +368,7 @@ def generate(
     ] = False,
 ) -> None:
     """Generate replies to prompts and print them."""
-    with Activity(Screen(stderr=True)) as activity, _importing():
-        activity.begin(f"loading {model}")
+    with _loading(model, Screen(stderr=True)):
         from tether.commands.model import generate as run
 
     run(
