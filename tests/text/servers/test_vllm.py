@@ -269,10 +269,15 @@ def test_a_connection_that_breaks_in_a_broadcast_is_made_again(
     def cut(group: Any, tensors: Any) -> None:
         sends.append(len(sends))
         if len(sends) == 3:
-            for one in psutil.Process().net_connections("tcp"):
-                if one.status == "ESTABLISHED" and bench.server.http.port not in (one.laddr.port, one.raddr.port):
-                    with suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as its:
-                        its.shutdown(socket.SHUT_RDWR)
+            # All are duplicated before the first is cut: then others are closed, and a request may get their numbers.
+            cut_off = [
+                socket.socket(fileno=os.dup(one.fd))
+                for one in psutil.Process().net_connections("tcp")
+                if one.status == "ESTABLISHED" and bench.server.http.port not in (one.laddr.port, one.raddr.port)
+            ]
+            for one in cut_off:
+                with suppress(OSError), one:
+                    one.shutdown(socket.SHUT_RDWR)
         tether_buffers.broadcast(group, tensors)
 
     monkeypatch.setattr(broadcast, "broadcast", cut)
