@@ -326,6 +326,7 @@ def test_a_checkpoint_is_asked_for_alternatives(opened: Callable[..., Any], gold
     page.wait_for_selector("#alternatives tbody tr", timeout=120_000)
     assert "Recomputed from the checkpoint of step 2" in page.locator("#alternatives").inner_text()
     assert page.locator("#alternatives tbody tr").count() == 8
+    assert page.locator("#alternatives th").all_inner_texts() == ["rank", "text", "id", "probability", "reference"]
     page.keyboard.press("k")
     until(page, "document.querySelector('#strip .here')?.dataset.token === '0'")
     until(page, "document.querySelectorAll('#alternatives tbody tr').length === 8")  # without another process

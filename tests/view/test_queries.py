@@ -197,19 +197,23 @@ def test_alternatives_are_those_of_the_checkpoint_that_sampled(golden: Golden, p
     assert "--token: name its step and sample" in refusal(str(planted / "never"), "--token", "3", "--json")
     if not isinstance(golden.loop, Text):
         return
-    from tether.commands.likely_tokens import likely_tokens
+    from tether.commands.likely_tokens import likely_tokens, load
+    from tether.text.models.load import load_tokenizer
 
     run = RunFolder(golden.folder)
     recorded = run.record("tokens", 3)["rows"][0]
     request = request_of(run, 3, recorded["row"])
     assert request.pop("checkpoint") == 2
-    tokens = list(likely_tokens(Path(request.pop("model")), **request))
+    dtype, folder, reference = request.pop("dtype"), Path(request.pop("model")), request.pop("reference")
+    tokens = list(likely_tokens(load(folder, dtype), load(reference, dtype), load_tokenizer(folder), **request))
     sampled = unpack(recorded["values"]["sampler_log_probs"])
     np.testing.assert_allclose([one["log_prob"] for one in tokens], sampled, atol=1e-4)
     for one, id in zip(tokens, request["response_ids"], strict=True):
         assert one["log_probs"] == sorted(one["log_probs"], reverse=True)
         assert len(one["ids"]) == len(one["texts"]) == request["count"]
         assert one["rank"] > len(one["ids"]) or one["ids"][one["rank"] - 1] == id
+    rated = [one["reference_log_prob"] for one in tokens]
+    np.testing.assert_allclose(rated, unpack(recorded["values"]["ref_log_probs"]), atol=1e-4)
     assert request_of(run, 1, run.record("tokens", 1)["rows"][0]["row"])["checkpoint"] == 2
 
 
@@ -291,12 +295,20 @@ def test_alternatives_are_computed_in_a_process_of_their_own(golden: Golden, tmp
     row = str(RunFolder(golden.folder).record("tokens", 3)["rows"][0]["row"])
     chosen = (str(golden.folder), "--step", "3", "--sample", row, "--token")
     one = ask(*chosen, "1")
-    assert one["source"] == "Recomputed from the checkpoint of step 2, at temperature 1."
+    started_from = RunFolder(golden.folder).setting("actor_rollout_ref.model.path")
+    source = "Recomputed from the checkpoint of step 2, at temperature 1"
+    assert one["source"] == f"{source}. The reference is {started_from}."
     assert one["token"] == 1
-    assert len(one["ids"]) == 8
+    assert len(one["ids"]) == len(one["reference_log_probs"]) == 8
     assert "the response has the tokens 0 to" in refusal(*chosen, "1000", "--json")
     broken = tmp_path / "run"
     shutil.copytree(golden.folder, broken)
+    # A run whose first model is on another machine.
+    events = broken / "events.jsonl"
+    events.write_text(events.read_text().replace(started_from, "/elsewhere/model"))
+    elsewhere = ask(str(broken), *chosen[1:], "1")
+    assert "Without the reference: " in elsewhere["source"]
+    assert "reference_log_probs" not in elsewhere
     (broken / "global_step_2" / "actor" / "config.json").write_text("{")
     assert "config.json" in refusal(str(broken), *chosen[1:], "1", "--json")
 

@@ -1,7 +1,8 @@
 """The process behind the alternatives of `tether view`: python -m tether.commands.likely_tokens
 
 It reads a request of `tether.view.alternatives` from its standard input, and writes for each token of the response its
-log-probability, its rank and the likeliest tokens, as JSON. It computes on the CPU: a GPU may be busy with the run.
+log-probability, its rank and the likeliest tokens, and how likely the reference finds them, as JSON. It computes on the
+CPU: a GPU may be busy with the run.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count as count_from
+from itertools import repeat
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.runtime.cache import cache_dir
 from tether.text.data.prompts import decode
 from tether.text.loading import DTYPES, number_format
 from tether.text.models.load import load_causal_lm, load_tokenizer
+from tether.text.models.model_path import resolve_model_path
 from tether.text.models.output import lm_head_of, logits_of
 from tether.types import JsonObject
 
@@ -24,54 +31,89 @@ CHUNK = 128
 """Positions whose logits are in memory together."""
 
 
-@torch.no_grad()
 def likely_tokens(
-    model: Path, prompt_ids: Sequence[int], response_ids: Sequence[int], temperature: float, dtype: str, count: int
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    temperature: float,
+    count: int,
 ) -> Iterator[JsonObject]:
-    """Yield what a model finds likely at each token of a response.
+    """Yield what a model finds likely at each token of a response, and how likely a reference finds the same tokens.
 
     Args:
-        model: folder of the model.
+        model: the model.
+        reference: the reference, if any.
+        tokenizer: tokenizer of both.
         prompt_ids: token ids before the response.
         response_ids: token ids of the response.
         temperature: what logits are divided by; 0 counts as 1, because greedy sampling has no distribution.
-        dtype: number format of the weights; ``auto`` is the fastest one of this machine.
         count: number of alternatives.
-
-    Raises:
-        ValueError: the model cannot be loaded.
     """
-    tokenizer = load_tokenizer(model)
-    policy = load_causal_lm(model, dtype=DTYPES[number_format(dtype, torch.device("cpu"))])
-    policy.set_attn_implementation("sdpa")  # a plain forward pass, without tether's packing
+    begin = len(prompt_ids)
     ids = torch.tensor([[*prompt_ids, *response_ids]])
-    hidden = policy.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0, len(prompt_ids) - 1 :]
-    head = lm_head_of(policy)
-    for first in range(0, len(response_ids), CHUNK):
-        logits = logits_of(hidden[first : first + CHUNK], head).float() / (temperature or 1.0)
-        log_probs = logits.log_softmax(dim=-1)
-        chosen = log_probs.gather(-1, ids[0, len(prompt_ids) + first :][: len(logits), None])[:, 0]
-        ranks = (log_probs > chosen[:, None]).sum(-1) + 1
+    distributions = _log_probs(model, ids, begin, temperature or 1.0)
+    others = repeat(None) if reference is None else _log_probs(reference, ids, begin, temperature or 1.0)
+    for first, log_probs, reference_log_probs in zip(count_from(0, CHUNK), distributions, others, strict=False):
+        chosen = ids[0, begin + first :][: len(log_probs), None]
+        chosen_log_probs = log_probs.gather(-1, chosen)
+        ranks = (log_probs > chosen_log_probs).sum(-1) + 1
         top = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-        for at in range(len(logits)):
+        for at, token in enumerate(chosen[:, 0].tolist()):
             candidates = top.indices[at].tolist()
-            yield {
-                "log_prob": chosen[at].item(),
+            answer = {
+                "log_prob": chosen_log_probs[at, 0].item(),
                 "rank": ranks[at].item(),
                 "ids": candidates,
                 # A tokenizer may strip the space before the first token of a text, but not that before the second.
                 "texts": [decode(tokenizer, [id, id])[len(decode(tokenizer, [id])) :] for id in candidates],
                 "log_probs": top.values[at].tolist(),
             }
+            if reference_log_probs is not None:
+                answer["reference_log_prob"] = reference_log_probs[at, token].item()
+                answer["reference_log_probs"] = reference_log_probs[at, candidates].tolist()
+            yield answer
+
+
+@torch.no_grad()
+def _log_probs(model: PreTrainedModel, ids: Tensor, begin: int, temperature: float) -> Iterator[Tensor]:
+    """Yield log-probabilities [positions, V] of the tokens from `begin`, of at most `CHUNK` positions at a time."""
+    hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[0, begin - 1 :]
+    head = lm_head_of(model)
+    for first in range(0, len(hidden), CHUNK):
+        yield (logits_of(hidden[first : first + CHUNK], head).float() / temperature).log_softmax(dim=-1)
+
+
+def load(path: Path | str, dtype: str) -> PreTrainedModel:
+    """Return a model that computes on the CPU.
+
+    Args:
+        path: as `actor_rollout_ref.model.path`.
+        dtype: number format of the weights; ``auto`` is the fastest one of this machine.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    found = resolve_model_path(path, cache_dir())
+    model = load_causal_lm(found, dtype=DTYPES[number_format(dtype, torch.device("cpu"))])
+    model.set_attn_implementation("sdpa")  # a plain forward pass, without tether's packing
+    return model
 
 
 def main() -> None:
     """Answer one request."""
     os.nice(10)  # what trains on this machine goes first
     request = json.load(sys.stdin)
-    del request["checkpoint"]
-    answers = list(likely_tokens(Path(request.pop("model")), **request))
-    json.dump(answers, sys.stdout)
+    folder, dtype = Path(request["model"]), request["dtype"]
+    model, reference, why_no_reference = load(folder, dtype), None, ""
+    try:
+        reference = load(request["reference"], dtype)
+    except ValueError as error:  # for example, it is on the machine of the run
+        why_no_reference = str(error)
+    shown = {key: request[key] for key in ("prompt_ids", "response_ids", "temperature", "count")}
+    tokens = list(likely_tokens(model, reference, load_tokenizer(folder), **shown))
+    json.dump({"tokens": tokens, "why_no_reference": why_no_reference}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def request_of(run: RunFolder, step: int, row: int) -> JsonObject:
         )
     return {
         "model": str(run.checkpoints[one["checkpoint"]].resolve()),
+        "reference": run.setting("actor_rollout_ref.model.path"),
         "checkpoint": one["checkpoint"],
         "prompt_ids": one["tokens"]["prompt_ids"],
         "response_ids": one["tokens"]["ids"],
@@ -42,6 +43,8 @@ def request_of(run: RunFolder, step: int, row: int) -> JsonObject:
 def compute_alternatives(request: JsonObject, step: int) -> JsonObject:
     """Return the likeliest tokens at each token of a response, and how likely the token itself is.
 
+    The reference, which also rates them if it can be loaded, is the model from which the run started.
+
     Args:
         request: from `request_of`.
         step: the step of the response.
@@ -49,9 +52,12 @@ def compute_alternatives(request: JsonObject, step: int) -> JsonObject:
     Raises:
         ValueError: the checkpoint cannot be loaded, or not in time.
     """
-    tokens = ask_process("tether.commands.likely_tokens", request, request["model"])
+    answer = ask_process("tether.commands.likely_tokens", request, request["model"])
     saved = request["checkpoint"]
     source = f"Recomputed from the checkpoint of step {saved}, at temperature {request['temperature']:g}"
     if saved != step - 1:
         source += f"; the response was sampled with the weights of step {step - 1}, so its probabilities differ"
-    return {"source": f"{source}.", "tokens": tokens}
+    reference = f"The reference is {request['reference']}"
+    if answer["why_no_reference"]:
+        reference = f"Without the reference: {answer['why_no_reference']}"
+    return {"source": f"{source}. {reference}.", "tokens": answer["tokens"]}

@@ -24,10 +24,10 @@ function alternatives(sample, state, token, ask) {
   const key = `${state.run} ${state.step} ${state.sample}`, box = h("div", { id: "alternatives" });
   const show = ({ source, tokens }) => {
     const one = tokens[token];
-    const listed = one.ids.map((id, i) => ({ rank: i + 1, text: JSON.stringify(one.texts[i]), id, probability: Math.exp(one.log_probs[i]) }));
+    const listed = one.ids.map((id, i) => ({ rank: i + 1, text: JSON.stringify(one.texts[i]), id, probability: Math.exp(one.log_probs[i]), reference: one.reference_log_probs && Math.exp(one.reference_log_probs[i]) }));
     box.replaceChildren(h("p", { class: "faint small" }, source),
-      facts({ "its rank": one.rank, "its log-prob there": one.log_prob, "its recorded log-prob": sample.tokens.values.old_log_probs?.[token] ?? sample.tokens.values.sampler_log_probs?.[token] }),
-      table([{ name: "rank" }, { name: "text" }, { name: "id" }, { name: "probability" }], listed));
+      facts({ "its rank": one.rank, "its log-prob there": one.log_prob, "its log-prob by the reference": one.reference_log_prob, "its recorded log-prob": sample.tokens.values.old_log_probs?.[token] ?? sample.tokens.values.sampler_log_probs?.[token] }),
+      table([{ name: "rank" }, { name: "text" }, { name: "id" }, { name: "probability" }, one.reference_log_probs && { name: "reference" }].filter(Boolean), listed));
   };
   const request = () => {
     if (!computed.has(key)) computed.set(key, ask("alternatives", { run: state.run, step: state.step, row: state.sample }));
