@@ -2,12 +2,15 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tests.runs.steps import built, first_step
-from tests.runs.tiny_run import GAE, GRPO, LIGHT, measured
+from tests.runs.tiny_run import GAE, GRPO, LIGHT, measured, train
 from tether.loop.alarms import ALARM, MISMATCH, MismatchAlarm, mismatch_tolerance
+from tether.metrics.records import unpack
+from tether.view.run import RunFolder
 
 CUT = ["actor_rollout_ref.rollout.top_p=0.8", "actor_rollout_ref.rollout.top_k=40"]
 OTHER_FORMATS = ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"]
@@ -49,6 +52,14 @@ def test_a_run_with_truncated_sampling_is_on_policy(base: list[str], packed: boo
     assert metrics["actor/first_update/pg_clipfrac"] == metrics["actor/first_update/pg_clipfrac_lower"] == 0
     assert metrics["actor/ratio_max"] > 1 + 1e-4  # the later updates of the step
     assert abs(metrics["actor/reward_kl_penalty"]) < 1e-6  # the reference replays the cut as well
+
+
+def test_truncated_sampling_records_how_many_tokens_it_chose_from(base: list[str]) -> None:
+    run = RunFolder(train([*base, *GRPO, *LIGHT, *CUT, "trainer.total_training_steps=1"]))
+    counts = np.concatenate([unpack(row["values"]["kept_count"]) for row in run.record("tokens", 1)["rows"]])
+    metrics = measured(run.folder)[1]
+    kept = "training/rollout_kept_tokens"
+    assert metrics[f"{kept}/min"] <= counts.min() < counts.max() <= metrics[f"{kept}/max"]
 
 
 def test_a_sampler_with_stale_weights_rings(base: list[str], capsys: pytest.CaptureFixture) -> None:

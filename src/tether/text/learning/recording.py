@@ -152,6 +152,7 @@ class _Rows:
             "returns": None if batch.values is None else batch.returns,
             "rewards": batch.token_level_rewards,
             "weights": batch.rollout_is_weights,
+            "kept_count": None if batch.kept is None else batch.kept.count,
         }
         return {name: values.detach().cpu() for name, values in known.items() if values is not None}
 

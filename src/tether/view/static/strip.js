@@ -13,6 +13,7 @@ export const MEASURES = {
   entropy: [null, "entropy of the policy at the token, in nats"],
   rewards: [0, "reward on the token, after shaping"],
   weights: [1, "importance weight of the correction for the sampler"],
+  kept_count: [null, "number of tokens from which the sampler could choose: those that top-k and top-p left"],
   loss_share: [null, "share of the response's sum of |advantage|"],
   policy_version: [null, "number of updates of the weights that sampled the token"],
 };

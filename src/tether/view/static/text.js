@@ -17,7 +17,7 @@ export function link(words, follow) {
 const LABELS = {
   values: "value", returns: "return", rewards: "reward", shaped_rewards: "reward after shaping", td_error: "TD error", advantages: "advantage",
   log_probs: "log-prob", old_log_probs: "log-prob before the update", new_log_probs: "log-prob in the update", sampler_log_probs: "log-prob of the sampler",
-  ref_log_probs: "log-prob of the reference", ref_kl: "reference KL", loss_share: "share of the loss", weights: "importance weight", policy_version: "policy version",
+  ref_log_probs: "log-prob of the reference", ref_kl: "reference KL", loss_share: "share of the loss", weights: "importance weight", kept_count: "tokens to choose from", policy_version: "policy version",
 };
 export const named = (name) => LABELS[name] ?? name.replaceAll("_", " ");
 export const namedValues = (values, at) => Object.fromEntries(Object.entries(values).map(([name, column]) => [named(name), column[at]]));
