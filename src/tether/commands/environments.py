@@ -171,9 +171,9 @@ def server_command(name: str, arguments: list[str]) -> tuple[list[str], dict[str
     """
     from tether.text.input_checks import server_python
     from tether.text.sampling.config import SERVERS
-    from tether.text.servers.build import launcher
+    from tether.text.servers.build import kind_of
 
     if name not in SERVERS:
         raise ValueError(f"{name}: no such server.{did_you_mean(name, SERVERS)} Servers: {', '.join(SERVERS)}")
-    launch = launcher(name)(server_python(name), Path(os.devnull), {}, {})
+    launch = kind_of(name).launch_of(server_python(name), Path(os.devnull), {}, {})
     return [*launch.command(8000), *arguments], dict(launch.environment)  # the last of two ports is effective

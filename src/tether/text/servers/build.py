@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from tether.runtime.ranks import SERVERS_STATUS
 from tether.runtime.threads import OMP_NUM_THREADS
 from tether.text.input_checks import server_address, server_python
 from tether.text.loading import DTYPES
-from tether.text.models.expert_choice import experts_per_token
 from tether.text.models.layers import context_length
 from tether.text.models.load import load_config
 from tether.text.models.model_path import WEIGHT_FILES, weight_files
@@ -37,8 +36,8 @@ from tether.text.sampling.parity import ParityProbe
 from tether.text.sampling.protocol import SamplingParams
 from tether.text.servers import InferenceServer, Launch, SamplingServer, ServedEngine, ServedPolicy, ServerApi, Traffic
 from tether.text.servers.hosted import HostedServer, host_server
-from tether.text.servers.vllm_api import Adapters, Vllm
-from tether.text.servers.vllm_api import launch_of as launch_vllm
+from tether.text.servers.kind import ServerKind, ServerStart
+from tether.text.servers.vllm_kind import KIND as VLLM
 from tether.text.sources import Sources
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -128,7 +127,7 @@ def build_servers(
     """
     rollout, model, in_turns = settings.rollout, settings.model, trainer.async_mode == "off"
     theirs = [server_address(url) for url in rollout.server_urls]
-    api, adapters = _server_api(settings, policy.config), _adapters(settings)
+    api = _server_api(settings, policy.config)
     servers: Sequence[SamplingServer]
     if hosts is None:
         where = theirs or _launches(settings, trainer.n_gpus_per_node, policy, sources, logs / rollout.name)
@@ -142,7 +141,7 @@ def build_servers(
         max_num_seqs=rollout.max_num_seqs,
         sleeps=rollout.free_cache_engine and in_turns and (hosts is None or hosts.train),
         lora_scale=model.lora_alpha / max(model.lora_rank, 1),
-        adapters=adapters is not None,
+        adapters=kind_of(rollout.name).sends_adapters(settings),
         layers_are_there=not theirs and _load_format(rollout) != "dummy",
         holds_weights=not in_turns,
     )
@@ -196,26 +195,11 @@ def look_at_servers(settings: ActorRolloutRefConfig, model: Path | str, device: 
                 server.stop()
 
 
-def _adapters(settings: ActorRolloutRefConfig) -> Adapters | None:
-    """Return the transfer of LoRA adapters by files; None if merged weights are sent."""
-    model, rollout = settings.model, settings.rollout
-    in_files = rollout.name == "vllm" and rollout.weight_transfer not in ("distributed", "nccl")
-    if model.lora_rank == 0 or model.lora.merge or not in_files:
-        return None
-    return Adapters(model.lora_rank, model.lora_alpha)
-
-
 def _server_api(settings: ActorRolloutRefConfig, policy: PreTrainedConfig) -> ServerApi:
     rollout, model = settings.rollout, policy.get_text_config()
     sizes = {name: size for name in _SIZES if isinstance(size := getattr(model, name, None), int)}
     wanted = ServedPolicy(model.model_type, model.vocab_size, rollout.dtype, _longest(rollout, policy), sizes)
-    tells = rollout.enable_rollout_routing_replay
-    if rollout.name == "vllm":
-        return Vllm(wanted, _adapters(settings), tells, rollout.weight_transfer)
-    each = experts_per_token(policy)
-    experts = (model.num_hidden_layers, each) if each else None
-    sglang: ServerApi = integration("sglang", "api").SGLang(wanted, rollout.weight_transfer, experts, tells)
-    return sglang
+    return kind_of(rollout.name).api(settings, policy, wanted)
 
 
 def _longest(rollout: RolloutConfig, policy: PreTrainedConfig) -> int:
@@ -264,12 +248,10 @@ def _link_files(model: Path | str, folder: Path) -> None:
         (folder / file.name).symlink_to(file.absolute())
 
 
-def launcher(name: str) -> Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch]:
-    """Return what makes a `Launch` of this kind of server."""
-    launch: Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch] = (
-        launch_vllm if name == "vllm" else integration("sglang", "api").launch_of
-    )
-    return launch
+def kind_of(name: str) -> ServerKind:
+    """Return the kind of servers with this name in `actor_rollout_ref.rollout.name`: vLLM's, or an integration's."""
+    kind: ServerKind = VLLM if name == "vllm" else integration(name, "kind").KIND
+    return kind
 
 
 def _launches(
@@ -345,74 +327,23 @@ def _launched(
         ValueError: the server is not installed, or a hub refuses files.
     """
     rollout, described = settings.rollout, logs / "model"
-    name = rollout.name
-    python, launch_of = server_python(name), launcher(name)
+    python, kind = server_python(rollout.name), kind_of(rollout.name)
     policy.config.save_pretrained(described)
     add_older_names(described)
     if policy.generation_config is not None:
         policy.generation_config.save_pretrained(described)
     if _load_format(rollout) != "dummy":
         _link_files(sources.model_path, described)
-    longest, folder = _longest(rollout, policy.config), str(described.absolute())
     on_gpu = sources.device.type == "cuda"
-    if name == "vllm":
-        adapters = _adapters(settings)
-        options = _vllm_options(rollout, folder, longest, on_gpu=on_gpu) | (adapters.options() if adapters else {})
-    else:
-        options = _sglang_options(rollout, folder, longest, on_gpu=on_gpu)
+    longest = _longest(rollout, policy.config)
+    start = ServerStart(str(described.absolute()), _load_format(rollout), longest, on_gpu=on_gpu)
+    options = kind.options(settings, start)
     options |= {name: _word(value) for name, value in rollout.own_options.items() if name != "load_format"}
-    files = [logs.absolute() / f"{slot.name}.log" for slot in slots]
-    return [(slot, launch_of(python, file, options, slot.environment)) for slot, file in zip(slots, files, strict=True)]
 
+    def launch(slot: _Slot) -> Launch:
+        return kind.launch_of(python, logs.absolute() / f"{slot.name}.log", options, slot.environment)
 
-def _vllm_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """Return options of vLLM's command line."""
-    return {
-        "model": folder,
-        "dtype": rollout.dtype,
-        "max_model_len": longest,
-        "max_logprobs": max(rollout.top_k, 1),
-        "max_num_seqs": rollout.max_num_seqs,
-        "seed": 0,  # each request has its own seed
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "load_format": _load_format(rollout),
-        **_routing_options(rollout),
-        **({"enable_sleep_mode": True} if rollout.free_cache_engine and on_gpu else {}),
-    }
-
-
-def _sglang_options(rollout: RolloutConfig, folder: str, longest: int, *, on_gpu: bool) -> dict[str, object]:
-    """Return options of SGLang's command line."""
-    chunks = rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1
-    sleeps = rollout.free_cache_engine and on_gpu
-    return {
-        "model_path": folder,
-        "dtype": rollout.dtype,
-        "device": "cuda" if on_gpu else "cpu",
-        "context_length": longest,
-        "max_running_requests": rollout.max_num_seqs,
-        "tp_size": rollout.tensor_model_parallel_size,
-        "mem_fraction_static": rollout.gpu_memory_utilization,
-        "max_prefill_tokens": rollout.max_num_batched_tokens,
-        "chunked_prefill_size": chunks,
-        "disable_cuda_graph": rollout.enforce_eager,
-        "disable_radix_cache": not rollout.enable_prefix_caching,
-        "load_format": _load_format(rollout),
-        "sampling_mask_max_tokens": max(2 * rollout.top_k, 4096),  # room for ties at the threshold
-        "enable_memory_saver": sleeps,
-        "enable_weights_cpu_backup": sleeps,
-        **_routing_options(rollout),
-    }
-
-
-def _routing_options(rollout: RolloutConfig) -> dict[str, object]:
-    """Return the options that make vLLM or SGLang return the experts of each token."""
-    return {"enable_return_routed_experts": True} if rollout.enable_rollout_routing_replay else {}
+    return [(slot, launch(slot)) for slot in slots]
 
 
 def _word(value: object) -> object:
@@ -422,10 +353,5 @@ def _word(value: object) -> object:
 
 def _on_cores(name: str, tensor_parallel: int) -> dict[str, str]:
     """Return the environment of a server on a CPU, with as many threads as the trainer, which waits meanwhile."""
-    threads = {OMP_NUM_THREADS: str(max(torch.get_num_threads() // tensor_parallel, 1))}
-    if name == "sglang":
-        return threads | {"SGLANG_USE_CPU_ENGINE": "1"}
-    bind = (
-        "nobind" if tensor_parallel == 1 else "|".join(map(str, range(tensor_parallel)))
-    )  # one core per tensor-parallel rank
-    return threads | {"VLLM_CPU_OMP_THREADS_BIND": bind, "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+    threads = max(torch.get_num_threads() // tensor_parallel, 1)
+    return {OMP_NUM_THREADS: str(threads), **kind_of(name).cpu_environment(tensor_parallel)}

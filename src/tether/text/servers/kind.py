@@ -1,0 +1,42 @@
+"""How a run starts the servers of a kind, and asks them: vLLM's in `vllm_kind`, others in the module ``kind`` of an
+integration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from tether.config import ActorRolloutRefConfig
+from tether.text.servers import Launch, ServedPolicy, ServerApi
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """What a run has decided about a server that it starts."""
+
+    folder: str
+    """Folder of the policy's config, and of its weights unless the load format is dummy."""
+    load_format: str
+    """Format of the weights; dummy: random ones, until the server gets the policy's."""
+    max_length: int
+    """Maximum tokens of prompt and response together."""
+    on_gpu: bool
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """A kind of server."""
+
+    api: Callable[[ActorRolloutRefConfig, PreTrainedConfig, ServedPolicy], ServerApi]
+    """Returns the client for a policy: (section of the policy, its config, what a server has to run) -> API."""
+    launch_of: Callable[[Path, Path, Mapping[str, object], Mapping[str, str]], Launch]
+    """Returns how one is launched: (interpreter, log, options, environment) -> launch."""
+    options: Callable[[ActorRolloutRefConfig, ServerStart], dict[str, object]]
+    """Returns the options of its command line."""
+    cpu_environment: Callable[[int], dict[str, str]]
+    """Returns the variables of one that computes on a CPU: tensor-parallel ranks -> environment."""
+    sends_adapters: Callable[[ActorRolloutRefConfig], bool]
+    """Returns whether LoRA adapters are sent in place of merged weights."""
