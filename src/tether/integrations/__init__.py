@@ -1,7 +1,8 @@
 """Other programs, formats of other vendors, and robots: each a folder of its own, which only a run that uses it loads.
 
 The rest of tether imports nothing from here; it asks `integration` for a module by name when a configuration needs it.
-A package of somebody else's has the same modules; it names itself in the entry point group ``tether.integrations``.
+A package of somebody else's has such modules (``config``, ``rewards``), and names itself in the entry point group
+``tether.integrations``.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The one training loop of text and control, and what it knows of their parts (`protocol`); checkpoints of a run,
-callbacks, evaluation, sampling ahead of the updates.
+"""The one training loop of text and control, and the protocols that its parts implement (`protocol`); checkpoints of a
+run, callbacks, evaluation, sampling ahead of the updates.
 """

@@ -24,7 +24,7 @@ class LoraConfig(Section):
     """`model.lora`: what becomes of adapters on their way to servers."""
 
     merge: bool = False
-    """Add adapters into the weights that vLLM gets; else it gets these once, then adapters alone. SGLang: always."""
+    """True: vLLM gets merged weights; False: base weights once, then only adapters. SGLang always gets merged ones."""
 
 
 LORA = ActsIf(".lora_rank", off=(0,))

@@ -14,7 +14,7 @@ from tether.control.envs.config import EnvConfig
 from tether.control.policies.config import PolicyConfig
 from tether.loop.config import ClusterConfig, RayKwargsConfig, TrainerConfig
 from tether.text.data.config import DataConfig, SftConfig
-from tether.text.learning.config import DISTILLS, DistillationConfig
+from tether.text.learning.config_distillation import DISTILLS, DistillationConfig
 from tether.text.rewards.config import CustomRewardFunctionConfig, RewardModelConfig
 from tether.text.sampling.config import RolloutConfig
 

@@ -47,7 +47,10 @@ OWN_BATCHES = ("jax", "tensors")
 """The env_types whose id is a user's function of environments that are stepped together."""
 
 SCRIPTED = ("metaworld",)
-"""The env_types whose adapter has a scripted policy, `scripted`."""
+"""The env_types whose module has a scripted policy, `scripted`."""
+
+MAY_BATCH = ("maniskill",)
+"""The env_types whose module may step many environments at once, `make_batch`."""
 
 EVALUATION = "env.eval"
 """Role of environments that a policy is tested in."""
@@ -153,7 +156,7 @@ def _make(options: EnvOptions) -> VectorEnv:
         return adapter.make_envpool(options)
     if options.env_type in OWN_BATCHES:
         return _make_batch(options)
-    if options.env_type == "maniskill" and (batch := _adapter(options).make_batch(options, _arguments(options))):
+    if options.env_type in MAY_BATCH and (batch := _simulator_module(options).make_batch(options, _arguments(options))):
         return batch
     return _make_gymnasium(options) if options.env_type == "gymnasium" else _make_loop(options)
 
@@ -349,7 +352,7 @@ def _first_loop(options: EnvOptions, holds: bool, count: int) -> SyncVectorEnv:
 def _import_simulator(options: EnvOptions) -> None:
     """Import the simulator once, before forking, so that the workers share it."""
     if options.env_type != "gymnasium":
-        _adapter(options)
+        _simulator_module(options)
     elif isinstance(entry := _find(options).entry_point, str):
         with suppress(Exception):  # the first worker reports it
             load_env_creator(entry)
@@ -507,7 +510,7 @@ def make_one(options: EnvOptions) -> Env:
                 )
                 raise ValueError(f"{options.role}.env_type: {options.env_type} makes no single environment.{fix}")
             else:
-                env = _adapter(options).make_env(options, _arguments(options))
+                env = _simulator_module(options).make_env(options, _arguments(options))
     except TypeError as error:
         if "argument" not in str(error) and "render_mode" not in str(error):
             raise  # an error inside the environment, not in the arguments
@@ -554,11 +557,11 @@ def scripted(options: EnvOptions) -> Scripted:
             f"{options.role}.env_type: {options.env_type} brings no scripted policies, which {', '.join(SCRIPTED)} "
             "does. Write file.py:function."
         )
-    function: Scripted = _adapter(options).scripted
+    function: Scripted = _simulator_module(options).scripted
     return function
 
 
-def _adapter(options: EnvOptions) -> ModuleType:
+def _simulator_module(options: EnvOptions) -> ModuleType:
     """Return the module of a simulator, whose `make_env` makes single environments from the simulator's own ids."""
     return integration("robots", options.env_type)
 

@@ -56,7 +56,7 @@ def pull_model(name: str, cache_dir: Path, *, progress: Callable[[str], None]) -
     ):
         if not target.is_dir():  # another process may have pulled it
             folder.mkdir(exist_ok=True)
-            file = _gguf_file(name, KNOWN_MODELS[name], folder, progress)
+            file = gguf_file(name, KNOWN_MODELS[name], folder, progress)
             progress("dequantizing and converting to safetensors")
             # Loads torch, which is not needed before.
             from tether.text.models.gguf import convert_gguf
@@ -81,7 +81,7 @@ def check_packages(name: str) -> None:
         )
 
 
-def _gguf_file(name: str, model: KnownModel, folder: Path, progress: Callable[[str], None]) -> Path:
+def gguf_file(name: str, model: KnownModel, folder: Path, progress: Callable[[str], None]) -> Path:
     """Return the complete GGUF file, downloaded into a folder that may have a part of it."""
     file, expected = folder / "model.gguf", RemoteFile(model.size, model.sha256)
     if file.is_file() and damage(file, expected) is None:

@@ -1,4 +1,4 @@
-"""How a run starts SGLang's servers, and asks them."""
+"""What a run needs to start SGLang's servers and to send them requests."""
 
 from __future__ import annotations
 

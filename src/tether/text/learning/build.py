@@ -41,7 +41,7 @@ from tether.runtime.install import pip_install
 from tether.runtime.objects import held, is_object
 from tether.text.data.config import DataConfig
 from tether.text.learning.advantages import asks_for
-from tether.text.learning.config import DistillationConfig
+from tether.text.learning.config_distillation import DistillationConfig
 from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.losses import (
     Aggregation,

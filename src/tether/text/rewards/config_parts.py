@@ -119,7 +119,7 @@ def check_has_part(sections: Mapping[str, RewardPart], data_source: str) -> None
 
 def read_parts(options: Mapping[str, object]) -> dict[str, RewardPart]:
     """Return the parts as typed sections; they must have no `part_problems`."""
-    return {name: _adapter(str(section["kind"])).validate_python(section) for name, section in options.items()}  # type: ignore[index]
+    return {name: _reader(str(section["kind"])).validate_python(section) for name, section in options.items()}  # type: ignore[index]
 
 
 def part_problems(options: Mapping[str, object]) -> list[Problem]:
@@ -144,13 +144,13 @@ def part_problems(options: Mapping[str, object]) -> list[Problem]:
     return problems
 
 
-def _adapter(kind: str) -> TypeAdapter[Any]:
+def _reader(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(_PARTS.get(kind, IntegrationPart))
 
 
 def _problems_of(path: str, kind: str, section: Mapping[str, object]) -> list[Problem]:
     try:
-        read = _adapter(kind).validate_python(section)
+        read = _reader(kind).validate_python(section)
     except ValidationError as error:
         fields = _PARTS.get(kind, IntegrationPart)
         return [section_problem(path, fields, f"a part of kind {kind}", detail) for detail in error.errors()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from tether.config.schema.engine import Dtype
@@ -25,9 +26,24 @@ from tether.config.schema.section import (
 from tether.text.turns.config import AgentConfig, MultiTurnConfig
 
 _NO_CLIENT = "tether has no client for it: set native, vllm or sglang"
-SERVERS = ("vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server's command line that a configuration must leave alone."""
+
+    address: tuple[str, ...]
+    """Determine the address of a server, which the run sets."""
+    sleep: tuple[str, ...]
+    """Let a server release memory."""
+
+
+SERVERS = {
+    "vllm": ServerOptions(("host", "port", "served_model_name"), ("enable_sleep_mode",)),
+    "sglang": ServerOptions(("host", "port"), ("enable_memory_saver", "enable_weights_cpu_backup")),
+}
 """Engines that sample in servers."""
-SERVED = ActsIf(".name", on=SERVERS)
+SERVED = ActsIf(".name", on=tuple(SERVERS))
 OURS = ActsIf(".server_urls", on=((),))
 """Keys that are options of servers which tether starts."""
 LoadFormat = Literal["dummy", "auto", "safetensors", "hf", "dummy_hf", "dummy_dtensor", "dummy_megatron"]

@@ -13,10 +13,6 @@ from tether.text.sampling.config import SERVERS
 ROLLOUT = "actor_rollout_ref.rollout"
 LARGEST_RANK = 512
 """Maximum of vLLM's --max-lora-rank."""
-SLEEP_OPTIONS = {"vllm": ("enable_sleep_mode",), "sglang": ("enable_memory_saver", "enable_weights_cpu_backup")}
-"""Options of servers that are required to release memory."""
-ADDRESS_OPTIONS = {"vllm": ("host", "port", "served_model_name"), "sglang": ("host", "port")}
-"""Options that determine the address of a server, which the run sets."""
 
 
 def longest_prompt_leaves_room(cfg: RunConfig) -> Problem | None:
@@ -40,8 +36,10 @@ def servers_tell_what_they_kept(cfg: RunConfig) -> Problem | None:
 def servers_can_sleep(cfg: RunConfig) -> Problem | None:
     """Servers can only release memory if they are started with these options."""
     rollout = cfg.actor_rollout_ref.rollout
-    options = rollout.own_options if rollout.free_cache_engine else {}
-    for option in SLEEP_OPTIONS.get(rollout.name, ()):
+    if rollout.name not in SERVERS or not rollout.free_cache_engine:
+        return None
+    options = rollout.own_options
+    for option in SERVERS[rollout.name].sleep:
         if options.get(option, True) is False:
             what = f"False takes from the servers what {ROLLOUT}.free_cache_engine=True needs"
             fix = f"set {ROLLOUT}.free_cache_engine=False, or leave {option} out"
@@ -52,8 +50,10 @@ def servers_can_sleep(cfg: RunConfig) -> Problem | None:
 def servers_are_where_they_are_looked_for(cfg: RunConfig) -> Problem | None:
     """The run would wait for a server at another address until the timeout."""
     rollout = cfg.actor_rollout_ref.rollout
+    if rollout.name not in SERVERS:
+        return None
     options = rollout.own_options
-    for option in ADDRESS_OPTIONS.get(rollout.name, ()):
+    for option in SERVERS[rollout.name].address:
         if option in options:
             what = f"{options[option]!r} moves a server away from where the run looks for it"
             fix = f"leave it out; servers of your own go into {ROLLOUT}.server_urls"

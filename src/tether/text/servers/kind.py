@@ -1,5 +1,5 @@
-"""How a run starts the servers of a kind, and asks them: vLLM's in `vllm_kind`, others in the module ``kind`` of an
-integration."""
+"""What a run needs to start a kind of server and to send it requests: vLLM's is in `vllm_kind`, others in the module
+``kind`` of an integration."""
 
 from __future__ import annotations
 

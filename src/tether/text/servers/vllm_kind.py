@@ -1,4 +1,4 @@
-"""How a run starts vLLM's servers, and asks them."""
+"""What a run needs to start vLLM's servers and to send them requests."""
 
 from __future__ import annotations
 
