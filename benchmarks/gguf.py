@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ def theirs(python: Path, file: Path, prompts: list[list[int]], tokens: int) -> l
     """Return the tokens that llama.cpp chooses, each with its log-prob, for each prompt."""
     request = json.dumps({"file": str(file), "prompts": prompts, "tokens": tokens})
     command = [str(python), "-m", "benchmarks.gguf", "--worker"]
-    done = subprocess.run(command, cwd=ROOT, input=request, capture_output=True, text=True, check=False)
+    paths = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        command, cwd=ROOT, input=request, env={**os.environ, **paths}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(last_line(done.stderr))
     answers: list[list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])

@@ -64,6 +64,23 @@ def test_gsm8k_may_begin_with_the_format() -> None:
     assert scored("the answer is 7") == (0, 0, 0)
 
 
+def test_steps_come_before_the_format() -> None:
+    """A bare answer would be the cheapest way to the form, and PPO finds it."""
+    score = load_reward_function(RECIPES / "gsm8k-qwen/form_after_steps.py", "compute_score", {})
+
+    def scored(reply: str) -> tuple[float, float, float]:
+        found = score(data_source="openai/gsm8k", solution_str=reply, ground_truth="7", extra_info={})
+        return found["score"], found["acc"], found["format"]
+
+    steps = "He has 3 pens and buys 4 more of them in the afternoon, so that he has 3 + 4 = 8 pens at last."
+    assert scored(f"{steps}\n#### 8 ") == (0.1, 0, 1)
+    assert scored(f"{steps[steps.index('more') :]}\n#### 8") == (0, 0, 0)  # fewer than 20 words
+    assert scored(f"{steps}\n#### 8, which is the answer") == (0, 0, 0)
+    assert scored("#### 8") == (0, 0, 0)
+    assert scored("#### 7") == (1, 1, 0)
+    assert scored(f"{steps}\n#### 7") == (1, 1, 1)
+
+
 def test_the_twins_of_ppo_on_gsm8k_differ_in_their_algorithm_alone() -> None:
     names = ("run", "grpo", "grpo_lora", "ppo_lora")
     ppo, grpo, lora, small = (load_config(RECIPES / f"gsm8k-qwen/{name}.yaml", []).config for name in names)
