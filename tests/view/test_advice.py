@@ -146,7 +146,7 @@ def test_no_rule_fires_on_a_healthy_run(golden: Golden, planted: Path, tmp_path:
 
 def test_no_rule_fires_on_recorded_runs_that_learn(tmp_path: Path) -> None:
     """Recipes, and short runs of which those that go wrong have advice."""
-    assert len(recipes := recipe_runs.recorded()) == 4
+    assert len(recipes := recipe_runs.recorded()) == 9
     assert {name: rules(recipe_runs.write(name, tmp_path / name)) for name in recipes} == {name: [] for name in recipes}
     short = recorded_runs.recorded()
     for name, steps in short.items():
