@@ -156,11 +156,11 @@ def comparison(runs: Sequence[RunFolder]) -> JsonObject:
                 f"{label}: {'; '.join(repeated)}. Their configurations are equal, so they count once, with their mean. "
                 "If they are not the same experiment, compare fewer runs."
             )
+    rows = [row | {"by_experiment": [_shared(row["values"], members) for members in grouped]} for row in changed]
     return {
         "names": names,
-        "differences": [
-            row | {"by_experiment": [_shared(row["values"], members) for members in grouped]} for row in changed
-        ],
+        # What only the runs of an experiment differ in, as their seeds, does not distinguish experiments.
+        "differences": [row for row in rows if len(grouped) == 1 or len(set(row["by_experiment"])) > 1],
         "experiments": [
             {"label": label, "runs": members, "members": [names[row] for row in members]}
             for label, members in zip(labels, grouped, strict=True)
