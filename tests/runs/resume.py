@@ -65,7 +65,9 @@ def assert_same_end(one: Path, other: Path) -> None:
     for role in roles:
         assert same(weights(one, role), weights(other, role)), role
         assert same(state(one, role), state(other, role)), role
-    assert same(state(one, "trainer"), state(other, "trainer"))
+    ones, others = state(one, "trainer"), state(other, "trainer")
+    different = {key for key in ones.keys() | others.keys() if not same(ones.get(key), others.get(key))}
+    assert not different, {key: (ones.get(key), others.get(key)) for key in different}
 
 
 def state(checkpoint: Path, name: str) -> dict[str, object]:
