@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from tether.types import StateDict
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def python_seeded(seed: str) -> Iterator[None]:
+    """Seed Python's global generator for a block, and restore it. `rng_state` in another thread waits for the end."""
+    with _lock:
+        state = random.getstate()
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(state)
 
 
 def seed_rng(seed: int) -> None:
@@ -22,8 +39,10 @@ def seed_rng(seed: int) -> None:
 def rng_state() -> StateDict:
     """Return the state of the global generators, as tensors and plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
+    with _lock:
+        python = random.getstate()
     state: StateDict = {
-        "python": random.getstate(),
+        "python": python,
         "numpy": (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
     }
     if torch := _torch():

@@ -1,11 +1,13 @@
 """Rewards that are objects of this process, called in the main thread and in that of a sampler ahead."""
 
+import random
 import signal
 import threading
 import time
 
 import math_verify
 
+from tether.runtime.global_rng import rng_state
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, Score
 from tether.text.rewards.service import LocalRewards
 
@@ -42,3 +44,22 @@ def test_a_deadline_ends_calls_in_every_thread() -> None:
     for outcome in (*by_thread["own"][1:3], *by_thread["sampler"][1:3]):
         assert isinstance(outcome, RewardError)
         assert "put the function into a file (custom_reward_function.path)" in outcome.message
+
+
+def test_a_checkpoint_does_not_catch_the_generator_that_a_reward_has_seeded() -> None:
+    """A sampler ahead scores in a thread of its own while the run saves its state."""
+    begun, state = threading.Event(), random.getstate()
+
+    def slow(data_source: str, solution_str: str, ground_truth: object, extra_info: object) -> float:
+        begun.set()
+        time.sleep(0.2)
+        return random.random()
+
+    rewards = LocalRewards(slow, 10.0)
+    sampler = threading.Thread(target=rewards.submit, args=(0, RewardRequest("", "4", "4", {})))
+    sampler.start()
+    begun.wait()
+    assert rng_state()["python"] == state
+    sampler.join()
+    assert random.getstate() == state
+    assert isinstance(rewards.collect()[0], Score)

@@ -6,13 +6,13 @@ a function from a file runs in separate processes instead (`tether.text.rewards.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from tether.runtime.deadline import deadline
+from tether.runtime.global_rng import python_seeded
 from tether.text.rewards.outcome import RewardError, RewardOutcome, RewardRequest, dump_answer, load_answer
 from tether.text.rewards.router import RewardFunction
 from tether.text.rewards.service.protocol import Rewards
@@ -44,13 +44,9 @@ class LocalRewards(Rewards):
             self._call(index, request)
 
     def _call(self, index: int, request: RewardRequest) -> None:
-        random_state, start = random.getstate(), time.monotonic()
-        random.seed(request.solution_str)  # as in the pool
-        try:
-            with deadline(self._timeout):
-                outcome = call(self._function, request)
-        finally:
-            random.setstate(random_state)
+        start = time.monotonic()
+        with python_seeded(request.solution_str), deadline(self._timeout):  # as in the pool
+            outcome = call(self._function, request)
         is_main = threading.current_thread() is threading.main_thread()
         if isinstance(outcome, RewardError) and "signal" in outcome.message and not is_main:
             outcome = replace(outcome, message=f"{_USE_A_FILE}; {outcome.message}")
