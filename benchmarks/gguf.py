@@ -113,7 +113,8 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-coder-0.5b", help="a known model that is a GGUF file")
-    parser.add_argument("--folder", type=Path, help="for the file and the environment of llama.cpp; kept")
+    kept = "for the file and the environment of llama.cpp, which stay"
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/gguf"), help=kept)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=48, help="tokens of a continuation")
     parser.add_argument("--write", type=Path, help="the page whose table is replaced")
