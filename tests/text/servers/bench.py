@@ -1,6 +1,8 @@
 """Rollout engines of every kind over one tiny policy, for the tests that hold all of them to the same."""
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,15 @@ def log_probs_of(rollout: RolloutBatch, models: dict[int, PreTrainedModel]) -> t
 
 def rows_of(rollout: RolloutBatch) -> list[list[int]]:
     return [ids[:n].tolist() for ids, n in zip(rollout.response_ids, rollout.response_length.tolist(), strict=True)]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """Return what a condition returns once it holds, within two minutes."""
+    end = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
 
 
 def processes_of(server: InferenceServer) -> list[psutil.Process]:

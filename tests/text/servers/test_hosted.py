@@ -4,8 +4,7 @@ import json
 import os
 import pickle
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,18 @@ import torch
 
 from tests.distributed.parts import NEEDS_RAY, ray_group, two_nodes
 from tests.processes import command_of
-from tests.text.servers.bench import EOS, KEY, POLICY, PROMPTS, SAMPLING, Bench, processes_of, rows_of, tiny_policy
+from tests.text.servers.bench import (
+    EOS,
+    KEY,
+    POLICY,
+    PROMPTS,
+    SAMPLING,
+    Bench,
+    processes_of,
+    rows_of,
+    tiny_policy,
+    wait_for,
+)
 from tests.text.servers.hosted_part import make
 from tests.text.servers.stand_in import environment
 from tether.batch import WeightUpdate
@@ -185,13 +195,6 @@ def cluster() -> Iterator[Any]:
     yield from two_nodes()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def processes_with(word: str) -> list[int]:
     """Processes whose command has this word."""
     found = []
@@ -256,4 +259,4 @@ def test_servers_on_two_nodes_sample_and_are_replaced(
     finally:
         engine.close()
         group.close()
-    until(lambda: not processes_with(str(tmp_path / "config")))
+    wait_for(lambda: not processes_with(str(tmp_path / "config")))

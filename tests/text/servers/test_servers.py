@@ -34,6 +34,7 @@ from tests.text.servers.bench import (
     processes_of,
     rows_of,
     tiny_policy,
+    wait_for,
 )
 from tests.text.servers.forked import fork_behind
 from tests.text.servers.stand_in import environment
@@ -284,14 +285,6 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(started: Callable[...
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
     wait_for(lambda: not any(map(runs, servers)))
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    until = time.monotonic() + 60
-    while not (found := what()):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return found
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------

@@ -191,7 +191,8 @@ class InferenceServer(SamplingServer):
             try:
                 server.load_update(update)
             except ServerGone as error:
-                failures[server] = error
+                # Without its traceback, whose frames would keep the group and the buffer of this update.
+                failures[server] = type(error)(*error.args)
         return failures
 
     def load_update(self, update: NamedUpdate) -> None:
