@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from tests.ranks import on_ranks
 from tests.text.learning.batches import make_batch, make_critic, make_policy
-from tests.text.learning.fsdp_ranks import make_fsdp, on_ranks, share, whole_weights
+from tests.text.learning.fsdp_ranks import make_fsdp, share, whole_weights
 from tests.text.learning.test_fsdp import LOSS
 from tether.batch import TrainBatch
 from tether.loop.engine import UpdatePlan

@@ -69,7 +69,7 @@ def small(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     lists = {name: _shortened(known[name]) for name in LAYER_LISTS if isinstance(known.get(name), list)}
     for extra in ({}, lists):  # most classes make their lists from the number of layers
         try:
-            config = config_class(**sizes, initializer_range=0.2, **extra)
+            config = config_class(**sizes | {"initializer_range": 0.2} | extra)
         except Exception as error:  # noqa: BLE001  # whatever a class of a stranger raises
             failure = error
         else:

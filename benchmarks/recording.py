@@ -30,8 +30,7 @@ from tether.metrics.records import RECORDS_FILE, RecordFile, heads
 from tether.text.learning.collector import ScoredResponses
 from tether.text.learning.losses import PolicyOutputs
 from tether.text.learning.recording import SampleRecorder
-from tether.text.rewards import RewardRequest, Score
-from tether.text.rewards.outcome import summarize
+from tether.text.rewards.outcome import RewardRequest, Score, summarize
 
 BEGIN, END = "<!-- recording:begin -->", "<!-- recording:end -->"
 HEAD = ("", "step", "recording", "share", "MB a step")

@@ -32,8 +32,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def worst(sharding: dict[str, Any]) -> list[float]:
     """Of GAE, of GRPO, of the critic."""
-    every = (gradients("gae", sharding), gradients("grpo", sharding), critic_gradients(sharding))
-    return [max(far for _, far in found) for found in every]
+    of_policy = dict(gradients(sharding))
+    grpo = of_policy.pop("grpo")
+    return [max(of_policy.values()), grpo, max(far for _, far in critic_gradients(sharding))]
 
 
 def table(layouts: Mapping[str, tuple[int, Any]], worst: Callable[[Any], list[float]]) -> int:

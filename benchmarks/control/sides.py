@@ -33,7 +33,7 @@ def run_tether(name: str, task: Task, seed: int, threads: int) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         run = build_control_run(load_config(None, overrides(name, task, seed, threads, Path(scratch))))
         trainer = run.trainer
-        rollouts = trainer.rollouts
+        rollouts: Any = trainer.rollouts
         evaluation, rollouts.evaluation = rollouts.evaluation, None
         start, used = time.perf_counter(), cpu_seconds()
         trainer.fit()

@@ -85,7 +85,7 @@ def trl_loss(
                 "advantages": advantages(case),
                 "num_items_in_batch": mask.sum(),
             }
-            return trainer._compute_loss(held, held.model, inputs)
+            return trainer._compute_loss(held, held.model, inputs)  # type: ignore[attr-defined]
 
         return ours.with_gradient(loss, case.log_probs)
 

@@ -51,9 +51,9 @@ def show_report(directory: Path, console: Screen, command: str) -> None:
     speeds = [metrics["perf/sps"] for metrics in steps.values() if "perf/sps" in metrics]
     if speeds:
         console.print(f"speed       {median(speeds):,.0f} environment steps per second (median of the logged steps)")
-    console.print(
-        f"logs        {directory / METRICS_FILE}   (curves: tether plot {shlex.quote(str(directory))})", soft_wrap=True
-    )
+    folder = shlex.quote(str(directory))
+    console.print(f"logs        {directory / METRICS_FILE}   (curves: tether plot {folder})", soft_wrap=True)
+    console.print(f"look at it  tether view {folder}", soft_wrap=True)
     if best := CheckpointStore(directory / BEST).last_saved():
         console.print(f"best test   {best}", soft_wrap=True)
     for line in next_commands(CheckpointStore(directory).last_saved(), command):
