@@ -68,7 +68,7 @@ for step in "${steps[@]}"; do
 done
 for name in Python "${packages[@]}"; do
   printf '| %s |' "$name"
-  for row in "$@"; do printf ' %s |' "$(sed -n "s/^$name //p" "$root/${row/=/-}/versions.txt")"; done
+  for row in "$@"; do printf ' %s |' "$(sed -n "s/^$name \([^ ]*\)$/\1/p" "$root/${row/=/-}/versions.txt")"; done
   echo
 done
 for row in "$@"; do
