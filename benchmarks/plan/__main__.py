@@ -29,7 +29,9 @@ from tether.plan.report import span
 
 COUNTED = Path(__file__).with_name("counted.json")
 ALLOWED = 0.1
-WHY = {World("qwen3-30b-a3b", 256, 8192): "what experts keep of many tokens is counted too low, as for prime-rl's row"}
+WHY = {
+    World("qwen3-30b-a3b", 256, 8192): "2 MB a token are counted, three times what prime-rl's GPUs need; not known why"
+}
 """Reasons for which layouts are missed."""
 GUIDE = ROOT / "docs/guides/plan.md"
 PAGES = {"plan": GUIDE, "cards": GUIDE, "seeds": ROOT / "docs/evidence/seeds.md"}

@@ -279,8 +279,10 @@ def _moments(model: Model, tokens: float, in_flight: int) -> list[Parts]:
         "logits": logits(model, tokens, update=True),
         "whole gradients": head_gradient,
     }
+    # Gradients of what a token is at each of its experts, and their copies; 6 is read off prime-rl's 30B mixture.
+    at_experts = 6 * c * sizes.active_experts * sizes.hidden
     in_layer = {
-        "activations": retained + active + tokens * _transient(model),
+        "activations": retained + active + tokens * (_transient(model) + at_experts),
         "whole gradients": head_gradient if model.sharded or sizes.tied else 0.0,
     }
     at_end = {
