@@ -149,6 +149,15 @@ def test_a_fork_changes_no_advantage_of_its_group(estimator: str, forked: Scored
         assert of_episode.any()
 
 
+def test_a_branch_whose_tokens_were_all_rejected_leaves_its_episode_in_the_group(batch: TrainBatch) -> None:
+    assert batch.episode is not None
+    expected = filled(estimated(batch, "grpo").advantages).clone()
+    assert batch.episode[6:8].tolist() == [2, 3], "rows 6 and 7 are compared in the same call"
+    batch.leave_out(torch.arange(len(batch)) == 6)
+    expected[6] = 0
+    assert torch.equal(filled(estimated(batch, "grpo").advantages), expected)
+
+
 def test_a_group_with_all_rows_would_have_other_advantages(forked: ScoredResponses, batch: TrainBatch) -> None:
     """What `estimate_by_branch` is for: with its branches, an episode would count several times."""
     plain, mask = estimated(without_branches(forked), "grpo"), forked.rollout.response_mask

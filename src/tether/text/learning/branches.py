@@ -13,7 +13,6 @@ Where scores are compared an episode counts once (`TrainBatch.episodes`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -61,22 +60,20 @@ def estimate_by_branch(estimate: Callable[[TrainBatch], Advantages], batch: Trai
         batch: a batch with further branches.
     """
     assert batch.episode is not None
-    main = batch.episodes()
-    seen: Counter[int] = Counter()
-    calls: list[list[int]] = []
-    for row, episode in enumerate(batch.episode.tolist()):
-        if seen[episode] == len(calls):
-            calls.append([])
-        calls[seen[episode]].append(row)
-        seen[episode] += 1
-    results = []
-    for rows in calls:
+    main, shape = batch.episodes(), batch.response_mask.shape
+    first = estimate(main)
+    advantages, returns = first.advantages.new_zeros(shape), first.returns.new_zeros(shape)
+    advantages[: len(main)], returns[: len(main)] = first.advantages, first.returns
+    # A branch whose tokens were all rejected must not stand in: its episode would be missing in the group.
+    left = [row for row in range(len(main), len(batch)) if batch.response_mask[row].any()]
+    while left:
+        row_of = {int(batch.episode[row]): row for row in reversed(left)}  # the first row of each episode
+        episodes, rows = torch.tensor([*row_of]), torch.tensor([*row_of.values()])
         standing = torch.arange(len(main))
-        standing[batch.episode[rows]] = torch.tensor(rows)
+        standing[episodes] = rows
         compared = batch[standing]
         compared.uid = main.uid
         result = estimate(compared)
-        results.append((result.advantages[batch.episode[rows]], result.returns[batch.episode[rows]]))
-    order = torch.tensor([row for rows in calls for row in rows]).argsort()
-    advantages, returns = (torch.cat(column)[order] for column in zip(*results, strict=True))
+        advantages[rows], returns[rows] = result.advantages[episodes], result.returns[episodes]
+        left = [row for row in left if row not in row_of.values()]
     return Advantages(advantages, returns)
