@@ -214,6 +214,9 @@ class TrainBatch(RolloutBatch):
     returns: Float[Tensor, "B T"] | None = None
     rollout_is_weights: Float[Tensor, "B T"] | None = None
     """Importance weights against the sampler, which multiply the policy loss of each token; None: all 1."""
+    episode: Int[Tensor, " B"] | None = None
+    """Index of the row that stands for the episode of each row: its own, or for a further branch of an episode that of
+    its main branch. The rows that stand for episodes come first. None: every row is an episode of its own."""
     selected: Bool[Tensor, "B T"] | None = None
     """Tokens with a different policy loss, selected among all tokens of a mini-batch (clip_cov, kl_cov, m2po)."""
 
@@ -246,8 +249,23 @@ class TrainBatch(RolloutBatch):
         """Store the outputs of a policy or a critic for these rows; log-probs become `old_log_probs`."""
         _update_from(self, outputs)
 
+    def episodes(self) -> TrainBatch:
+        """Return the rows that stand for episodes, which statistics of scores count."""
+        return self if self.episode is None else self[: int(self.episode.max()) + 1]
+
+    def of_episodes(self, episodes: Int[Tensor, " E"]) -> TrainBatch:
+        """Return all rows of these episodes, which may repeat."""
+        if self.episode is None:
+            return self[episodes]
+        members = [(self.episode == episode).nonzero()[:, 0] for episode in episodes]
+        rows = self[torch.cat(members)]
+        rows.episode = torch.cat([torch.full_like(one, index) for index, one in enumerate(members)])
+        return rows
+
     def leave_out(self, rows: Bool[Tensor, " B"]) -> None:
-        """Exclude these rows from all statistics and losses, as rows without a score."""
+        """Exclude these rows from all statistics and losses, as rows without a score, and with a row that stands for an
+        episode its further branches."""
+        rows = rows if self.episode is None else rows | rows[self.episode]
         self.scored = self.scored & ~rows
         self.response_mask = self.response_mask & ~rows[:, None]
         self.token_level_scores = torch.where(rows[:, None], 0.0, self.token_level_scores)

@@ -8,7 +8,8 @@ import torch
 from tests.text.learning.batches import make_batch, make_critic, make_engine, make_policy
 from tether.distributed.handles import Replicas
 from tether.distributed.transfers import Transfers
-from tether.text.learning.losses import PolicyForward
+from tether.loop.engine import LossSpec, UpdatePlan
+from tether.text.learning.losses import PolicyForward, PolicyLoss
 from tether.text.sharded import ShardedEngine
 
 
@@ -21,9 +22,10 @@ class Ranks:
         self.transfers = Transfers()
         self._engines = [make_engine(make_policy()) for _ in range(self.size)]
         self.rows: list[int] = []
+        self.arguments: Sequence[tuple[Any, ...]] = ()
 
     def call(self, component: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        self.rows = [len(batch) for batch, _ in arguments]
+        self.rows, self.arguments = [len(batch) for batch, *_ in arguments], arguments
         return [getattr(engine, method)(*given) for engine, given in zip(self._engines, arguments, strict=True)]
 
 
@@ -35,3 +37,16 @@ def test_outputs_stand_at_their_rows() -> None:
     assert sum(ranks.rows) == len(batch)
     expected = make_engine(policy).infer(batch, PolicyForward())
     torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-10)
+
+
+def test_the_branches_of_an_episode_are_in_one_mini_batch() -> None:
+    """Of six episodes one has no score: three and two are mini-batches, whichever rank has their rows."""
+    batch, ranks = make_batch(make_policy(), make_critic()), Ranks()
+    batch.episode = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 3])
+    engine = ShardedEngine(ranks, "actor", Replicas.contiguous(2, 1))
+    engine.update(batch, LossSpec(PolicyForward(), PolicyLoss()), UpdatePlan(mini_batch_rows=3), 0)
+    episodes: list[list[int]] = [[], []]
+    for rows, _, _, minis, _ in ranks.arguments:
+        for number, mini in enumerate(minis):
+            episodes[number] += rows.episode[mini.rows].tolist()
+    assert [sorted(found) for found in episodes] == [[0, 0, 0, 1, 2], [3, 3, 4]]

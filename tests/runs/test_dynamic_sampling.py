@@ -54,7 +54,9 @@ class Recorded:
         )
         failed = sum(map(math.isnan, scores))
         report = RewardReport(scores, len(scores) - failed, failed, 0, (), {"reward/error_rate": 0.0})
-        return ScoredResponses(prompts, rollout, [str(s) for s in scores], outcomes, report, reward_seconds=0.0)
+        branches = {row: rollout[row : row + 1] for row in range(len(scores))}
+        texts = [str(s) for s in scores]
+        return ScoredResponses(prompts, rollout, texts, outcomes, report, reward_seconds=0.0, branches=branches)
 
 
 def sample(scores: dict[int, tuple[float, float]], **options) -> tuple[ScoredResponses, Recorded]:
@@ -74,6 +76,9 @@ def test_groups_of_one_score_are_replaced() -> None:
     assert found.rollout.uid.tolist() == [0, 0, 1, 1]
     assert found.scores.tolist() == [0, 1, 0.25, 0.5]
     assert found.texts == ["0.0", "1.0", "0.25", "0.5"]
+    assert {row: branch.response_length.tolist() for row, branch in found.branches.items()} == {
+        row: [length] for row, length in enumerate(found.rollout.response_length.tolist())
+    }
     assert [found.prompt_of(row).index for row in range(4)] == [1, 1, 3, 3]
     assert recorded.keys == [NoiseKey(7, 3, 0), NoiseKey(7, 3, 4)]
     metrics = found.report.metrics

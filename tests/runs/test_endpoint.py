@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs.resume import assert_resume_is_exact
+from tests.runs.test_recording import records
 from tests.runs.test_servers import another_server
 from tests.runs.tiny_run import measured, train, write_jsonl
 from tests.runs.turn_run import ID, ROLLOUT, turn_overrides, write_turn_inputs
 from tether.config import load_config
+from tether.metrics.records import unpack
 from tether.text.input_checks import missing_inputs
 
 AGENT = f"{ROLLOUT}.agent"
@@ -87,6 +90,33 @@ def test_servers_answer_the_calls_of_programs(inputs: Path, tmp_path: Path) -> N
         served = [data, url, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_timeout=300"]
         rows = trained_rows(inputs, tmp_path / "run", f"{PLAYERS}:play", *served)
     assert {(row["gts"], row["calls"], row["branches"]) for row in rows} == {("good", 3, 1), ("forks", 6, 4)}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["algorithm.adv_estimator=grpo"],
+        pytest.param(["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True"], marks=pytest.mark.slow),
+        pytest.param(["algorithm.adv_estimator=rloo", "trainer.async_mode=one_step_off"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_with_branches_resumes_exactly(more: list[str], inputs: Path, tmp_path: Path) -> None:
+    row = {"data_source": "ask", "prompt": [{"role": "user", "content": "?"}], "extra_info": {}}
+    player = row | {"reward_model": {"style": "rule", "ground_truth": "forks_once"}}
+    data = [f"data.train_files={write_jsonl(tmp_path / 'players.jsonl', [player] * 2)}", "data.val_files=[]"]
+    settings = [o for o in overrides(inputs, tmp_path, f"{PLAYERS}:play") if "default_local_dir" not in o]
+    settings += [*data, *more, "data.train_batch_size=2", f"{ROLLOUT}.n=2", "actor_rollout_ref.actor.shuffle=True"]
+    settings += ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "custom_reward_function.path=null"]
+    settings += [f"{AGENT}.num_workers=1"]  # batches of calls of other sizes would round otherwise
+    assert_resume_is_exact(inputs, tmp_path, settings, total=2, must_change=["actor/grad_norm"])
+    metrics = measured(tmp_path / "whole")[2]
+    assert metrics["reward/extra/branch_tokens/mean"] > 0
+    # Four episodes are counted and recorded, whatever their branches are.
+    assert len((tmp_path / "rollouts/2.jsonl").read_text().splitlines()) == 4
+    recorded = records(tmp_path / "whole", "columns")[2]
+    columns = {name: unpack(column) for name, column in recorded.items() if isinstance(column, dict)}
+    assert {len(column) for column in columns.values()} == {4}
+    assert columns["reward"].mean() == pytest.approx(metrics["critic/score/mean"])
 
 
 def test_an_unmodified_client_of_openai_plays(inputs: Path, tmp_path: Path) -> None:

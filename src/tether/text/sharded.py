@@ -46,7 +46,7 @@ class ShardedEngine(EngineHandle, Generic[Outputs]):
     def update(
         self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
     ) -> Updated[Outputs]:
-        minis = mini_batches(batch.response_mask, plan, step)
+        minis = mini_batches(batch.response_mask, plan, step, batch.episode)
         work = _work(batch)
         shares = divide(minis, work, len(self._replicas.output_ranks), self._assign)
         results = self._call_groups(

@@ -1,6 +1,7 @@
 """Programs that play against the policy: what becomes a row, and what a hostile program costs."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,20 @@ def model() -> PreTrainedModel:
     return tiny_model("llama", vocab_size=len(WORDS), dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def collector(model: PreTrainedModel) -> Iterator[EpisodeCollector]:
+@contextmanager
+def episode_collector(model: PreTrainedModel) -> Iterator[EpisodeCollector]:
     engine = NativeEngine(model, eos_token_ids=frozenset({END}))
     options = EndpointConfig(program=f"{PLAYERS}:play", reward="program", timeout=4.0, max_calls=6)
     chat = Chat(tokenizer(), frozenset({END}), FORMATS["hermes"], None, {})
     rewards = LocalRewards(lambda *_: 0.0, 1.0)
     with AgentEndpoint(options, num_workers=4, chat=chat) as endpoint:
         yield EpisodeCollector(engine, rewards, tokenizer(), 1.0, endpoint=endpoint, max_length=60)
+
+
+@pytest.fixture(scope="module")
+def collector(model: PreTrainedModel) -> Iterator[EpisodeCollector]:
+    with episode_collector(model) as collector:
+        yield collector
 
 
 def played(collector: EpisodeCollector, *players: str, n: int = 1, **sampling: float) -> ScoredResponses:

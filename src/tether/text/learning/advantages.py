@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 
 import torch
 from torch import Tensor
 
 from tether.algorithms import (
     AdaptiveKLController,
+    Advantages,
     FixedKLController,
     RunningRewardNormalizer,
     apply_kl_penalty,
@@ -31,6 +33,7 @@ from tether.batch import Prompt, TrainBatch, filled, on_last_token
 from tether.config.schema import ActorConfig, AlgorithmConfig
 from tether.loop.own_functions import advantage_estimator, policy_loss
 from tether.metrics.data import group_metrics
+from tether.text.learning.branches import estimate_by_branch
 from tether.text.learning.collector import Collector
 from tether.text.rewards.config import OverlongBufferConfig, RewardModelConfig
 from tether.text.rewards.outcome import RewardOutcome, Score, is_float32
@@ -57,17 +60,19 @@ class RewardShaping:
     def apply(self, batch: TrainBatch) -> dict[str, float]:
         """Set `token_level_rewards` from `token_level_scores`, on the last token of each row, and return metrics."""
         metrics: dict[str, float] = {}
-        scores = self.scale * masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
+        episodes = batch.episodes()
+        scores = self.scale * masked_sum(episodes.token_level_scores, episodes.response_mask, dim=-1)
         if self.length_penalty:
-            penalty = self.length_penalty(batch.response_length)
+            penalty = self.length_penalty(episodes.response_length)
             scores = scores + penalty
-            metrics |= penalty_metrics(penalty[batch.scored])
+            metrics |= penalty_metrics(penalty[episodes.scored])
         if self.running:
-            self.running.update(scores, batch.scored)
-            scores = self.running.normalize(scores, batch.scored)
+            self.running.update(scores, episodes.scored)
+            scores = self.running.normalize(scores, episodes.scored)
             metrics |= {"reward/running_mean": self.running.mean, "reward/running_std": self.running.std}
         if self.per_batch:
-            scores = normalize_rewards_per_batch(scores, batch.scored)
+            scores = normalize_rewards_per_batch(scores, episodes.scored)
+        scores = scores if batch.episode is None else scores[batch.episode]
         batch.token_level_rewards = on_last_token(scores, batch.response_mask)
         return metrics
 
@@ -107,7 +112,7 @@ class KLReward:
         batch.token_level_rewards, kl = apply_kl_penalty(
             filled(batch.token_level_rewards), token_kl, mask, kl_coef=coefficient
         )
-        self.controller.update(float(kl), int(batch.scored.sum()))
+        self.controller.update(float(kl), int(batch.episodes().scored.sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": coefficient}
 
     def state_dict(self) -> StateDict:
@@ -224,6 +229,7 @@ def check_own_functions(algorithm: AlgorithmConfig, actor: ActorConfig, *, has_c
 def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatch], dict[str, float]]:
     """Return the function that sets `advantages` and `returns` of a batch and returns metrics."""
     estimator = advantage_estimator(algorithm.adv_estimator)
+    compares = "uid" in signature(estimator).parameters
     weights = torch.tensor(algorithm.gdpo_reward_weights) if algorithm.gdpo_reward_weights else None
     alpha = algorithm.lam_actor_alpha
     decoupled = alpha is not None or algorithm.lam_critic != algorithm.lam
@@ -231,8 +237,8 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
         {"normalize_advantages": algorithm.normalize_advantages} if algorithm.adv_estimator not in OWN_DEFAULT else {}
     )
 
-    def estimate(batch: TrainBatch) -> dict[str, float]:
-        result = estimator(
+    def estimate(batch: TrainBatch) -> Advantages:
+        return estimator(
             batch.token_level_rewards,
             batch.response_mask,
             uid=batch.uid,
@@ -250,10 +256,13 @@ def build_advantage_estimator(algorithm: AlgorithmConfig) -> Callable[[TrainBatc
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             **whitening,
         )
+
+    def add_to(batch: TrainBatch) -> dict[str, float]:
+        result = estimate_by_branch(estimate, batch) if compares and batch.episode is not None else estimate(batch)
         batch.advantages, batch.returns = result.advantages, result.returns
         return value_metrics(batch)
 
-    return estimate
+    return add_to
 
 
 def build_reward_shaping(

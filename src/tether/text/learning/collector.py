@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,6 +44,8 @@ class ScoredResponses:
     """Time spent waiting for rewards after the last response was complete."""
     call_seconds: Sequence[float] = ()
     """Seconds of the call of the reward for each row, NaN where there was none; empty if unknown."""
+    branches: Mapping[int, RolloutBatch] = field(default_factory=dict)
+    """The further branches of the episode of a row, by row; `tether.text.learning.branches` adds them to a batch."""
 
     @property
     def scores(self) -> Tensor:

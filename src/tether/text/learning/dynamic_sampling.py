@@ -139,6 +139,7 @@ def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], n
     """Join the first groups, with a report on all samples but the scores of these rows only."""
     selected = groups[:num_groups]
     rollouts = [group.responses.rollout[group.rows] for group in selected]
+    rows = [(group.responses, row) for group in selected for row in range(group.rows.start, group.rows.stop)]
     return ScoredResponses(
         prompts=[group.responses.prompts[group.prompt] for group in selected],
         rollout=join_rollouts(rollouts, range(len(selected))),
@@ -154,6 +155,7 @@ def _joined(sampled: Sequence[ScoredResponses], groups: Sequence[PromptGroup], n
         ),
         reward_seconds=sum(responses.reward_seconds for responses in sampled),
         call_seconds=[seconds for group in selected for seconds in group.responses.call_seconds[group.rows]],
+        branches={at: one.branches[row] for at, (one, row) in enumerate(rows) if row in one.branches},
     )
 
 

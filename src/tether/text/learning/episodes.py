@@ -1,14 +1,15 @@
-"""Samples the calls of programs that play episodes, and makes one row of each episode.
+"""Samples the calls of programs that play episodes, and makes rows of them.
 
 The calls that wait are one batch for the engine. When a program has ended, the main branch of its episode is scored and
 becomes the row: of all that the policy read and sampled there, `response_mask` selects what it sampled. The rows of one
-prompt of the data share the tokens with which their first calls begin; these are the prompt of the batch.
+prompt of the data share the tokens with which their first calls begin; these are the prompt of the batch. Further
+branches are rows that follow later (`tether.text.learning.branches`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 
@@ -69,14 +70,14 @@ class EpisodeCollector(Collector):
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ScoredResponses:
         rows = [prompt for prompt in prompts for _ in range(sampling.n)]
-        branches: dict[int, list[RecordedCall]] = {}
+        main: dict[int, list[RecordedCall]] = {}
         requests: dict[int, RewardRequest] = {}
         outcomes: dict[int, RewardOutcome] = {}
 
         def end(episode: AgentEpisode, played: Played) -> None:
             row = episode.row
-            branches[row] = episode.main_branch()
-            requests[row] = self._request(episode.prompt, branches[row])
+            main[row] = episode.main_branch()
+            requests[row] = self._request(episode.prompt, main[row])
             if (outcome := self._outcome(episode, played)) is not None:
                 outcomes[row] = outcome
             else:
@@ -91,7 +92,7 @@ class EpisodeCollector(Collector):
         left = [row for row in range(len(rows)) if row not in outcomes]
         outcomes |= zip(left, self.rewards.collect(), strict=True)
         waited = time.perf_counter() - start
-        in_order = [branches[row] for row in range(len(rows))]
+        in_order = [main[row] for row in range(len(rows))]
         for row in with_other_beginnings(in_order, sampling.n):
             in_order[row], outcomes[row] = [], RewardError(OTHER_BEGINNING)
         counted = [_with_counts(outcomes[episode.row], episode) for episode in episodes]
@@ -99,9 +100,14 @@ class EpisodeCollector(Collector):
         check_error_rate(report, self.max_error_rate)
         rollout = assemble(in_order, sampling.n, filler=min(self.engine.eos_token_ids, default=0))
         rollout.truncated = rollout.truncated | torch.tensor([bool(episode.cut_by) for episode in episodes])
+        branches = {
+            episode.row: further_rows(episode, rollout.prompt_ids[row, : rollout.prompt_length[row]].tolist())
+            for row, episode in enumerate(episodes)
+            if isinstance(outcomes[row], Score) and episode.further_branches()
+        }
         texts = [self._text(branch) for branch in in_order]
         seconds = seconds_by_row(len(rows), left, self.rewards.durations)
-        return ScoredResponses(prompts, rollout, texts, counted, report, waited, seconds)
+        return ScoredResponses(prompts, rollout, texts, counted, report, waited, seconds, branches)
 
     def _text(self, branch: Sequence[RecordedCall]) -> str:
         """Return everything after the first prompt of a branch."""
@@ -187,11 +193,10 @@ def _with_counts(outcome: RewardOutcome, episode: AgentEpisode) -> RewardOutcome
     """Add numbers about an episode to its score, for metrics."""
     if not isinstance(outcome, Score):
         return outcome
-    sampled, trained = num_sampled(episode.calls), num_sampled(episode.main_branch())
     counts = {
         "calls": float(len(episode.calls)),
         "branches": float(len(episode.branches())),
-        "dropped_tokens": float(sampled - trained),
+        "branch_tokens": float(num_sampled(episode.calls) - num_sampled(episode.main_branch())),
         "cut_by_call_limit": float(episode.cut_by == "calls"),
         "cut_by_length_limit": float(episode.cut_by == "length"),
     }
@@ -280,17 +285,45 @@ def assemble(branches: Sequence[Sequence[RecordedCall]], n: int, filler: int) ->
         columns = zip(*(branch[0].read for branch in group if branch), strict=False)
         shared = [tokens[0] for tokens in takewhile(lambda tokens: len({*tokens}) == 1, columns)] or [filler]
         prompts += [shared] * n
-        rows += [_row(branch, len(shared), filler) for branch in group]
+        rows += [_row(branch, len(shared)) if branch else _empty_row(filler) for branch in group]
     return _as_batch(prompts, rows, n)
 
 
-def _row(branch: Sequence[RecordedCall], prompt_length: int, filler: int) -> _Row:
+def further_rows(episode: AgentEpisode, prompt: list[int]) -> RolloutBatch:
+    """Return a rollout with a row for each further branch of an episode, of which there is at least one.
+
+    The rows learn from the calls that the main branch does not have: each from those that no row before it has.
+
+    Args:
+        episode: the episode.
+        prompt: the prompt of its main branch, which is also that of each branch that begins with it.
+    """
+    prompts: list[list[int]] = []
+    rows: list[_Row] = []
+    learned = set(episode.main_branch())
+    for branch in episode.further_branches():
+        beginning = branch[0].read
+        prompts.append(prompt if beginning[: len(prompt)] == prompt else beginning)
+        rows.append(_row(branch, len(prompts[-1]), learned))
+        learned.update(branch)
+    return _as_batch(prompts, rows, len(rows))
+
+
+def _row(branch: Sequence[RecordedCall], prompt_length: int, learned: Collection[RecordedCall] = ()) -> _Row:
+    """Return the row of a branch; the answers of `learned` calls, which other rows learn from, are read."""
     row = _Row()
     for index, call in enumerate(branch):
         row.read(call.read[0 if index else prompt_length :], call.turn.versions[0])
-        row.sample(call.turn)
-    if not branch:
-        row.read([filler], version=0)
+        if call in learned:
+            row.read(call.turn.token_ids, call.turn.versions[0])
+        else:
+            row.sample(call.turn)
+    return row
+
+
+def _empty_row(filler: int) -> _Row:
+    row = _Row()
+    row.read([filler], version=0)
     return row
 
 

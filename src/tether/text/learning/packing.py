@@ -135,19 +135,24 @@ class MiniBatch:
     """Sizes of the whole mini-batch."""
 
 
-def mini_batches(mask: Tensor, plan: UpdatePlan, step: int) -> list[MiniBatch]:
+def mini_batches(mask: Tensor, plan: UpdatePlan, step: int, episode: Tensor | None = None) -> list[MiniBatch]:
     """Return the mini-batches of an update, in order.
 
     Args:
         mask: [B, T] elements to train on; rows without any are omitted.
         plan: the number of epochs and the rows of a mini-batch.
         step: training step, counted from 0.
+        episode: [B] the episode of each row, whose rows are in one mini-batch and count as one row of `plan`; None if
+            every row is an episode of its own.
     """
     (learned,) = mask.any(dim=-1).nonzero(as_tuple=True)
+    episodes = learned if episode is None else episode[learned].unique()
     minis = []
     for epoch in range(plan.epochs):
-        for number, drawn in enumerate(plan.mini_batches(len(learned), step, epoch)):
-            rows = learned[drawn]
+        for number, drawn in enumerate(plan.mini_batches(len(episodes), step, epoch)):
+            rows = episodes[drawn]
+            if episode is not None:
+                rows = torch.cat([learned[episode[learned] == one] for one in rows])
             valid = count_valid(mask[rows])
             sizes = LossSizes(int(valid.num_tokens), int(valid.num_sequences))
             minis.append(MiniBatch(epoch, number, rows, torch.arange(len(rows)), sizes))

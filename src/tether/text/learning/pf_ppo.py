@@ -18,15 +18,16 @@ class PolicyFiltration:
     seed: int
 
     def draw(self, batch: TrainBatch, step: int) -> tuple[TrainBatch, dict[str, float]]:
-        """Draw as many rows as the batch has, with replacement, and return them with metrics.
+        """Draw as many episodes as the batch has, with replacement, and return their rows with metrics.
 
         The draw depends only on (seed, step) and the scores. Advantages remain those of the full batch. A batch without
         a row to learn from is returned unchanged.
         """
-        valid = batch.response_mask.any(dim=-1)
+        episodes = batch.episodes()
+        valid = episodes.response_mask.any(dim=-1)
         if not valid.any():
             return batch, {}
-        scores = masked_sum(batch.token_level_scores, batch.response_mask, dim=-1)
+        scores = masked_sum(episodes.token_level_scores, episodes.response_mask, dim=-1)
         rows = pf_ppo_indices(
             scores,
             valid,
@@ -38,4 +39,4 @@ class PolicyFiltration:
             "pf_ppo/distinct_fraction": len(rows.unique()) / int(valid.sum()),
             "pf_ppo/score_mean": float(scores[rows].mean()),
         }
-        return batch[rows], metrics
+        return batch.of_episodes(rows), metrics

@@ -59,7 +59,9 @@ class SampleRecorder:
         before: PolicyOutputs | None,
         trained: PolicyOutputs | None,
     ) -> None:
-        rows = _Rows(experience.batch, experience.details, before, trained)
+        count = len(experience.details.texts)  # further branches of episodes are not recorded
+        outputs = [None if outputs is None else outputs[:count] for outputs in (before, trained)]
+        rows = _Rows(experience.batch[:count], experience.details, *outputs)
         with self.file.recording(step) as add:
             used = add("columns", {name: pack(column) for name, column in rows.columns.items()})
             tokens = self._tokens(rows, int(TOKEN_SHARE * self.file.max_bytes))

@@ -15,6 +15,7 @@ from tether.metrics.data import data_metrics, estimator_metrics, group_metrics
 from tether.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_per_token_ms
 from tether.text.data.prompts import PromptDataset, PromptSampler
 from tether.text.learning.advantages import GreedyBaseline, RewardComponents
+from tether.text.learning.branches import with_branches
 from tether.text.learning.collector import Collector, ScoredResponses
 from tether.text.learning.dynamic_sampling import DynamicSampling
 from tether.text.learning.evaluation import Evaluation
@@ -46,15 +47,16 @@ def step_metrics(
         time: seconds of the phases; "step" is the total.
         max_prompt_length: the length limit of prompts.
     """
-    tokens = int(sequence_lengths(batch).sum())
+    tokens, episodes = int(sequence_lengths(batch).sum()), batch.episodes()
+    scores = masked_sum(episodes.token_level_scores, episodes.response_mask, dim=-1)
     entropy = {}
     if policy is not None and policy.entropy is not None:
         entropy["actor/entropy"] = float(Mean.of(policy.entropy, batch.response_mask))
     return {
-        **data_metrics(batch, max_prompt_length=max_prompt_length),
-        **estimator_metrics(batch),
+        **data_metrics(episodes, max_prompt_length=max_prompt_length),
+        **estimator_metrics(episodes),
         **partial_metrics(batch),
-        **group_metrics(masked_sum(batch.token_level_scores, batch.response_mask, dim=-1), batch.uid, batch.scored),
+        **group_metrics(scores, episodes.uid, episodes.scored),
         **report.metrics,
         **entropy,
         **throughput_metrics(tokens, time.seconds["step"]),
@@ -140,7 +142,8 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
             self.check_parity()
 
     def collect(self, prompts: Sequence[Prompt], step: int, time: Timer, progress: Progress) -> TextExperience:
-        """Sample and score responses; row p * n + r of the batch is response r to prompt p.
+        """Sample and score responses; row p * n + r of the batch is response r to prompt p, and further branches of
+        episodes follow.
 
         Raises:
             RewardFailure: more reward calls failed than are allowed.
@@ -158,6 +161,8 @@ class TextRollouts(Rollouts[Sequence[Prompt], TrainBatch, ScoredResponses]):
                 metrics |= self.greedy_baseline.add_to(batch, scored.prompts, self.collector, key)
         if self.reward_components:
             metrics |= self.reward_components.add_to(batch, scored.outcomes)
+        if scored.branches:
+            batch = with_branches(batch, scored)
         return Experience(batch, scored, metrics)
 
     def record(self, step: int, experience: TextExperience, time: Timer) -> None:

@@ -115,6 +115,12 @@ def forks(messages):
     return 1.0
 
 
+def forks_once(messages):
+    """Two continuations of one history."""
+    messages += [said(messages), END]
+    return len({said(messages)["content"] for _ in range(2)}) + len(messages[-2]["content"])
+
+
 def pays_itself(messages):
     said(messages)
     assert ask({"reward": "much"}, "reward")[0] == 400

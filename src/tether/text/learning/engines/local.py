@@ -377,7 +377,7 @@ class LocalEngine(AutogradEngine[Outputs]):
     def update(
         self, batch: TrainBatch, loss: LossSpec[TrainBatch, Outputs], plan: UpdatePlan, step: int
     ) -> Updated[Outputs]:
-        return self.learn(batch, loss, plan, mini_batches(batch.response_mask, plan, step), step)
+        return self.learn(batch, loss, plan, mini_batches(batch.response_mask, plan, step, batch.episode), step)
 
     def export(self) -> WeightUpdate:
         return WeightUpdate(self.version, self.model.state_dict(keep_vars=True).items())

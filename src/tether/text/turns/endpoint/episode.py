@@ -221,6 +221,11 @@ class AgentEpisode:
         """Return the branch with the most sampled tokens, the latest of equal ones; empty without calls."""
         return max(reversed(self.branches()), key=num_sampled, default=[])
 
+    def further_branches(self) -> list[list[RecordedCall]]:
+        """Return the branches except the main one, in the order in which they ended."""
+        main = self.main_branch()
+        return [branch for branch in self.branches() if branch[-1] is not main[-1]]
+
 
 def num_sampled(calls: Sequence[RecordedCall]) -> int:
     """Return the number of tokens that the policy sampled in these calls."""
