@@ -4,13 +4,14 @@
     python -m benchmarks.transfer_nodes --write docs/evidence/servers.md
 
 Two raylets on this machine are the nodes, each with a stand-in of vLLM's server, which copies what arrives into its
-model. A plain copy of as many bytes, an update of the server on the node of the weights, and one of both servers take
-turns; the fastest of each counts, as other work on the machine only adds to it.
+model. A plain copy of as many bytes, its way into the object store alone, an update of the server on the node of the
+weights, and one of both servers take turns; the fastest of each counts, as other work on the machine only adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,7 @@ def measure(folder: Path) -> list[Sequence[str]]:
         sizes = group.call("policy", "nbytes", [(), ()])
         sides = {
             "copy": lambda _: float(group.call("policy", "copy", [(), None])[0]),
+            "store": lambda _: seconds(lambda: deque(WeightsOnRanks(group, "policy", None).shared(), maxlen=0)),
             "one": lambda run: seconds(partial(load, servers[:1], run)),
             "two": lambda run: seconds(partial(load, servers, run)),
         }
@@ -114,7 +116,11 @@ def measure(folder: Path) -> list[Sequence[str]]:
             server.stop()
         group.close()
         cluster.shutdown()
-    shown = {"one": "the server on the node of the weights", "two": "servers on two nodes"}
+    shown = {
+        "store": "the object store alone",
+        "one": "the server on the node of the weights",
+        "two": "servers on two nodes",
+    }
     return [
         (
             f"{sizes[0] >> 20} MiB of weights to {what}",
