@@ -77,9 +77,6 @@ class EpisodeCollector(Collector):
 
         def end(episode: AgentEpisode, played: Played) -> None:
             row = episode.row
-            if prefixes is not None:
-                for branch in episode.branches():
-                    prefixes.forget(as_token_ids(branch[-1].token_ids()[:-1], "the branch"))
             branches[row] = episode.main_branch()
             requests[row] = self._request(episode.prompt, branches[row])
             if (outcome := self._outcome(episode, played)) is not None:
@@ -88,6 +85,9 @@ class EpisodeCollector(Collector):
                 self.rewards.submit(row, requests[row])
             if on_progress:
                 on_progress(len(requests), len(rows))
+            if prefixes is not None:
+                for branch in episode.branches():
+                    prefixes.forget(as_token_ids(branch[-1].token_ids()[:-1], "the branch"))
 
         # Servers keep prefixes by themselves.
         keeping = self.engine.keeping_prefixes() if isinstance(self.engine, NativeEngine) else nullcontext()
