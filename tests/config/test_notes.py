@@ -74,7 +74,11 @@ def test_a_lower_clip_that_no_ratio_reaches_is_noted():
         ([], "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is False"),
         ([], "actor_rollout_ref.rollout.trace.token2text=True", "traces of conversations are not supported yet"),
         (["data.val_files=[]"], "trainer.val_before_train=False", "data.val_files is [] and env.train.id is null"),
-        ([], f"{ROLLOUT}.multi_turn.max_kept_tokens=7", f"{ROLLOUT}.multi_turn.enable is False"),
+        (
+            [f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.name=vllm"],
+            f"{ROLLOUT}.multi_turn.max_kept_tokens=7",
+            f"{ROLLOUT}.name is vllm",
+        ),
         ([], "trainer.async_save=True", "trainer.save_freq is -1"),
         (["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"], "critic.optim.lr=0.1", "critic.enable is False"),
         (

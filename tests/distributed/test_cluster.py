@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from tether.config import load_config
 from tether.distributed.cluster import check_versions
 from tether.distributed.worker import this_process
 from tether.loop.parts import Callbacks
-from tether.runtime.ranks import SERVERS_STATUS, Deadlines, Pool, RankFailed
+from tether.runtime.ranks import SERVERS_STATUS, STATUS, Deadlines, Pool, RankFailed
 
 pytestmark = NEEDS_RAY
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,6 +135,43 @@ def test_servers_sample_on_both_nodes_and_the_loss_of_one_restarts_the_run(
     ahead = run("ahead", "actor_rollout_ref.rollout.nnodes=1", "trainer.async_mode=one_step_off")
     assert servers(ahead) == ["vllm-1"]
     assert measured(ahead)[1]["actor/grad_norm"] == pytest.approx(one[1]["actor/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_continues_without_a_node_that_only_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One node trains and two sample, one of which is lost after the first step."""
+    from ray.cluster_utils import Cluster
+
+    inputs = write_inputs(tmp_path)
+    monkeypatch.setenv("TETHER_VLLM", str(environment(tmp_path / "vllm")))
+    served = ["trainer.preflight=False", "actor_rollout_ref.rollout.name=vllm"]
+    one = measured(one_process([*overrides(inputs, tmp_path / "one", 1, 2), *served]))
+    cluster = Cluster()
+    for cores in (0, 1, 1, 1):
+        cluster.add_node(num_cpus=cores, **({} if cores else {"include_dashboard": False}))
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    folder = tmp_path / "two"
+
+    class Remover:
+        def on_step_end(self, step: int, _: object) -> None:
+            if step == 1:
+                ranks = json.loads((folder / STATUS).read_text())["ranks"]
+                raylet = psutil.Process(int(ranks[2]["process"].split()[0])).ppid()
+                nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.list_all_nodes()}
+                cluster.remove_node(nodes[raylet])
+
+    try:
+        words = ["actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+        train(load_config(None, [*overrides(inputs, folder, 1, 2), *served, *words]), Callbacks((Remover(),)))
+    finally:
+        cluster.shutdown()
+    assert "Restart" not in capsys.readouterr().out
+    states = json.loads((folder / SERVERS_STATUS).read_text())["servers"]
+    assert [state["state"] for state in states] == ["stopped", "lost with its machine"]
+    for step, metrics in one.items():
+        assert measured(folder)[step]["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=1e-3)
 
 
 def test_a_cluster_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,6 @@ imported only where they are used, since Ray is an extra.
 
 from tether.distributed.transfers import Transfers
 from tether.distributed.weights import StoredWeights
-from tether.distributed.worker import AllRanks, Companion, CompanionLost, Group
+from tether.distributed.worker import AllRanks, Companion, CompanionLost, Group, NodeLost
 
-__all__ = ["AllRanks", "Companion", "CompanionLost", "Group", "StoredWeights", "Transfers"]
+__all__ = ["AllRanks", "Companion", "CompanionLost", "Group", "NodeLost", "StoredWeights", "Transfers"]

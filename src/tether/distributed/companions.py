@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tether.distributed.worker import CompanionLost, Process
+from tether.distributed.worker import CompanionLost, NodeLost, Process
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.ranks import RankLost
 
@@ -36,11 +36,12 @@ class RayCompanion:
         process: the process of a rank on its node.
         threads: maximum number of methods that `work` executes at once.
         make: makes the object; it must be importable on the node.
+        needs_node: whether the ranks cannot do without the node.
     """
 
-    def __init__(self, process: Process, threads: int, make: Callable[[], Any]) -> None:
+    def __init__(self, process: Process, threads: int, make: Callable[[], Any], *, needs_node: bool = True) -> None:
         self.host, self._node = process.host, process.node
-        self._threads, self._make = threads, make
+        self._threads, self._make, self._needs_node = threads, make, needs_node
         self._actor: Any = None
         self._cuts = 0
 
@@ -99,7 +100,7 @@ class RayCompanion:
         except RayError as error:
             what = f"{self.host}: the process that is to {method} died"
             if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == self._node):
-                raise RankLost(f"{what}, with its node") from error
+                raise (RankLost if self._needs_node else NodeLost)(f"{what}, with its node") from error
             raise CompanionLost(what) from error
 
 

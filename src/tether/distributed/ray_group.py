@@ -90,6 +90,8 @@ class RayGroup:
         self._call_locks = [threading.Lock() for _ in range(size)]
         """A lock for each rank, since threads poll checkpoints and sample while other ranks train."""
         self._poll_lock, self._polled_at = threading.Lock(), 0.0
+        self._spare_ranks = range(0)
+        """Ranks without components, whose loss changes nothing for the others."""
         self._reservations: list[Any] = []
         self._actors: list[Any] = []
         self._companions: list[RayCompanion] = []
@@ -139,8 +141,12 @@ class RayGroup:
     def processes(self) -> Sequence[Process]:
         return self._processes
 
+    def do_without(self, ranks: range) -> None:
+        self._spare_ranks = ranks
+
     def companion(self, rank: int, threads: int, factory: Callable[..., Any], *arguments: object) -> RayCompanion:
-        companion = RayCompanion(self._processes[rank], threads, partial(factory, *arguments))
+        make, needs_node = partial(factory, *arguments), rank not in self._spare_ranks
+        companion = RayCompanion(self._processes[rank], threads, make, needs_node=needs_node)
         self._companions.append(companion)
         return companion
 
@@ -240,7 +246,8 @@ class RayGroup:
     def _poll_now(self) -> None:
         self._write_status()
         for rank, (heartbeat, last) in enumerate(zip(self._heartbeats, self._polled_heartbeats, strict=True)):
-            self._missed_polls[rank] = self._missed_polls[rank] + 1 if heartbeat and heartbeat is last else 0
+            is_silent = heartbeat and heartbeat is last and rank not in self._spare_ranks
+            self._missed_polls[rank] = self._missed_polls[rank] + 1 if is_silent else 0
         self._polled_heartbeats = self._heartbeats
         silent = max(self._missed_polls)
         rank = self._missed_polls.index(silent)

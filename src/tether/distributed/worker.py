@@ -71,6 +71,10 @@ class CompanionLost(Exception):
     """The process of a companion died, or does not answer; its node may be fine."""
 
 
+class NodeLost(CompanionLost):
+    """The node of a companion is gone, and the ranks do without it."""
+
+
 class Companion(Protocol):
     """An object in a process of its own on the node of a rank; several threads may call it at once."""
 
@@ -92,7 +96,7 @@ class Companion(Protocol):
         Raises:
             Exception: the error of the method.
             CompanionLost: the process is gone, or the timeout expired.
-            RankLost: the node is gone.
+            NodeLost: the node is gone; `RankLost`: the ranks cannot do without it.
         """
         ...
 
@@ -114,6 +118,10 @@ class AllRanks(Group, Protocol):
 
     @property
     def processes(self) -> Sequence[Process]: ...
+
+    def do_without(self, ranks: range) -> None:
+        """Continue when ranks without components are lost with their nodes."""
+        ...
 
     def companion(self, rank: int, threads: int, factory: Callable[..., Any], *arguments: object) -> Companion:
         """Return a companion on the node of a rank, which ends with the ranks.

@@ -1,5 +1,6 @@
 """What the ranks of test_hosted.py have: the weights of the tiny policy."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ class Policy:
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._reads += 1
         yield from tiny_policy().state_dict().items()
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def reads(self) -> int:
         """How often the weights were gathered."""

@@ -37,7 +37,7 @@ from tether.distributed import StoredWeights
 from tether.distributed.groups import RankGroups
 from tether.distributed.handles import WeightsOnRanks
 from tether.distributed.worker import Process, this_process
-from tether.runtime.ranks import SERVERS_STATUS, Pool, RankLost
+from tether.runtime.ranks import SERVERS_STATUS, Deadlines, Pool, RankLost
 from tether.text import roles
 from tether.text.servers import GenerateRequest, Launch, ServedEngine, ServerGone, ServerRefuses, Traffic, build
 from tether.text.servers.build import PolicyCard, SamplingRanks
@@ -51,10 +51,10 @@ TRAFFIC = Traffic(torch.float32, 1 << 16, frozenset(["lm_head.weight"]), max_num
 API = Vllm(POLICY)
 
 
-def launch(folder: Path, python: Path, number: int = 0) -> Launch:
+def launch(folder: Path, python: Path, number: int = 0, **environment: str) -> Launch:
     tiny_policy().config.save_pretrained(folder / "config")
     options = {"model": str(folder / "config"), "dtype": "float32", "max_model_len": 512, "load_format": "dummy"}
-    return launch_vllm(python, folder / f"vllm-{number}.log", options, {})
+    return launch_vllm(python, folder / f"vllm-{number}.log", options, environment)
 
 
 def stand_in(folder: Path, faults: str = "") -> Path:
@@ -259,4 +259,51 @@ def test_servers_on_two_nodes_sample_and_are_replaced(
     finally:
         engine.close()
         group.close()
+    wait_for(lambda: not processes_with(str(tmp_path / "config")))
+
+
+@NEEDS_RAY
+@pytest.mark.slow
+def test_the_other_servers_sample_the_rows_of_a_lost_node(tmp_path: Path) -> None:
+    """The node has a rank without components, and is lost while its server samples; then that of the last server."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for cores in (0, 1, 1):
+        cluster.add_node(num_cpus=cores, **({} if cores else {"include_dashboard": False}))
+    pools, apart = [Pool(1, 1), Pool(1, 1, "rollout")], [range(1), range(1, 2)]
+    group: Any = ray_group(pools, "cpu", 1, tmp_path, together=apart, options={"address": cluster.address},
+                           deadlines=Deadlines(silence=5.0))  # fmt: skip
+    nodes = {node.node_id: node for node in cluster.list_all_nodes()}
+    group.some(apart[0]).build(make)
+    group.do_without(apart[1])
+    servers = []
+    for rank, seconds in enumerate(("0", "3")):
+        slow = launch(tmp_path, stand_in(tmp_path), rank, STAND_IN_SECONDS=seconds)
+        companion = group.companion(rank, 8, host_server, API, slow, 120, f"node-{rank}")
+        servers.append(HostedServer(API, companion, f"vllm-{rank}", 120))
+    weights = WeightUpdate(0, WeightsOnRanks(group.some(apart[0]), "policy", None))
+    engine = ServedEngine(servers, lambda: weights, eos_token_ids=EOS, vocabulary=260, context=512, traffic=TRAFFIC,
+                          status=tmp_path / SERVERS_STATUS)  # fmt: skip
+
+    def remove(_: object) -> None:
+        if lost := nodes.pop(group.processes[1].node, None):
+            cluster.remove_node(lost)
+
+    try:
+        expected = rows_of(engine.generate(PROMPTS, SAMPLING, KEY))
+        assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY, on_finished=remove)) == expected
+        assert engine.servers == servers[:1]
+        assert engine.transfer_metrics()["transfer/server_failures"] == 1
+        states = json.loads((tmp_path / SERVERS_STATUS).read_text())["servers"]
+        assert [state["state"] for state in states] == ["idle", "lost with its machine"]
+        group.some(apart[0]).call("policy", "rest", [(8.0,)])  # longer than a rank with components may be silent
+        assert rows_of(engine.generate(PROMPTS, SAMPLING, KEY)) == expected
+        cluster.remove_node(nodes[group.processes[0].node])
+        with pytest.raises(RankLost, match=r"died, with its node"):
+            engine.generate(PROMPTS, SAMPLING, KEY)
+    finally:
+        engine.close()
+        group.close()
+        cluster.shutdown()
     wait_for(lambda: not processes_with(str(tmp_path / "config")))

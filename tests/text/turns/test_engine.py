@@ -7,9 +7,9 @@ import torch
 
 from tests.text.sampling.test_native import PROMPTS, packed_logits, responses, route_one_by_one
 from tests.tiny import tiny_model
-from tether.batch import RolloutBatch
+from tether.batch import RolloutBatch, WeightUpdate, as_token_ids
 from tether.text.sampling.engine import NativeEngine
-from tether.text.sampling.kv_cache import Decode
+from tether.text.sampling.kv_cache import Decode, KeptPrefixes
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, SamplingParams
 
 KEY = NoiseKey(seed=1, step=2)
@@ -104,6 +104,44 @@ def test_what_is_kept_is_not_prefilled_again():
     for other in (of_some, of_all):
         assert responses(other) == responses(batch)
         torch.testing.assert_close(other.rollout_log_probs, batch.rollout_log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("slots", [2, 256])
+def test_a_later_call_continues_the_caches_of_rows_that_ended(slots):
+    """Of a prompt that continues one, only what is new is prefilled, and it is sampled as by an engine without any."""
+    sampling, later = SamplingParams(max_new_tokens=5, record_kept=False), NoiseKey(seed=1, step=3)
+    model = tiny_model("deepseek_v3", dtype=torch.float64)
+    route_one_by_one(model)
+    counted = Counted(model, eos_token_ids=ENDS, max_num_seqs=slots)
+    with counted.keeping_prefixes() as prefixes:
+        first = counted.generate(PROMPTS, sampling, KEY)
+        ends = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, responses(first), strict=True)]
+        prompts = [[*ids, 201, 202] for ids in ends]
+        prompts[2:2] = [[7, 8, 9], [*ends[0], 203]]  # continues none; the second one that continues the first
+        prefixes.forget(as_token_ids(ends[-1][:-1], "a row"))
+        counted.prefilled = 0
+        batch = counted.generate(prompts, sampling, later)
+        new = [3] * len(prompts)
+        new[2], new[3], new[-1] = (len(prompts[row]) for row in (2, 3, -1))
+        assert counted.prefilled == sum(new)
+        counted.load_weights(WeightUpdate(1, []))
+        counted.generate([[*prompts[0], *responses(batch)[0], 204]], sampling, later)
+        assert counted.prefilled == sum(new) + len(prompts[0]) + len(responses(batch)[0]) + 1
+    alone = NativeEngine(model, eos_token_ids=ENDS).generate(prompts, sampling, later)
+    assert responses(batch) == responses(alone)
+    torch.testing.assert_close(batch.rollout_log_probs, alone.rollout_log_probs, atol=1e-10, rtol=0)
+
+
+def test_no_more_is_kept_than_there_is_room_for():
+    prefixes, prefix = KeptPrefixes(5), {0: (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))}
+    ids = as_token_ids([1, 2], "ids")
+    for _ in range(2):
+        assert prefixes.has_room(2)
+        prefixes.add(ids, prefix)
+    assert not prefixes.has_room(2)
+    assert prefixes.pop(ids) is None, "a prompt leaves a token to compute"
+    assert [prefixes.pop(as_token_ids([1, 2, last], "ids")) is prefix for last in (3, 4, 5)] == [True, True, False]
+    assert prefixes.has_room(5)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 14])

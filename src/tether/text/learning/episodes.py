@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 
@@ -18,7 +19,7 @@ from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tether.batch import KeptTokens, Prompt, RolloutBatch
+from tether.batch import KeptTokens, Prompt, RolloutBatch, as_token_ids
 from tether.runtime.interrupt import give_up_if_interrupted
 from tether.runtime.worker_pool import WorkersFailed
 from tether.text.data.prompts import decode
@@ -34,6 +35,7 @@ from tether.text.rewards.outcome import (
     is_float32,
     summarize,
 )
+from tether.text.sampling.engine import NativeEngine
 from tether.text.sampling.protocol import NoiseKey, SamplingParams
 from tether.text.turns.endpoint.endpoint import AgentEndpoint
 from tether.text.turns.endpoint.episode import (
@@ -84,8 +86,13 @@ class EpisodeCollector(Collector):
                 self.rewards.submit(row, requests[row])
             if on_progress:
                 on_progress(len(requests), len(rows))
+            if prefixes is not None:
+                for branch in episode.branches():
+                    prefixes.forget(as_token_ids(branch[-1].token_ids()[:-1], "the branch"))
 
-        with self.endpoint.playing(rows, key.first_sample) as programs:
+        # Servers keep prefixes by themselves.
+        keeping = self.engine.keeping_prefixes() if isinstance(self.engine, NativeEngine) else nullcontext()
+        with keeping as prefixes, self.endpoint.playing(rows, key.first_sample) as programs:
             episodes = list(programs.values())
             self._play(programs, sampling, key, end)
         start = time.perf_counter()

@@ -36,6 +36,7 @@ from tether.text.models.layers import context_length, use_tether_attention
 from tether.text.sampling.decoder import Decoder, ReplayedDecoder, decoder_for
 from tether.text.sampling.expert_recorder import ExpertRecorder
 from tether.text.sampling.generation import Forward, Generation, max_row_length
+from tether.text.sampling.kv_cache import KeptPrefixes
 from tether.text.sampling.protocol import (
     FinishedResponse,
     NoiseKey,
@@ -81,8 +82,8 @@ class NativeEngine:
             eos_token_ids: tokens that end a response.
             max_num_seqs: maximum number of responses decoded at a time, and slots of the KV cache.
             max_num_batched_tokens: maximum number of prompt tokens in one prefill; a single longer prompt still runs.
-            max_kept_tokens: maximum number of tokens whose cache is kept for rows that wait for a responder; other rows
-                are prefilled again.
+            max_kept_tokens: maximum number of tokens whose cache is kept for rows that wait for a responder, and in
+                `keeping_prefixes`; other rows are prefilled again.
             dtype: dtype of generation; None: that of the model.
         """
         use_tether_attention(model)
@@ -99,6 +100,7 @@ class NativeEngine:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_kept_tokens = max_kept_tokens
+        self._prefixes: KeptPrefixes | None = None
 
     @property
     def context(self) -> int | None:
@@ -114,6 +116,17 @@ class NativeEngine:
     def _load(self, weights: WeightUpdate) -> None:
         weights.copy_to(self._trained)
         self._version = weights.version
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    @contextmanager
+    def keeping_prefixes(self) -> Iterator[KeptPrefixes]:
+        """Keep the caches of rows that calls in this block finish, for prompts of later calls that continue them."""
+        self._prefixes = KeptPrefixes(self._max_kept_tokens)
+        try:
+            yield self._prefixes
+        finally:
+            self._prefixes = None
 
     def generate(
         self,
@@ -151,6 +164,7 @@ class NativeEngine:
                 responder=responder,
                 version=self._version,
                 recorder=recorder,
+                prefixes=self._prefixes if sampling.n == 1 and recorder is None else None,
             )
             try:
                 while call.step():

@@ -26,7 +26,7 @@ from tether.keyed_random import uniform
 from tether.text.models.truncation_record import KeptRecorder
 from tether.text.sampling.decoder import RepeatedStep, ReplayedDecoder
 from tether.text.sampling.expert_recorder import ExpertRecorder
-from tether.text.sampling.kv_cache import Continue, Decode, KVCache, Prefill, Prefix
+from tether.text.sampling.kv_cache import Continue, Decode, KeptPrefixes, KVCache, Prefill, Prefix, length_of
 from tether.text.sampling.protocol import FinishedResponse, NoiseKey, Responder, RolloutProgress, SamplingParams
 
 
@@ -148,8 +148,9 @@ class Generation:
         responder: Responder | None,
         version: int,
         recorder: ExpertRecorder | None = None,
+        prefixes: KeptPrefixes | None = None,
     ) -> None:
-        self._experts = recorder
+        self._experts, self._prefixes = recorder, prefixes
         self._forward, self._prompts, self._sampling, self._key = forward, prompts, sampling, key
         self._device, self._dtype = model.device, model.dtype
         self._max_prefill_tokens = max_prefill_tokens
@@ -185,6 +186,8 @@ class Generation:
         self._context_end = [0] * self._num_rows  # number of tokens of the row up to the end of the last reply
         self._reply_spans: list[tuple[int, int, int]] = []  # row, and start and end of a reply in it
         self._cached_prefixes: dict[int, Prefix] = {}  # of paused rows: all but the last token
+        popped = {row: prefixes.pop(prompt) for row, prompt in enumerate(prompts)} if prefixes else {}
+        self._known = {row: prefix for row, prefix in popped.items() if prefix}  # of rows that have not started
         self._free_prefix_tokens = max_kept_tokens  # number of tokens of such prefixes that can still be cached
         vocabulary = model.config.get_text_config().vocab_size
         self._cuts = sampling.cuts(vocabulary)
@@ -202,6 +205,7 @@ class Generation:
             self._versions = torch.full(self._tokens.shape, self._version, device=self._device)
         self._forward, self._version = forward, version
         self._steps = RepeatedStep(self._kernels)
+        self._known.clear()
         self._recompute_cache()
 
     def step(self) -> bool:
@@ -270,7 +274,7 @@ class Generation:
         """Load cached prefixes into the next slots and process the tokens after them; returns the logits at their
         ends."""
         added = [self._new_tokens(row, prefix) for row, prefix in cached.items()]
-        starts, lengths = [_length(prefix) for prefix in cached.values()], [len(tokens) for tokens in added]
+        starts, lengths = [length_of(prefix) for prefix in cached.values()], [len(tokens) for tokens in added]
         for slot, prefix in enumerate(cached.values(), start=self._active):
             self._cache.put(prefix, slot)
         layout = Continue.plan(self._cache, starts, lengths, first_slot=self._active)
@@ -282,9 +286,9 @@ class Generation:
         return logits
 
     def _new_tokens(self, row: int, prefix: Prefix) -> Tensor:
-        """Return the tokens of a row since its prefix was cached: the last token of its turn, and the reply."""
-        start = _length(prefix) - len(self._prompts[row // self._sampling.n])
-        return self._tokens[row, start : self._context_end[row]]
+        """Return the tokens of a row after its prefix, up to the end of the last reply."""
+        context = torch.cat([self._prompt_of(row), self._tokens[row, : self._context_end[row]]])
+        return context[length_of(prefix) :]
 
     def _cache_prefix(self, slot: int, row: int, length: int) -> None:
         """Cache the prefix of a row if there is space. Rows that paused last resume last, so the newest one is not
@@ -296,7 +300,7 @@ class Generation:
     def _pop_prefix(self, row: int) -> Prefix | None:
         prefix = self._cached_prefixes.pop(row, None)
         if prefix is not None:
-            self._free_prefix_tokens += _length(prefix)
+            self._free_prefix_tokens += length_of(prefix)
         return prefix
 
     def _append_reply(self, row: int) -> bool:
@@ -320,13 +324,15 @@ class Generation:
 
     def _prefill(self, free: int) -> Tensor:
         """Start waiting rows in the free slots; returns [rows, V] logits after their prompts."""
+        if self._num_started in self._known:
+            return self._continued(self._next_known(free))
         last = min(self._num_started + free, self._num_rows)
         shares = groupby(range(self._num_started, last), key=lambda row: row // self._sampling.n)
         lengths: list[int] = []
         copies: list[int] = []
         for prompt, rows in shares:
             tokens = len(self._prompts[prompt])
-            if lengths and sum(lengths) + tokens > self._max_prefill_tokens:
+            if prompt in self._known or (lengths and sum(lengths) + tokens > self._max_prefill_tokens):
                 break
             lengths.append(tokens)
             copies.append(len(list(rows)))
@@ -340,6 +346,15 @@ class Generation:
         self._occupy(started, torch.tensor(lengths)[owner], torch.zeros_like(started))
         self._num_started += len(owner)
         return logits[owner.to(self._device)]
+
+    def _next_known(self, free: int) -> dict[int, Prefix]:
+        """Start the waiting rows up to the next one without a known prefix; returns their prefixes."""
+        known, tokens = dict[int, Prefix](), 0
+        while (row := self._num_started) in self._known and len(known) < free and tokens < self._max_prefill_tokens:
+            known[row] = self._known.pop(row)
+            tokens += len(self._prompts[row]) - length_of(known[row])
+            self._num_started += 1
+        return known
 
     def _prefilled(self, ids: Tensor, lengths: list[int], copies: list[int], first_slot: int | None = None) -> Tensor:
         """Prefill concatenated contexts into the next slots, in copies; returns the logits after each."""
@@ -439,6 +454,7 @@ class Generation:
         for slot, row, length, position, ended_itself in zip(*(column.tolist() for column in columns), strict=True):
             self._lengths[row] = length
             if self._responder is None or not ended_itself:
+                self._keep_prefix(slot, row, position)
                 self._finish(row)
             else:
                 self._responder.submit_turn(row, self._tokens[row, self._context_end[row] : length].tolist())
@@ -453,6 +469,13 @@ class Generation:
             self._state[:, gap] = self._state[:, mover]
         self._state[:, remaining : self._active] = self._free
         self._active = remaining
+
+    def _keep_prefix(self, slot: int, row: int, length: int) -> None:
+        """Store the prefix of a finished row, all but its last token, for prompts of later calls."""
+        if self._prefixes is not None and self._prefixes.has_room(length):
+            prompt = self._prompts[row]
+            sampled = self._tokens[row, : length - len(prompt)].cpu().numpy().astype(prompt.dtype)
+            self._prefixes.add(np.concatenate([prompt, sampled]), self._cache.copy_of(slot, length))
 
     def _finish(self, row: int) -> None:
         self._num_finished += 1
@@ -509,7 +532,3 @@ class Generation:
 def max_row_length(prompts: Sequence[TokenIds], sampling: SamplingParams) -> int:
     """Return the maximum number of tokens of prompt and response together."""
     return max(len(prompt) + sampling.room(len(prompt)) for prompt in prompts)
-
-
-def _length(prefix: Prefix) -> int:
-    return prefix[0][0].shape[1]

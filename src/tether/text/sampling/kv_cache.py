@@ -10,12 +10,14 @@ among the rows, D and E = head size of keys and of values, N = tokens in one cal
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tether.batch import TokenIds
 from tether.kernels import AttentionSpec, kernels_for
 from tether.text.models.layers import Packed
 
@@ -23,8 +25,61 @@ _MIN_FREE = 64  # minimum number of free positions in a new cache
 _MULTIPLE = 32  # positions that a kernel processes at a time
 
 
-Prefix = list[tuple[Tensor, Tensor]]
-"""Keys [K, n, D] and values [K, n, E] of the first n positions of a sequence, for every layer."""
+Prefix = dict[int, tuple[Tensor, Tensor]]
+"""Keys [K, n, D] and values [K, n, E] of the first n positions of a sequence, by layer."""
+
+
+def length_of(prefix: Prefix) -> int:
+    """Return the number of positions of a prefix."""
+    return next(iter(prefix.values()))[0].shape[1]
+
+
+class KeptPrefixes:
+    """Caches of finished rows, for later prompts that continue them.
+
+    Each is given away once, to the first prompt that continues it, so that no more is stored than can be continued.
+
+    Args:
+        max_tokens: maximum number of tokens in all prefixes; a row that does not fit is not stored.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all prefixes, as when weights change."""
+        self._free = self._max_tokens
+        self._prefixes: dict[bytes, list[Prefix]] = {}  # by token ids; equal rows have one each
+        self._lengths = Counter[int]()
+
+    def has_room(self, length: int) -> bool:
+        """Return whether a prefix of this length fits."""
+        return length <= self._free
+
+    def add(self, token_ids: TokenIds, prefix: Prefix) -> None:
+        """Store the cache of these tokens, for which there is room."""
+        self._prefixes.setdefault(token_ids.tobytes(), []).append(prefix)
+        self._free -= len(token_ids)
+        self._lengths[len(token_ids)] += 1
+
+    def pop(self, token_ids: TokenIds) -> Prefix | None:
+        """Return and forget the longest prefix that is shorter than these tokens."""
+        shorter = sorted((length for length in self._lengths if length < len(token_ids)), reverse=True)
+        return next((found for length in shorter if (found := self.forget(token_ids[:length])) is not None), None)
+
+    def forget(self, token_ids: TokenIds) -> Prefix | None:
+        """Forget the cache of exactly these tokens and return it; None if there is none."""
+        key, length = token_ids.tobytes(), len(token_ids)
+        if key not in self._prefixes:
+            return None
+        prefix = self._prefixes[key].pop()
+        if not self._prefixes[key]:
+            del self._prefixes[key]
+        self._free += length
+        self._lengths[length] -= 1
+        self._lengths += Counter()  # drops lengths that no prefix has
+        return prefix
 
 
 class KVCache:
@@ -87,13 +142,14 @@ class KVCache:
 
     def copy_of(self, slot: int, length: int) -> Prefix:
         """Return a copy of the first `length` positions of a slot."""
-        return [
-            (keys[slot, :, :length].clone(), values[slot, :, :length].clone()) for keys, values in self._layers.values()
-        ]
+        return {
+            layer: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
+            for layer, (keys, values) in self._layers.items()
+        }
 
     def put(self, prefix: Prefix, slot: int) -> None:
         """Copy a prefix to the beginning of a slot."""
-        for layer, (key, value) in zip(self._layers, prefix, strict=True):
+        for layer, (key, value) in prefix.items():
             length = key.shape[1]
             keys, values = self.room(layer, length, key[None], value[None])
             keys[slot, :, :length], values[slot, :, :length] = key, value

@@ -290,6 +290,8 @@ def _hosted_servers(
         ValueError: the server is not installed on this machine, a node has too few devices, or a hub refuses files.
     """
     rollout, processes = settings.rollout, hosts.group.processes
+    if not hosts.train:
+        hosts.group.do_without(hosts.ranks)
     split, timeout = rollout.tensor_model_parallel_size, rollout.server_timeout
     ranks_by_node: dict[str, list[int]] = {}
     for rank in hosts.ranks:

@@ -6,6 +6,7 @@ or hangs is restarted with the current weights, and its unfinished rows are requ
 
     rows ──► server 0 ──► results, each checked: complete, and sampled with the current weights
          ──► server 1 ──x dead: restart, load weights, request its unfinished rows again
+         ──► server 2 ──x its machine is lost: request its unfinished rows from the others
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tether.batch import KeptTokens, RolloutBatch, TokenIds, WeightUpdate, as_token_ids
 from tether.keyed_random import seed_of
 from tether.runtime.interrupt import give_up_if_interrupted
+from tether.runtime.ranks import RankLost
 from tether.text.models.truncation_record import KeptRecorder
 from tether.text.sampling.protocol import (
     FinishedResponse,
@@ -36,7 +38,7 @@ from tether.text.sampling.protocol import (
 )
 from tether.text.servers.api import GenerateRequest, SampledRow
 from tether.text.servers.conversation import Conversation
-from tether.text.servers.http import ConnectionLost, Connections, ServerGone
+from tether.text.servers.http import ConnectionLost, Connections, MachineLost, ServerGone
 from tether.text.servers.protocol import NamedUpdate, SamplingServer, Traffic
 from tether.text.servers.status import ServersStatus
 
@@ -346,10 +348,21 @@ class ServedEngine:
                 self._recover(server, ServerGone(f"{server.url}: lost its weights"), restart=not server.is_healthy())
 
     def _recover(self, server: SamplingServer, error: Exception, *, restart: bool = True) -> None:
-        """Restart a server if tether started it, and load the current weights."""
+        """Restart a server if tether started it, and load the current weights; continue without it if its machine is
+        lost.
+
+        Raises:
+            ServersFailed: it failed repeatedly.
+            RankLost: the machine of the last server is lost.
+        """
+        if server not in self.servers:  # dropped by an update of weights during sampling
+            return
         self._recoveries += 1
         self._status.report_failure(server, str(error))
         for attempt in range(MAX_ATTEMPTS):
+            if isinstance(error, MachineLost):
+                self._drop(server, error)
+                return
             _log.warning(
                 "%s. %s", server.explained(error), server.next_step() if restart else "Its weights are loaded again"
             )
@@ -365,6 +378,17 @@ class ServedEngine:
                     what = f"{self.api.title} failed {MAX_ATTEMPTS} times to load weights"
                     raise ServersFailed(f"{what}, most recently: {server.explained(next_error)}") from None
                 error, restart = next_error, _is_down(server, next_error)
+
+    def _drop(self, server: SamplingServer, error: MachineLost) -> None:
+        """Continue with the other servers."""
+        others = [other for other in self.servers if other is not server]
+        if not others:
+            raise RankLost(f"{error}, and no other server is left")
+        self.servers = others
+        self._reported = (self._reported[0] - server.bytes_sent, self._reported[1])
+        self._status.report([server], "lost with its machine")
+        server.stop()
+        _log.warning("%s. The run continues with %d of its servers until it is started again", error, len(others))
 
     def _send(self, servers: Sequence[SamplingServer], weights: WeightUpdate) -> dict[SamplingServer, ServerGone]:
         """Load weights into servers of this engine, and return those that died."""

@@ -20,11 +20,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tether.distributed import Companion, CompanionLost, StoredWeights
+from tether.distributed import Companion, CompanionLost, NodeLost, StoredWeights
 from tether.distributed.handles import WeightsOnRanks
 from tether.runtime.ranks import RankLost
 from tether.text.servers.api import GenerateRequest, Launch, SampledRow, ServerApi
-from tether.text.servers.http import Connections, ServerGone
+from tether.text.servers.http import Connections, MachineLost, ServerGone
 from tether.text.servers.protocol import NamedUpdate, SamplingServer
 from tether.text.servers.server import InferenceServer
 
@@ -71,7 +71,7 @@ class HostedServer(SamplingServer):
         try:
             sampled: SampledRow = self.companion.work("generate", request, vocabulary)
         except CompanionLost as error:
-            raise ServerGone(str(error)) from None
+            raise (MachineLost if isinstance(error, NodeLost) else ServerGone)(str(error)) from None
         return sampled
 
     def abort(self) -> None:
@@ -151,12 +151,12 @@ class HostedServer(SamplingServer):
         """Return the result of a method of the `ServerHost`, which has timeouts of its own.
 
         Raises:
-            ServerGone: the companion is gone.
+            ServerGone: the companion is gone; `MachineLost`: with its node.
         """
         try:
             return self.companion.call(method, *arguments, timeout=timeout or self.timeout + QUICK_SECONDS)
         except CompanionLost as error:
-            raise ServerGone(str(error)) from None
+            raise (MachineLost if isinstance(error, NodeLost) else ServerGone)(str(error)) from None
 
 
 @dataclass(eq=False)

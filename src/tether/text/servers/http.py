@@ -16,6 +16,10 @@ class ServerGone(Exception):
     """No complete response: the server is dead, hangs, dropped the connection, or failed by itself (HTTP 5xx)."""
 
 
+class MachineLost(ServerGone):
+    """The machine of the server is gone, so that it cannot be restarted."""
+
+
 class ServerSilent(ServerGone):
     """No response arrived in time."""
 

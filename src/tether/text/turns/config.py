@@ -43,7 +43,9 @@ class MultiTurnConfig(Section):
     """Refuse a chat template if turns put together are not what it gives for the whole; or let white space differ."""
     timeout: PositiveFloat = 10.0
     """Seconds that a call of a tool or a step of an environment may take. (tether's own key.)"""
-    max_kept_tokens: Annotated[Count, ActsIf(MULTI_TURN, on=(True,), also=NATIVE)] = 65536
+    max_kept_tokens: Annotated[
+        Count, ActsIf(MULTI_TURN, on=(True,), other=ActsIf(AGENT, on=(ENDPOINT,)), also=NATIVE)
+    ] = 65536
     """Tokens of answered conversations whose keys and values are kept; the others are prefilled. (tether's own key.)"""
 
 
