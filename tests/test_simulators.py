@@ -1,4 +1,7 @@
-"""The commands of the page on simulators run, where the package behind the `#` is installed."""
+"""The commands of the page on simulators run, where the package behind the `#` is installed.
+
+`scripts/test_simulators.sh` installs all of them.
+"""
 
 import re
 import shlex
@@ -12,7 +15,9 @@ from tether.commands.cli import app
 PAGE = Path(__file__).parents[1] / "docs/guides/simulators.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 COMMANDS = [
-    line for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    for line in block.replace("\\\n", "").splitlines()
 ]
 SMALL = [
     "env.train.max_steps_per_rollout_epoch=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16",
@@ -22,9 +27,9 @@ SMALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.rpartition("# ")[2])
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip(command.rpartition("# ")[2])
+    pytest.importorskip(command.rpartition("# ")[2], reason="bash scripts/test_simulators.sh installs it")
     monkeypatch.chdir(tmp_path)
     for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE):
         Path(name).write_text(code)

@@ -4,11 +4,12 @@
     python -m benchmarks.control MiniGrid-DoorKey-6x6-v0 MiniGrid-MemoryS7-v0   # a CNN, a CNN with an LSTM
     python -m benchmarks.control HalfCheetah-v5 Hopper-v5 Walker2d-v5 --plot control.png
     python -m benchmarks.control --published --seeds 5   # tether alone, beside the returns that others publish
+    python -m benchmarks.control --speed --purejaxrl CLONE   # the table of speed (`benchmarks.control.speed`)
 
 The runs of all sides take turns, each in a process of its own. Speed is environment steps of the whole training over
 its seconds, without imports and without the test at the end. The peers are fetched from the package registry into
-folders of their own, without torch and MuJoCo, so that all sides use the same. Runs that are in the file of --results
-are not made again, and each new one is added: an interrupted benchmark resumes.
+folders of their own, without torch and MuJoCo, so that all sides use the same; PureJaxRL itself has to be cloned. Runs
+that are in the file of --results are not made again, and each new one is added: an interrupted benchmark resumes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 from benchmarks.control.published import PUBLISHED, write_published
 from benchmarks.control.report import plot, show, thinned, write_table
 from benchmarks.control.sides import PEERS, SIDES
+from benchmarks.control.speed import ROWS, SPEED, table, what_is_missing, write_speed
 from benchmarks.control.tasks import LEARNING, TASKS, Task
 from benchmarks.resumable import all_runs
 
@@ -40,8 +42,11 @@ def fetch_peer(side: str) -> Path:
     version = zlib.crc32(" ".join(PEERS[side]).encode())
     folder = Path(tempfile.gettempdir()) / f"tether-benchmark-{side}-{version:08x}"
     if not (folder / "complete").exists():
-        pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--ignore-requires-python", "--upgrade"]
-        subprocess.run([*pip, "--target", str(folder), *PEERS[side]], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--upgrade", "--target", str(folder)]
+        # Of JAX's packages the dependencies are needed, too.
+        jax = side == "purejaxrl"
+        pip += ["--constraint", str(ROOT / "constraints.txt")] if jax else ["--no-deps", "--ignore-requires-python"]
+        subprocess.run([*pip, *PEERS[side]], check=True)
         (folder / "complete").touch()
     return folder
 
@@ -108,6 +113,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of runs that are done (JSON lines)")
     parser.add_argument("--learning", action="store_true", help="the tasks of the table of docs/evidence/control.md")
     parser.add_argument("--published", action="store_true", help="tether on the tasks whose returns others published")
+    parser.add_argument("--speed", action="store_true", help="the table of speed, without returns")
+    parser.add_argument("--purejaxrl", type=Path, help="with --speed: a clone of github.com/luchris429/purejaxrl")
     parser.add_argument("--write", type=Path, help="put the table of returns into this page")
     parser.add_argument("--made-only", action="store_true", help="make no new run, and show those of --results")
     parser.add_argument("--plot", type=Path, help="draw the curves to this PNG")
@@ -120,6 +127,9 @@ def main() -> None:
         return
     asked_for = {"steps": given.steps, "value_coeff": given.value_coeff}
     changes = {key: value for key, value in asked_for.items() if value is not None}
+    if given.speed:
+        compare_speed(given)
+        return
     if given.published:
         known, given.only = {name: published.task for name, published in PUBLISHED.items()}, ["tether"]
     names = given.tasks or (PUBLISHED if given.published else LEARNING if given.learning else TASKS)
@@ -133,6 +143,29 @@ def main() -> None:
         write_table(given.write, tasks, tables)
     if given.plot:
         plot(tables, given.plot)
+
+
+def compare_speed(given: argparse.Namespace) -> None:
+    """Run the rows of the table of speed that can run here, and print it."""
+    if given.purejaxrl:
+        if not (given.purejaxrl / "purejaxrl/ppo.py").is_file():
+            raise SystemExit(
+                f"--purejaxrl={given.purejaxrl}: there is no purejaxrl/ppo.py. Name the folder of a clone."
+            )
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str((given.purejaxrl / "purejaxrl").resolve()), os.environ.get("PYTHONPATH", "")]
+        )
+    missing = {row.title: what_is_missing(row, given.purejaxrl) for row in ROWS}
+    tasks = {name: SPEED[name] for name in dict.fromkeys(row.task for row in ROWS if not missing[row.title])}
+    if given.steps:  # at least one training step
+        tasks = {
+            name: replace(task, steps=max(given.steps, task.num_envs * task.rollout)) for name, task in tasks.items()
+        }
+    tables = run(tasks, given.seeds, list(SIDES), given.threads, given.results, made_only=given.made_only)
+    text = table(tasks, tables, missing)
+    print(text)
+    if given.write:
+        write_speed(given.write, text)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
 
 from benchmarks.control.tasks import LAST_EPISODES, TEST_SEED, Task, overrides
 
@@ -153,7 +156,7 @@ def sb3_policy(name: str, task: Task) -> tuple[Any, dict[str, Any]]:
             return RecurrentPPO, {"policy": "MlpLstmPolicy", "policy_kwargs": layers | memory}
         from stable_baselines3 import PPO
 
-        return PPO, {"policy": "MlpPolicy"}
+        return PPO, {"policy": task.policy_of_sb3}
     from benchmarks.control.sb3_networks import Features
 
     network: dict[str, Any] = {"features_extractor_class": Features, "normalize_images": False, "net_arch": []}
@@ -207,7 +210,45 @@ def run_cleanrl(name: str, task: Task, seed: int, threads: int) -> Result:
     return {"sps": speed, "return": fmean(got for _, got in curve[-LAST_EPISODES:]), "curve": curve}
 
 
-SIDES = {"tether": run_tether, "sb3": run_sb3, "cleanrl": run_cleanrl}
+def run_purejaxrl(name: str, task: Task, seed: int, threads: int) -> Result:
+    """Train with the unchanged `ppo.py` of a clone of PureJaxRL, which is on the path; returns are of training.
+
+    Its compilation is timed on its own.
+    """
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])  # XLA takes all cores that it sees
+    # Its wrappers import simulators that the task does not need.
+    unused = ("brax", "brax.envs", "brax.envs.wrappers", "brax.envs.wrappers.training", "navix")
+    sys.modules |= dict.fromkeys(unused, MagicMock())
+    import jax
+
+    settings: dict[str, Any] = {
+        "LR": task.lr, "NUM_ENVS": task.num_envs, "NUM_STEPS": task.rollout, "TOTAL_TIMESTEPS": task.steps,
+        "UPDATE_EPOCHS": task.epochs, "NUM_MINIBATCHES": task.num_envs * task.rollout // task.mini_batch,
+        "GAMMA": task.gamma, "GAE_LAMBDA": task.lam, "CLIP_EPS": task.clip, "ENT_COEF": task.entropy,
+        "VF_COEF": task.value_coeff, "MAX_GRAD_NORM": task.grad_clip, "ACTIVATION": "tanh",
+        "ENV_NAME": task.env_id or name, "ANNEAL_LR": task.schedule == "linear",
+    }  # fmt: skip
+    key, used = jax.random.PRNGKey(seed), cpu_seconds()
+    train = jax.jit(importlib.import_module("ppo").make_train(settings)).lower(key).compile()
+    compilation = cpu_seconds() - used
+    start, used = time.perf_counter(), cpu_seconds()
+    metrics = jax.block_until_ready(train(key))["metrics"]
+    seconds, used = time.perf_counter() - start, cpu_seconds() - used
+    a_step = task.num_envs * task.rollout
+    ended, returns = (np.asarray(metrics[name]) for name in ("returned_episode", "returned_episode_returns"))
+    logged = [
+        (a_step * step, float(got[where].mean()), int(where.sum()))
+        for step, (got, where) in enumerate(zip(returns, ended, strict=True), start=1)
+        if where.any()
+    ]
+    points = over_last([(mean, count) for _, mean, count in logged])
+    curve = [[at, point] for (at, *_), point in zip(logged, points, strict=True)]
+    steps = a_step * len(ended)
+    speeds = {"sps": steps / seconds, "cpu_sps": steps / used, "cpu_sps_with_compilation": steps / (used + compilation)}
+    return {**speeds, "return": points[-1] if points else float("nan"), "curve": curve}
+
+
+SIDES = {"tether": run_tether, "sb3": run_sb3, "cleanrl": run_cleanrl, "purejaxrl": run_purejaxrl}
 PEERS: dict[str, tuple[str, ...]] = {
     "sb3": ("stable-baselines3==2.9.2", "sb3-contrib==2.9.2", "cloudpickle", "farama-notifications"),
     # Its scripts are for the versions of these that were current then.
@@ -215,4 +256,6 @@ PEERS: dict[str, tuple[str, ...]] = {
         "cleanrl==1.2.0", "gymnasium==0.29.1", "gym==0.23.1", "gym-notices", "numpy==1.26.4", "cloudpickle",
         "farama-notifications", "importlib_metadata", "zipp", "tensorboard", "protobuf",
     ),
+    # What its clone imports; the environments that it was written for changed their names with version 1.
+    "purejaxrl": ("gymnax==0.0.9", "distrax==0.1.9", "flax==0.12.8", "optax==0.2.8"),
 }  # fmt: skip

@@ -45,6 +45,8 @@ class Task:
     """MiniGrid's pictures are divided by it: numbers of objects, up to 10, of colours and of states."""
     action_masks: bool = False
     """The environment tells which choices are allowed."""
+    policy_of_sb3: str = "MlpPolicy"
+    """Stable-Baselines3's name of the policy that tether has by default."""
     test_episodes: int = TEST_EPISODES
     seeds: int | None = None
     """At least so many, where single ones say little."""

@@ -7,16 +7,18 @@ import torch
 
 from benchmarks.control.report import difference, show, thinned
 from benchmarks.control.sides import PEERS, SIDES, over_last, run_tether, sb3_options
+from benchmarks.control.speed import ROWS, SPEED, table, what_is_missing
 from benchmarks.control.tasks import TASKS, overrides
 from tether.config import load_config
 from tether.control.learning.losses import value_gradient
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [*TASKS, *SPEED])
 def test_a_task_is_a_configuration(name, tmp_path) -> None:
-    config = load_config(None, overrides(name, TASKS[name], 3, 1, tmp_path)).config
-    assert config.env.train.id == (TASKS[name].env_id or name)
-    assert config.trainer.total_env_steps == TASKS[name].steps
+    task = {**TASKS, **SPEED}[name]
+    config = load_config(None, overrides(name, task, 3, 1, tmp_path)).config
+    assert config.env.train.id == (task.env_id or name)
+    assert config.trainer.total_env_steps == task.steps
     assert config.trainer.seed == 3
 
 
@@ -85,3 +87,17 @@ def test_a_run_gives_what_the_table_shows(capsys) -> None:
     assert 1900 < result["curve"][-1][0] <= 2048  # without steps that only reset
     show("CartPole-v1", task, {"tether": [result], "sb3": [{"sps": 1.0, "return": 9.0, "curve": [[1, 8.0]]}]})
     assert "update" in capsys.readouterr().out
+
+
+def test_a_row_of_speed_counts_compilation_where_it_says_so_and_names_what_it_lacks() -> None:
+    name = "CartPole, 8 x 128"
+    runs = {
+        "tether": [{"cpu_sps": 200.0}, {"cpu_sps": 300.0}],
+        "purejaxrl": [{"cpu_sps": 400.0, "cpu_sps_with_compilation": 100.0}] * 2,
+    }
+    missing = {row.title: "" if row.task == name else what_is_missing(row, None) or "needs X" for row in ROWS}
+    lines = table(SPEED, {name: runs}, missing).splitlines()[2:]
+    last = [line.removesuffix(" |").rpartition("| ")[2] for line in lines]
+    assert last[:2] == ["0.62 (0.50 to 0.75)", "2.50 (2.00 to 3.00)"]
+    assert last[2] == "not run: needs a clone of github.com/luchris429/purejaxrl: --purejaxrl FOLDER"
+    assert all(one.startswith("not run: needs ") for one in last[3:])

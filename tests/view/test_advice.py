@@ -84,7 +84,16 @@ def rules(folder: Path) -> list[str]:
         ("hacked", {"validation falls": ["exploits the reward"], EXPLOITED: ["'politeness'", "'acc' falls"]}),
         ("critic", {"critic explains nothing": ["below 0 in 100 of 100 steps"]}),
         ("never", {"prompts never solved": ["2 of 8 prompts (index 3, 6)", "in 400 attempts each", "acc above 0.5"]}),
-        ("robot", {"episodes end early": ["40 of the 40 complete episodes", "20 of 20 recorded", "at step 37 of the"]}),
+        (
+            "robot",
+            {
+                "episodes end early": [
+                    "40 of the 40 complete episodes of the last 10 recorded training steps",
+                    "20 of 20 recorded",
+                    "at step 37 of the episode. In episode 0 of training step 30 it drops most at step 37",
+                ]
+            },
+        ),
     ],
 )
 def test_the_questions_have_their_answers(name: str, expected: dict[str, list[str]], planted: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.runs.golden import Golden
 from tests.runs.loops import Text
 from tests.view.hostile import KINDS, PAYLOADS, write_hostile
-from tests.view.planted import Row, healthy, record_step, text_config, write_text
+from tests.view.planted import Row, control_config, healthy, record_step, text_config, write_text
 from tether.metrics.loggers.jsonl import JsonlLogger
 from tether.metrics.loggers.protocol import RunInfo
 from tether.metrics.records import RECORDS_FILE, RecordFile, heads, pack, read_record, unpack
@@ -208,8 +208,24 @@ def test_a_running_run_is_followed(opened: Callable[..., Any], tmp_path: Path) -
     logger.close()
 
 
+def test_a_chart_that_crosses_zero_marks_it_and_a_run_without_success_has_no_tab_of_tasks(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    logger = JsonlLogger(RunInfo(tmp_path, "planted", "crawler", control_config(), 3))
+    for step, explained in enumerate((-1.0, 0.0, 3.0), start=1):
+        logger.log(step, {"critic/vf_explained_var": explained, "env/return": 1.0 + step, "timing_s/step": 1.0})
+    logger.close()
+    page = opened(tmp_path)
+    assert page.locator("#tabs a").all_inner_texts() == ["Trend", "Episodes"]
+    marked = page.locator(".chart:has(.zero)")
+    assert [one.split()[0] for one in marked.all_inner_texts()] == ["critic/vf_explained_var"]
+    of_second_step = float(marked.locator("circle").nth(1).get_attribute("cy"))
+    assert float(marked.locator(".zero").get_attribute("y1")) == pytest.approx(of_second_step)
+
+
 def test_a_fall_is_found_from_the_first_page(opened: Callable[..., Any], planted: Path) -> None:
     page = opened(planted / "robot")
+    assert page.locator("#tabs a").all_inner_texts() == ["Trend", "Episodes", "Tasks"]
     assert page.locator("#nothing").inner_text() == "Nothing."
     assert "episode 0 of step 30" in page.locator("#film-of").inner_text()
     assert "No film" not in page.locator("main").inner_text()
@@ -361,7 +377,7 @@ def test_an_episode_has_one_cursor_for_film_and_curves(opened: Callable[..., Any
     page = opened(planted / "robot", "#step=20&sample=0")
     length = int(page.locator("main input[type=range]").get_attribute("max")) + 1
     assert int(page.locator("#film").get_attribute("data-frames")) == length + 1
-    assert "step 37 of 0-44" in page.locator("#drop").inner_text()
+    assert "step 37 of the episode (counted from 0, of 45)" in page.locator("#drop").inner_text()
     until(page, "document.querySelector('#cursor').textContent.startsWith('step37 of 0-44 (counted from 0)')")
     shown = "document.querySelector('main .legend output').textContent"
     values = unpack(RunFolder(planted / "robot").record("episodes", 20)["rows"][0]["values"]["values"])

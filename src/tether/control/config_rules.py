@@ -221,7 +221,8 @@ def videos_are_rendered_here(cfg: RunConfig) -> Problem | None:
         return None
     key = "env_type" if test.env_type in SELF_RESETTING else "vectorization"
     what = f"{getattr(test, key)} shows no pictures for {EVAL}.video_cfg.save_video"
-    return Problem(f"{EVAL}.{key}", what, "use sync" if key == "vectorization" else "use gymnasium")
+    fix = "use sync" if key == "vectorization" else f"use gymnasium, with the same task as {EVAL}.id, if it has it"
+    return Problem(f"{EVAL}.{key}", what, fix)
 
 
 RULES: tuple[Rule, ...] = (

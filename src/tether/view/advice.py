@@ -528,10 +528,10 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
     step, row, at, before, after = max(seen, key=lambda one: (one[0], one[2]))
     drop_steps = sorted(one[2] for one in seen)
     text = (
-        f"{num_terminated} of the {ended} complete episodes of the last {min(WINDOW, len(run.steps))} recorded steps "
-        f"end terminated, and in {len(seen)} of {len(episodes)} recorded ones the critic's value drops at once, at "
-        f"their step {drop_steps[len(drop_steps) // 2]} in the median. In episode {row} of step {step} it drops most "
-        f"at step {at} of the episode, from {before:.3g} to {after:.3g}."
+        f"{num_terminated} of the {ended} complete episodes of the last {min(WINDOW, len(run.steps))} recorded "
+        f"training steps end terminated, and in {len(seen)} of {len(episodes)} recorded ones the critic's value drops "
+        f"at once, in the median at step {drop_steps[len(drop_steps) // 2]} of the episode. In episode {row} of "
+        f"training step {step} it drops most at step {at} of the episode, from {before:.3g} to {after:.3g}."
     )
     remedy = (
         "Look at observation, action and film there: what the policy does shortly before is what to reward, or to "
@@ -540,7 +540,7 @@ def _falls(run: RunFolder) -> Iterator[Advice]:
     rows = [
         {"step": one[0], "row": one[1], "token": one[2]} for one in sorted(seen, key=lambda one: (-one[0], -one[2]))[:3]
     ]
-    why = "the last recorded step, and the episode that got furthest in it"
+    why = "the last recorded training step, and the episode that got furthest in it"
     yield Advice("episodes end early", text, step, why, remedy, EPISODES, ("env/episode_len", "env/return"), rows)
 
 

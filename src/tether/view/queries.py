@@ -138,6 +138,7 @@ def overview(run: RunFolder) -> JsonObject:
         "marks": marks(run),
         "missing": run.is_cut_short,
         "film": run.last_film if run.kind == "control" else None,
+        "has_tasks": run.kind == "control" and bool(tasks(run)),
         "videos": run.videos,
         "axes": [axis for axis in AXES if axis == "step" or axis_values(run, axis)],
     }

@@ -21,7 +21,7 @@ from tether.control.policies.spec import PolicySpec  # noqa: E402
 from tether.observations import row_width  # noqa: E402
 
 ROWS = 1000
-ROOT = Path(__file__).parents[3]
+PAGE = Path(__file__).parents[3] / "docs/guides/deployment.md"
 NUMBERS = spaces.Box(-np.inf, np.inf, (5,), np.float64)
 PICTURE = spaces.Box(0, 255, (9, 8, 3), np.uint8)
 FRAMES = spaces.Box(0, 255, (2, 3, 12, 10), np.uint8)  # two frames of three channels, channels first
@@ -152,15 +152,42 @@ def test_onnx_is_equal_to_predict(case: str, tmp_path: Path) -> None:
         assert (action == -0.3).any()  # a bound of the space
 
 
-@pytest.mark.parametrize("case", ["mlp", "cnn", "lstm"])
-def test_numpy_alone_is_equal_to_predict(case: str, tmp_path: Path) -> None:
-    """With the code of the page on deployment."""
-    page = (ROOT / "docs/guides/deployment.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    policy = make(case)
-    export_policy(policy, "npz", tmp_path / "policy.npz")
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_lines_of_the_page_run_with_any_policy(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    (code,) = re.findall(r'^python -c "\n(.*?)"$', PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    export_policy(make(case), "onnx", tmp_path / "policy.onnx")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    names = [*drawn(CASES[case][0])[1], *(["memory_in"] if "lstm" in case else [])]
+    *inputs, action = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(f"{name} ['N'") for line in inputs) for name in names)
+    assert action
+
+
+def test_numpy_alone_refuses_an_observation_of_several_parts(tmp_path: Path) -> None:
+    export_policy(make("masks"), "npz", tmp_path / "policy.npz")
+    with pytest.raises(
+        ValueError, match=r"the parts \['action_mask', 'x'\], these lines read one; export it --to onnx"
+    ):
+        numpy_alone()["load"](tmp_path / "policy.npz")
+
+
+def numpy_alone() -> dict[str, Any]:
+    """The code of the page on deployment."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     defined: dict[str, Any] = {}
     exec(code, defined)
+    return defined
+
+
+@pytest.mark.parametrize("case", ["mlp", "cnn", "lstm"])
+def test_numpy_alone_is_equal_to_predict(case: str, tmp_path: Path) -> None:
+    policy, defined = make(case), numpy_alone()
+    export_policy(policy, "npz", tmp_path / "policy.npz")
     whole, _ = drawn(CASES[case][0])
     loaded, memory = defined["load"](tmp_path / "policy.npz"), np.zeros((ROWS, 8), np.float32)
     for other in (whole[0], whole[..., :1]):  # NumPy would broadcast a single number

@@ -34,7 +34,7 @@ RANKS = "ranks"
 NOT_SAVED = (
     "the state of the environments cannot be saved completely: {}. New episodes therefore begin after each "
     "checkpoint; a run that a signal stops between two checkpoints, or whose environments keep state over "
-    "reset(seed=...), does not resume exactly. To change that, add get_state() and set_state(state) to the class."
+    "reset(seed=...), does not resume exactly. A class of yours is saved with get_state() and set_state(state)."
 )
 
 OpenVideo = Callable[[str], AbstractContextManager[Callable[[], None]]]

@@ -56,7 +56,7 @@ function nearest(steps, step) {
 function tabs(state, overview, runs) {
   const text = overview.kind === "text";
   const last = overview.steps.at(-1);
-  const all = [["trend", "Trend"], ["step", text ? "Step" : "Episodes"], ...(text ? [["samples", "All samples"], ["prompts", "Prompts and rewards"], ["validation", "Validation"]] : [["tasks", "Tasks"]]), ...(runs.names.length > 1 ? [["compare", "Compare"]] : [])];
+  const all = [["trend", "Trend"], ["step", text ? "Step" : "Episodes"], ...(text ? [["samples", "All samples"], ["prompts", "Prompts and rewards"], ["validation", "Validation"]] : overview.has_tasks ? [["tasks", "Tasks"]] : []), ...(runs.names.length > 1 ? [["compare", "Compare"]] : [])];
   const now = state.view ?? (state.step !== undefined ? "step" : "trend");
   document.getElementById("tabs").replaceChildren(...all.map(([view, title]) => h("a", { href: "#", "aria-current": now === view || (now === "group" && view === "step") ? "page" : null,
     onclick: (event) => { event.preventDefault(); location.hash = new URLSearchParams({ run: state.run, view, ...(view === "step" && (state.step ?? last) !== undefined ? { step: state.step ?? last } : {}) }); } }, title)));

@@ -71,6 +71,7 @@ export function chart({ series, marks = [], height = 130, stacked = false, wide 
     picture.append(svg("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: at.y(tick), y2: at.y(tick) }));
     picture.append(svg("text", { x: MARGIN.left - 5, y: at.y(tick) + 4, "text-anchor": "end" }, number(tick, 3)));
   }
+  if (low < 0 && high > 0) picture.append(svg("line", { class: "zero", x1: MARGIN.left, x2: width - MARGIN.right, y1: at.y(0), y2: at.y(0) }));
   for (const tick of ticks(first, last, width / 90, x.every(Number.isInteger))) picture.append(svg("text", { x: at.x(tick), y: height - 4, "text-anchor": at.x(tick) > width - 24 ? "end" : "middle" }, number(tick, 4)));
   for (const mark of marks.filter((one) => one.step >= first && one.step <= last)) {
     const end = mark.until ?? mark.step;

@@ -7,7 +7,7 @@ export async function episodes(overview, state, ask, go) {
   const listed = await ask("samples", { ...at, ...(state.sort ? { sort: state.sort } : {}) });
   const spread = await ask("distributions", at);
   return [
-    h("h1", {}, `Step ${state.step}: ${listed.total} segments of episodes`),
+    h("h1", {}, `Training step ${state.step}: ${listed.total} segments of episodes`),
     stepLinks(overview, state, go),
     h("div", { class: "histograms" }, spread.map(histogram)),
     h("p", { class: "faint" }, `Rows marked recorded open, step by step.${listed.left_out ? ` ${listed.left_out} more were chosen and did not fit into the size of a step (${listed.record_more}).` : ""} A segment is what a rollout has of an episode.`),
@@ -84,12 +84,12 @@ export async function episode(overview, state, ask, go) {
   ];
   setTimeout(() => seek(state.token ?? one.largest_drop ?? 0));
   return [
-    h("h1", {}, `Step ${state.step}, episode ${state.sample}`),
+    h("h1", {}, `Training step ${state.step}, episode ${state.sample}`),
     facts({ return: one.return, length: one.length, environment: one.env, "begins at a start": one.from_start ? "yes" : "no", ended: one.terminated ? "terminated" : one.truncated ? "truncated" : "goes on", task: one.task, success: one.success === undefined ? undefined : one.success ? "yes" : "no", seed: one.seed === null ? "none, its environment went on with its own generator" : one.seed, chosen: one.reasons.join(", ") }),
-    one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop}`), ` of 0-${steps - 1} (from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}).`) : null,
+    one.largest_drop != null ? h("p", { id: "drop" }, "The critic's value drops most at ", h("button", { onclick: () => seek(one.largest_drop, true) }, `step ${one.largest_drop} of the episode`), ` (counted from 0, of ${steps}), from ${number(one.values.values[one.largest_drop - 1], 3)} to ${number(one.values.values[one.largest_drop], 3)}.`) : null,
     canvas ?? h("p", { class: "faint" }, one.no_film),
     ...Object.entries(one.observations).filter(([, value]) => typeof value === "string").map(([name, value]) => facts({ [name]: value })),
     ...Object.entries(one.left_out).map(([name, why]) => h("p", { class: "faint" }, `Observation ${name} not recorded (${why}).`)),
-    h("div", { class: "bar" }, at), h("p", { class: "small faint" }, "Numbers beside names are those at the cursor. Keys: j and k next and previous step, l and h next and previous recorded episode, u back to the step."), numbers, h("div", { class: "grid" }, panels),
+    h("div", { class: "bar" }, at), h("p", { class: "small faint" }, "Numbers beside names are those at the cursor. Keys: j and k next and previous step of the episode, l and h next and previous recorded episode, u back to the training step."), numbers, h("div", { class: "grid" }, panels),
   ];
 }
