@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tether.commands.cli import app
-from tether.commands.selftest import command, engines, kernels, runs
+from tether.commands.selftest import command, engines, kernels, runs, speed
 from tether.commands.selftest.checks import CHECKS
 from tether.commands.selftest.results import Check, CheckContext, CheckOutcome
 from tether.kernels import Reference
@@ -123,6 +123,19 @@ def test_a_device_that_does_not_compute_is_named_and_the_cpu_is_checked(
     assert "cuda does not compute, so the CPU is checked" in printed["facts"]["GPUs"]
     assert [finding["status"] for finding in printed["findings"]] == ["not applicable"] * 3
     assert "pip install" in printed["findings"][0]["detail"]
+
+
+def test_a_slow_speed_is_a_failure_only_where_no_other_program_had_the_cores(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "_measured_limits", lambda context: (1e9, 1e9))
+    found = {}
+    for plain, waited in ((0.1, 0.0), (0.1, 0.4), (2.0, 0.4), (0.1, None)):
+        monkeypatch.setattr(speed, "_fastest", lambda context, *calls, plain=plain: [1.0, plain])
+        monkeypatch.setattr(speed.CoreClock, "wait_fraction", lambda self, waited=waited: waited)
+        outcome = speed._compared(context, abs, abs, 100, lambda rate, bandwidth: 0.5)
+        found[plain, waited] = outcome.status
+    assert found == {(0.1, 0.0): "fail", (0.1, 0.4): "not applicable", (2.0, 0.4): "pass", (0.1, None): "fail"}
 
 
 @pytest.mark.slow
