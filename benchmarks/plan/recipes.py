@@ -58,10 +58,12 @@ def main() -> None:
         assert plain.peak is not None
         planned, peak = plain.peak
         interval, seconds = plain.seconds["step"]
+        again = f"{calibrated.seconds['step'][0].middle / seconds:.2f}" if corrections else "-"
         lines.append(
-            [recipe + (", 4 prompts a step" if RECIPES[recipe] else ""), f"{planned / GIB:.1f} GiB", f"{peak / GIB:.1f} GiB", f"{planned / peak:.2f}",
+            [recipe + (", 4 prompts a step" if RECIPES[recipe] else ""),
+             f"{planned / GIB:.1f} GiB", f"{peak / GIB:.1f} GiB", f"{planned / peak:.2f}",
              f"{interval.low:.3g} to {interval.high:.3g} s", f"{seconds:.3g} s", f"{interval.middle / seconds:.2f}",
-             f"{calibrated.seconds['step'][0].middle / seconds:.2f}" if corrections else "-"]
+             again]
         )  # fmt: skip
         corrections = corrections or dict(plain.corrections)
         print("\n".join(grid(HEAD, lines)), flush=True)
