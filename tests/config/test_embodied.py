@@ -173,7 +173,11 @@ WAITS = ["env.train.auto_reset=False", "algorithm.adv_estimator=grpo", "env.trai
             "algorithm.logprob_type",
             "set algorithm.reward_type=chunk_level, or use action_level",
         ),
-        (["env.eval.video_cfg.save_video=True", "env.eval.env_type=envpool"], "env.eval.env_type", "use gymnasium"),
+        (
+            ["env.eval.video_cfg.save_video=True", "env.eval.env_type=envpool"],
+            "env.eval.env_type",
+            "use gymnasium, with the same task as env.eval.id, if it has it",
+        ),
         (
             [*WAITS, "algorithm.filter_rewards=True", "algorithm.rewards_lower_bound=2"],
             "algorithm.rewards_lower_bound",
