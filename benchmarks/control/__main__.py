@@ -29,9 +29,9 @@ from typing import Any
 from benchmarks.control.published import PUBLISHED, write_published
 from benchmarks.control.report import plot, show, thinned, write_table
 from benchmarks.control.sides import PEERS, SIDES
-from benchmarks.control.speed import ROWS, SPEED, table, what_is_missing, write_speed
+from benchmarks.control.speed import MARKS, ROWS, SPEED, table, what_is_missing
 from benchmarks.control.tasks import LEARNING, TASKS, Task
-from benchmarks.resumable import all_runs
+from benchmarks.resumable import all_runs, write_between
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("runs/control.jsonl")
@@ -165,7 +165,7 @@ def compare_speed(given: argparse.Namespace) -> None:
     text = table(tasks, tables, missing)
     print(text)
     if given.write:
-        write_speed(given.write, text)
+        write_between(given.write, *MARKS, text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from benchmarks.control.report import Runs
 from benchmarks.control.tasks import LEARNING, TASKS, Task
-from benchmarks.resumable import write_between
 
 MARKS = "<!-- speed:begin -->", "<!-- speed:end -->"
 PEER_NAMES = {"purejaxrl": "PureJaxRL", "sb3": "Stable-Baselines3"}
@@ -105,8 +104,3 @@ def table(tasks: Mapping[str, Task], tables: Mapping[str, Runs], missing: Mappin
         cells = (row.title, *numbers, PEER_NAMES[peer], f"{fmean(speeds):,.0f}", shown)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def write_speed(path: Path, text: str) -> None:
-    """Put the table between the marks of a page."""
-    write_between(path, *MARKS, text)

@@ -40,7 +40,7 @@ def test_outputs_stand_at_their_rows() -> None:
 
 
 def test_the_branches_of_an_episode_are_in_one_mini_batch() -> None:
-    """Of six episodes one has no score: three and two are mini-batches, whichever rank has their rows."""
+    """One of six episodes has no score; the others form mini-batches of three and two, on whichever ranks."""
     batch, ranks = make_batch(make_policy(), make_critic()), Ranks()
     batch.episode = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 3])
     engine = ShardedEngine(ranks, "actor", Replicas.contiguous(2, 1))

@@ -159,7 +159,7 @@ def test_a_branch_whose_tokens_were_all_rejected_leaves_its_episode_in_the_group
 
 
 def test_a_group_with_all_rows_would_have_other_advantages(forked: ScoredResponses, batch: TrainBatch) -> None:
-    """What `estimate_by_branch` is for: with its branches, an episode would count several times."""
+    """Without `estimate_by_branch`, an episode with branches would count several times in its group."""
     plain, mask = estimated(without_branches(forked), "grpo"), forked.rollout.response_mask
     rewards = filled(estimated(batch, "grpo").token_level_rewards)
     result = ADVANTAGE_ESTIMATORS["grpo"](rewards, batch.response_mask, uid=batch.uid)

@@ -108,7 +108,7 @@ def test_what_is_kept_is_not_prefilled_again():
 
 @pytest.mark.parametrize("slots", [2, 256])
 def test_a_later_call_continues_the_caches_of_rows_that_ended(slots):
-    """Of a prompt that continues one, only what is new is prefilled, and it is sampled as by an engine without any."""
+    """Only the new tokens of a prompt that continues a kept row are prefilled; the samples stay the same."""
     sampling, later = SamplingParams(max_new_tokens=5, record_kept=False), NoiseKey(seed=1, step=3)
     model = tiny_model("deepseek_v3", dtype=torch.float64)
     route_one_by_one(model)
