@@ -62,6 +62,8 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_names_no_command_abov
 def test_what_is_suggested_fits_the_kind_of_policy(tmp_path: Path) -> None:
     (tmp_path / "actor").mkdir()
     assert any("tether play" in line for line in next_commands(tmp_path, "tether train"))
+    (tmp_path / "run.yaml").write_text("env: {train: {id: Pong-v5, env_type: envpool}}")  # which shows no pictures
+    assert not any("tether play" in line for line in next_commands(tmp_path, "tether train"))
     (tmp_path / "actor" / "config.json").touch()
     assert any("tether generate" in line for line in next_commands(tmp_path, "tether train"))
     spaced = tmp_path / "my runs"

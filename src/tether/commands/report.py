@@ -13,7 +13,9 @@ from rich.text import Text
 from tether.checkpoints import BEST, CheckpointStore
 from tether.commands.result import TrainingResult
 from tether.config import LoadedConfig
+from tether.config.changes import saved_values
 from tether.control.build import fit_defaults
+from tether.control.envs.config import SELF_RESETTING
 from tether.loop.checkpoint import TRAINING
 from tether.metrics.loggers import HELD_OUT_LOSS, METRICS_FILE, VALIDATION, read_metrics, read_samples, validation_means
 from tether.runtime.terminal import Screen, shortened
@@ -91,10 +93,11 @@ def next_commands(checkpoint: Path | None, command: str) -> list[str]:
             f'try it      tether generate {folder} "your question"',  # its run.yaml says whether code may be run
             *resume,
         ]
+    env_type = (saved_values(checkpoint / "run.yaml") or {}).get("env.eval.env_type")
     return [
         f"checkpoint  {checkpoint}",
         f"test it     tether eval {folder} env.eval.num_episodes=100",
-        f"watch it    tether play {folder}",
+        *([] if env_type in SELF_RESETTING else [f"watch it    tether play {folder}"]),
         *resume,
     ]
 
