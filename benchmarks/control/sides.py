@@ -226,7 +226,7 @@ def run_purejaxrl(name: str, task: Task, seed: int, threads: int) -> Result:
         "UPDATE_EPOCHS": task.epochs, "NUM_MINIBATCHES": task.num_envs * task.rollout // task.mini_batch,
         "GAMMA": task.gamma, "GAE_LAMBDA": task.lam, "CLIP_EPS": task.clip, "ENT_COEF": task.entropy,
         "VF_COEF": task.value_coeff, "MAX_GRAD_NORM": task.grad_clip, "ACTIVATION": "tanh",
-        "ENV_NAME": task.env_id or name, "ANNEAL_LR": task.schedule == "linear",
+        "ENV_NAME": task.peers_env_id or task.env_id or name, "ANNEAL_LR": task.schedule == "linear",
     }  # fmt: skip
     key, used = jax.random.PRNGKey(seed), cpu_seconds()
     train = jax.jit(importlib.import_module("ppo").make_train(settings)).lower(key).compile()

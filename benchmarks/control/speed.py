@@ -26,11 +26,19 @@ from benchmarks.control.tasks import LEARNING, TASKS, Task
 MARKS = "<!-- speed:begin -->", "<!-- speed:end -->"
 PEER_NAMES = {"purejaxrl": "PureJaxRL", "sb3": "Stable-Baselines3"}
 _cartpole = replace(TASKS["CartPole-v1"], env_id="CartPole-v1", sides=("tether", "purejaxrl"), test_episodes=1)
+_in_numba = replace(_cartpole, env_id="benchmarks/control/compiled_cartpole.py:CartPole", peers_env_id="CartPole-v1")
 _sb3: dict[str, Any] = {"sides": ("tether", "sb3"), "test_episodes": 1}
 
 SPEED = {
     "CartPole, 8 x 128": _cartpole,
     "CartPole, 512 x 128": replace(_cartpole, steps=20 * 512 * 128, num_envs=512, mini_batch=512 * 128 // 4),
+    "CartPole in numba, 8 x 128": _in_numba,
+    "CartPole in JAX, 8 x 128": replace(
+        _in_numba,
+        env_id="benchmarks/control/compiled_cartpole.py:JaxCartPole",
+        env_type="jax",
+        max_episode_steps=500,
+    ),
     "Pendulum": replace(LEARNING["Pendulum-v1"], env_id="Pendulum-v1", **_sb3),
     "HalfCheetah": replace(TASKS["HalfCheetah-v5"], env_id="HalfCheetah-v5", steps=40_960, **_sb3),
     "Pong, CNN": replace(
@@ -61,6 +69,8 @@ class Row:
 ROWS = (
     Row("CartPole, 8 x 128, 4 epochs of 4 mini-batches", "CartPole, 8 x 128", {"jax": "jax"}),
     Row("the same, with the peer's compilation", "CartPole, 8 x 128", {"jax": "jax"}, counts_compilation=True),
+    Row("CartPole in numba with a rollout of its own", "CartPole in numba, 8 x 128", {"jax": "jax"}),
+    Row("CartPole in JAX", "CartPole in JAX, 8 x 128", {"jax": "jax"}),
     Row("CartPole, 512 x 128, 4 epochs of 4 mini-batches", "CartPole, 512 x 128", {"jax": "jax"}),
     Row("Pendulum, mini-batches of 64", "Pendulum", {"gymnasium": "gymnasium"}),
     Row("HalfCheetah, mini-batches of 64", "HalfCheetah", {"mujoco": "mujoco"}),

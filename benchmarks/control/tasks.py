@@ -37,6 +37,10 @@ class Task:
     """With an LSTM: actor and critic have one. In Stable-Baselines3 only the actor's gradient reaches a shared one."""
     env_id: str = ""
     """Of the environment, where the task has another name."""
+    peers_env_id: str = ""
+    """Of the environment of the other sides, where it differs."""
+    env_type: str = "gymnasium"
+    """tether's way to make the environment."""
     max_episode_steps: int | None = None
     """Time limit, where the environment has none."""
     wrapper: str = ""
@@ -124,6 +128,7 @@ def overrides(name: str, task: Task, seed: int, threads: int, folder: Path) -> l
     actor = "actor_rollout_ref.actor"
     return [
         f"env.train.id={task.env_id or name}",
+        f"env.train.env_type={task.env_type}",
         f"env.train.total_num_envs={task.num_envs}",
         f"env.train.max_steps_per_rollout_epoch={task.rollout}",
         f"env.eval.num_episodes={task.test_episodes}",

@@ -28,12 +28,15 @@ from tether.control.envs.protocol import (
     EnvStep,
     Flags,
     Floats,
+    PolicyArrays,
+    Rollout,
+    RolloutRows,
     SteppedInGroups,
     VectorEnv,
     choices_of,
 )
 from tether.control.policies.config import PolicyConfig
-from tether.control.policies.networks import Act
+from tether.control.policies.networks import Act, Actor
 from tether.observations import ACTION_MASK, Array, Observation, copied
 from tether.types import StateDict
 
@@ -361,8 +364,12 @@ class EnvCollector:
         rows.success.fill(False)
         self._reports_success, self._reported = False, {}
         in_groups: Any = self.env if self.chunk == 1 and len(getattr(self.env, "groups", ())) > 1 else None
+        rollout: Rollout | None = getattr(self.env, "rollout", None)
+        arrays = act.arrays() if rollout is not None and self.chunk == 1 and isinstance(act, Actor) else None
         try:
-            if in_groups is None:
+            if rollout is not None and arrays is not None:
+                finals = self._play_at_once(rollout, arrays, noise.numpy(), rows)
+            elif in_groups is None:
                 finals = self._play(act, noise.numpy(), rows)
             else:
                 finals = self._play_ready(in_groups, act, noise.numpy(), rows)
@@ -397,6 +404,20 @@ class EnvCollector:
             finals += self._write(step, rows, t, slice(0, self.env.num_envs))
         self._now = copied(obs)
         return finals
+
+    def _play_at_once(self, rollout: Rollout, policy: PolicyArrays, noise: Floats, rows: _Rows) -> Finals:
+        """Fill the columns of one epoch by one call of the environments."""
+        ((name, obs),) = rows.obs.items()
+        last = np.zeros_like(obs[:, 1:])
+        start = time.perf_counter()
+        with raised_at(self.env.id, self._done + 1):
+            rollout(policy, noise, RolloutRows(obs, rows.actions, rows.rewards, rows.terminated, rows.truncated, last))
+        self.env_seconds += time.perf_counter() - start
+        ended = rows.terminated | rows.truncated
+        rows.starts[:, 0], rows.starts[:, 1:-1] = self._fresh, ended[:, :-1]
+        self._fresh[:], self._now = ended[:, -1], {name: obs[:, -1].copy()}
+        bootstrapped = ended if self._bootstrap_terminations else rows.truncated & ~rows.terminated
+        return [(n, t, {name: last[n, t].copy()}) for t, n in np.argwhere(bootstrapped.T).tolist()]
 
     def _play_ready(self, env: SteppedInGroups, act: Act, noise: Floats, rows: _Rows) -> Finals:
         """Fill the columns of one epoch as `_play` does, where groups of environments step independently.

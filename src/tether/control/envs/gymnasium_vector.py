@@ -19,8 +19,8 @@ from tether.control.envs.conversion import (
     read_rewards,
     read_step,
 )
-from tether.control.envs.gymnasium_types import Info
-from tether.control.envs.protocol import EnvState, EnvStep, Flags, Saved
+from tether.control.envs.gymnasium_types import Info, Raw
+from tether.control.envs.protocol import EnvState, EnvStep, Flags, Rollout, Saved
 from tether.control.envs.state import EnvKeeper
 from tether.observations import Array, Observation
 
@@ -47,6 +47,12 @@ class GymnasiumVectorEnv:
             names = ", ".join(map(str, AutoresetMode))
             raise ValueError(f"{id}: its metadata['autoreset_mode'] is {mode!r}, none of {names}. {FIX}")
         self._mode = AutoresetMode(mode)
+        own: Raw = type(env)  # not what a wrapper passes through, which would be left out
+        self.rollout: Rollout | None = own.rollout.__get__(env) if hasattr(own, "rollout") else None
+        if self.rollout is not None and self._mode is not AutoresetMode.SAME_STEP:
+            raise ValueError(
+                f"{id}: has a rollout(), and its metadata['autoreset_mode'] is {self._mode}, not SAME_STEP. {FIX}"
+            )
         self.actions = self._codec.spec
         self.layout = self._read.layout
         self.spaces = env.single_observation_space, env.single_action_space

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
 import numpy as np
+from gymnasium import spaces
 from jax import numpy as jnp
 
 from tether.control.envs.conversion import (
@@ -17,7 +19,7 @@ from tether.control.envs.conversion import (
     read_rewards,
 )
 from tether.control.envs.gymnasium_types import Raw, Space
-from tether.control.envs.protocol import EnvState, EnvStep, Saved
+from tether.control.envs.protocol import EnvState, EnvStep, Floats, PolicyArrays, Rollout, RolloutRows, Saved
 from tether.observations import Array, Observation, copied
 
 
@@ -79,7 +81,19 @@ class JaxVectorEnv:
             carried = keys[:, 2], jnp.where(ended, 0, steps), state
             return carried, obs, last, reward, terminated, truncated
 
+        def rollout(activation: str, policy: PolicyArrays, noise: Raw, obs: Raw, carried: Raw) -> Raw:
+            def act_and_step(at: Raw, noise: Raw) -> Raw:
+                carried, row = at
+                actions = _act(ACTIVATIONS[activation], policy, row, noise)
+                carried, obs, last, *scored = step(carried, self._in_space(actions))
+                row, last = (_row(each, num_envs) for each in (obs, last))
+                return (carried, row), (row, actions, *scored, last)
+
+            (carried, _), played = jax.lax.scan(act_and_step, (carried, obs), noise)
+            return carried, [jnp.swapaxes(column, 0, 1) for column in played]
+
         self._reset, self._step = jax.jit(reset), jax.jit(step)
+        self._rollout = jax.jit(rollout, static_argnums=0)
         self._carried: Raw = None
 
     def reset(self, seed: int) -> Observation:
@@ -96,6 +110,29 @@ class JaxVectorEnv:
             self._observe(obs), read_rewards(reward, self.id, self.num_envs), ends, cuts, final_obs=final_obs
         )
 
+    @property
+    def rollout(self) -> Rollout | None:
+        """Rollouts in one compiled call; None if observations or actions are not one row of numbers."""
+        numbers = [(part.kind, part.choices) for part in self.layout] == [("vector", ())]
+        return self._play if numbers and isinstance(self.spaces[1], spaces.Box | spaces.Discrete) else None
+
+    def _play(self, policy: PolicyArrays, noise: Floats, rows: RolloutRows) -> None:
+        arrays = policy._replace(activation=None)
+        self._carried, played = self._rollout(policy.activation, arrays, noise, rows.obs[:, 0], self._carried)
+        obs, actions, rewards, terminated, truncated, last = map(np.asarray, played)
+        read_rewards(rewards[:, 0], self.id, self.num_envs)
+        for flags, name in ((terminated, "`terminated`"), (truncated, "`truncated`")):
+            read_flags(flags[:, 0], name, self.id, self.num_envs)
+        rows.obs[:, 1:], rows.actions[:], rows.rewards[:], rows.last_obs[:] = obs, actions, rewards, last
+        rows.terminated[:], rows.truncated[:] = terminated, truncated
+
+    def _in_space(self, actions: Raw) -> Raw:
+        """Do in JAX what `ActionCodec.decode` does for a Box or a Discrete space."""
+        space: Raw = self.spaces[1]
+        if isinstance(space, spaces.Discrete):
+            return actions[:, 0] + space.start
+        return jnp.clip(actions.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype)
+
     def get_state(self) -> EnvState:
         return EnvState(jax.tree.map(np.asarray, self._carried))
 
@@ -107,3 +144,20 @@ class JaxVectorEnv:
 
     def _observe(self, raw: Raw) -> Observation:
         return copied(self._read.read_all(jax.tree.map(np.asarray, raw), self.num_envs))
+
+
+ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "elu": jax.nn.elu}
+
+
+def _act(activation: Callable[[Raw], Raw], policy: PolicyArrays, row: Raw, noise: Raw) -> Raw:
+    """Do in JAX what `tether.control.policies.networks.Actor` does."""
+    x = jnp.clip((row - policy.shift) * policy.scale, -policy.clip, policy.clip)
+    for weight, bias in zip(policy.weights[:-1], policy.biases[:-1], strict=True):
+        x = activation(x @ weight + bias)
+    outputs = x @ policy.weights[-1] + policy.biases[-1]
+    return outputs + noise * policy.std if policy.std.size else (outputs + noise).argmax(1, keepdims=True)
+
+
+def _row(obs: Raw, num_envs: int) -> Raw:
+    """Return the one array of an observation as rows of numbers."""
+    return jax.tree.leaves(obs)[0].reshape(num_envs, -1).astype(jnp.float32)

@@ -7,17 +7,20 @@ step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Floats, HeldEnv, Saved, VectorEnv
+from tether.control.envs.protocol import ActionSpec, EnvState, EnvStep, Floats, HeldEnv, Rollout, Saved, VectorEnv
 from tether.keyed_random import seed_of
 from tether.observations import Array, Observation
 from tether.runtime.late_calls import LateCalls
+
+Result = TypeVar("Result")
 
 
 class ActionCode(Protocol):
@@ -171,7 +174,7 @@ class TimedEnv:
 
     Args:
         env: environments that step in this process.
-        timeout: maximum seconds for a step or a reset.
+        timeout: maximum seconds for a step, a reset or a compiled rollout.
         role: section of the configuration, for error messages.
     """
 
@@ -187,18 +190,21 @@ class TimedEnv:
         return getattr(self._env, name)
 
     def reset(self, seed: int) -> Observation:
-        self._calls.begin()
-        try:
-            return self._env.reset(seed)
-        except SystemExit as exit:  # otherwise the run would end here as if it were complete
-            raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
-        finally:
-            self._calls.end()
+        return self._timed(self._env.reset, seed)
 
     def step(self, actions: Array) -> EnvStep:
+        return self._timed(self._env.step, actions)
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The rollout of the environments, which has the timeout of a step; None if they have none."""
+        rollout: Rollout | None = getattr(self._env, "rollout", None)
+        return None if rollout is None else partial(self._timed, rollout)
+
+    def _timed(self, call: Callable[..., Result], *arguments: object) -> Result:
         self._calls.begin()
         try:
-            return self._env.step(actions)
+            return call(*arguments)
         except SystemExit as exit:  # otherwise the run would end here as if it were complete
             raise RuntimeError(f"{self._env.id} asked Python to exit ({exit.code})") from exit
         finally:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +156,46 @@ class SteppedInGroups(Protocol):
     def receive_steps(self, stepping: Collection[int], seconds: float) -> list[tuple[int, EnvStep]]:
         """Return the finished steps of groups among `stepping`; empty if none finishes within the time."""
         ...
+
+
+class PolicyArrays(NamedTuple):
+    """A perceptron and its head as contiguous arrays of float32, for code that is compiled.
+
+    It acts on (observation - shift) * scale, within -clip to clip.
+    """
+
+    activation: str | None
+    """Between the layers: ``tanh``, ``relu`` or ``elu``."""
+    weights: tuple[Floats, ...]
+    """[in, out] of each layer."""
+    biases: tuple[Floats, ...]
+    """[out] of each layer."""
+    shift: Floats
+    scale: Floats
+    clip: Floats
+    """[O]: bound of each number that is normalised."""
+    std: Floats
+    """[D]: an action is the output plus std * noise. Empty: it is the index of the largest output plus noise."""
+
+
+class RolloutRows(NamedTuple):
+    """What a rollout of T steps writes; views of the collector's buffers."""
+
+    obs: Floats
+    """[N, T + 1, O]: [:, 0] is given; after an end, the first observation of the next episode."""
+    actions: Array
+    """[N, T, D]: as the policy chose them, not cut to bounds; int64 for choices."""
+    rewards: Floats
+    """[N, T], as `terminated` and `truncated` are."""
+    terminated: Flags
+    truncated: Flags
+    last_obs: Floats
+    """[N, T, O]: the last observation of an episode that ends in the step; other rows are not read."""
+
+
+Rollout: TypeAlias = Callable[[PolicyArrays, Floats, RolloutRows], None]
+"""(policy; noise [T, N, outputs]; rows to write) carries out T steps of N environments in one call, up to rounding as T
+calls of `VectorEnv.step` do. Environments may have it as ``rollout``."""
 
 
 class Renders(Protocol):

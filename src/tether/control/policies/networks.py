@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tether.control.envs.protocol import PolicyArrays
 from tether.observations import ACTION_MASK, Array, Observation
 
 if TYPE_CHECKING:
@@ -549,10 +550,30 @@ class Actor:
     """The `Act` of networks that read numbers, with the weights at construction; create a new one after an update."""
 
     def __init__(self, policy: ControlPolicy | NetworkPolicy) -> None:
-        self._row, self._forward = policy.row, policy.in_numpy()
+        self._policy, self._row, self._forward = policy, policy.row, policy.in_numpy()
         self._normalize = None if policy.normalizer is None else policy.normalizer.in_numpy()
         self._choose = Choice(policy.head)
         self._has_mask = policy.spec.has_mask
+
+    def arrays(self) -> PolicyArrays | None:
+        """Return the policy for a rollout that is compiled; None if it has more than a perceptron and one head."""
+        policy, head = self._policy, self._policy.head
+        choice = isinstance(head, CategoricalHead) and head.width == 1
+        if policy.state_width or self._has_mask or self._row.single_field is None:
+            return None
+        if not isinstance(policy.actor, Mlp) or not (choice or isinstance(head, GaussianHead)):
+            return None
+        normalizer = policy.normalizer or RunningNormalizer(self._row.width, math.inf)
+        layers = [(as_array(weight).T.copy(), as_array(bias)) for weight, bias in policy.actor.linear]
+        return PolicyArrays(
+            policy.spec.activation,
+            tuple(weight for weight, _ in layers),
+            tuple(bias for _, bias in layers),
+            as_array(normalizer.shift),
+            as_array(normalizer.scale),
+            as_array(normalizer.clip),
+            np.exp(as_array(head.logstd)) if isinstance(head, GaussianHead) else np.zeros(0, np.float32),
+        )
 
     def __call__(self, obs: Observation, noise: FloatArray | None, state: FloatArray) -> tuple[Array, FloatArray]:
         name = self._row.single_field
