@@ -114,6 +114,21 @@ def test_a_run_of_them_resumes_exactly(named: list[str], tmp_path: Path) -> None
     assert_resume_is_exact(tmp_path, [*named, *RUN], 2)
 
 
+def test_compiled_cartpoles_are_gymnasiums() -> None:
+    """Single steps from random states; the table of speed compares trainings in them with those of Gymnasium's."""
+    random, one, compiled = np.random.default_rng(0), gymnasium.make("CartPole-v1").unwrapped, CartPole(1)
+    compiled.reset(seed=1)
+    for _ in range(200):
+        state, action = random.uniform(-1, 1, 4) * [2.5, 3, 0.22, 3], int(random.integers(2))
+        one.reset()
+        one.state = state.copy()
+        obs, reward, terminated, *_ = one.step(action)
+        compiled.state, compiled.steps = state[None].copy(), np.zeros(1, np.int64)
+        seen, rewards, ends, _, info = compiled.step(np.array([action]))
+        np.testing.assert_allclose(info["final_obs"] if ends[0] else seen, obs[None], rtol=1e-5, atol=1e-6)
+        assert (rewards.tolist(), ends.tolist()) == ([reward], [terminated])
+
+
 def test_numbers_that_are_not_finite_and_another_mode_are_refused() -> None:
     class Breaks(CartPole):
         def rollout(self, policy: Any, noise: Any, rows: Any) -> None:
