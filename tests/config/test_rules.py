@@ -24,6 +24,12 @@ BY_MEGATRON = f"{ACTOR}.strategy=megatron"
 
 TEACHER, DISTILLATION = "distillation.teacher_models.teacher_model.model_path", "distillation.distillation_loss"
 DISTILLS = ["distillation.enabled=True", f"{TEACHER}=large"]
+TEACHERS = "distillation.teacher_models"
+SEVERAL = [
+    "distillation.enabled=True",
+    *(f"{TEACHERS}.math.{setting}" for setting in ("key=a", "model_path=large")),
+    *(f"{TEACHERS}.code.{setting}" for setting in ("key=b", "model_path=larger")),
+]
 
 # rule -> (overrides, path of the problem, text in it, overrides that mend it)
 PROGRAM = [f"{ROLLOUT}.agent.default_agent_loop=endpoint", f"{ROLLOUT}.agent.endpoint.program=agent.py:play"]
@@ -711,6 +717,36 @@ CASES |= {
         TEACHER,
         "missing with distillation.enabled=True",
         [f"{TEACHER}=large"],
+    ),
+    "a_teacher_has_a_model": (
+        ["distillation.enabled=True", f"{TEACHERS}.math.key=a"],
+        f"{TEACHERS}.math.model_path",
+        "the teacher has no model",
+        [f"{TEACHERS}.math.model_path=large"],
+    ),
+    "teachers_have_known_settings": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.model_paht=other"],
+        f"{TEACHERS}.teacher_model.model_paht",
+        "unknown",
+        [f"~{TEACHERS}.teacher_model.model_paht"],
+    ),
+    "several_teachers_have_keys": (
+        [*DISTILLS, f"{TEACHERS}.math.model_path=b", f"{TEACHERS}.math.key=a"],
+        f"{TEACHERS}.teacher_model.key",
+        "with 2 teachers each needs the data_source of the rows that it scores",
+        [f"{TEACHERS}.teacher_model.key=c"],
+    ),
+    "a_row_has_one_teacher": (
+        [*SEVERAL, f"{TEACHERS}.code.key=a"],
+        f"{TEACHERS}.code.key",
+        "'a' is the key of math as well",
+        [f"{TEACHERS}.code.key=c"],
+    ),
+    "teachers_have_names": (
+        ["distillation.enabled=True", f"{TEACHERS}={{a/b: {{model_path: large}}}}"],
+        f"{TEACHERS}.a/b",
+        "is not a name",
+        [f"~{TEACHERS}", f"{TEACHER}=large"],
     ),
     "the_teacher_is_the_only_reference": (
         [*DISTILLS, f"{ACTOR}.use_kl_loss=True"],

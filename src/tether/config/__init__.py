@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         full_kl_in_reward,
         has_reference,
         reference_is_policy,
-        reference_model,
+        reference_models,
         reference_runs_with_actor,
     )
     from tether.config.loading.load import LoadedConfig, for_environment, load_config
@@ -74,7 +74,7 @@ __all__ = [
     "pools",
     "reads_weights",
     "reference_is_policy",
-    "reference_model",
+    "reference_models",
     "reference_runs_with_actor",
     "replay_of",
     "saved_values",
@@ -110,7 +110,7 @@ _FOUND_IN = {
             "full_kl_in_reward",
             "has_reference",
             "reference_is_policy",
-            "reference_model",
+            "reference_models",
             "reference_runs_with_actor",
         ),
         "tether.config.loading.load": ("LoadedConfig", "for_environment", "load_config"),

@@ -12,6 +12,7 @@ from tether.config.rules.megatron import MEGATRON_RULES
 from tether.config.rules.shapes import Condition, Rule, at_most, divides_devices, needs, set_once
 from tether.config.schema.algorithm import COMPARES_RESPONSES, WITHOUT_PEERS, RolloutCorrectionConfig
 from tether.config.schema.root import RunConfig
+from tether.text.learning.config_distillation import teacher_problems
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL_OF = {ACTOR: "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
@@ -384,11 +385,8 @@ DISTILLATION = "distillation.distillation_loss"
 
 
 def distillation_has_a_teacher(cfg: RunConfig) -> Problem | None:
-    """The teacher must be named."""
-    if not cfg.distillation.enabled or cfg.distillation.teacher_models.teacher_model.model_path is not None:
-        return None
-    key = "distillation.teacher_models.teacher_model.model_path"
-    return Problem(key, "missing with distillation.enabled=True", "give a larger model with the policy's tokenizer")
+    """Teachers must have a model and, if there are several, the data source of their rows."""
+    return next(iter(teacher_problems(cfg.distillation.teacher_models)), None) if cfg.distillation.enabled else None
 
 
 def the_teacher_is_the_only_reference(cfg: RunConfig) -> Problem | None:
