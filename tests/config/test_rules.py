@@ -727,7 +727,7 @@ CASES |= {
     "teachers_have_known_settings": (
         [*DISTILLS, f"{TEACHERS}.teacher_model.model_paht=other"],
         f"{TEACHERS}.teacher_model.model_paht",
-        "unknown",
+        "a teacher has no such key",
         [f"~{TEACHERS}.teacher_model.model_paht"],
     ),
     "several_teachers_have_keys": (
@@ -741,6 +741,24 @@ CASES |= {
         f"{TEACHERS}.code.key",
         "'a' is the key of math as well",
         [f"{TEACHERS}.code.key=c"],
+    ),
+    "a_server_has_settings_of_its_own": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.timeout=9.0"],
+        f"{TEACHERS}.teacher_model.timeout",
+        "is of a teacher on a server, and this one runs here",
+        [f"{TEACHERS}.teacher_model.server_url=http://teacher:8000"],
+    ),
+    "servers_compute_at_a_temperature_of_1": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.server_url=http://teacher:8000", f"{ROLLOUT}.temperature=0.7"],
+        f"{TEACHERS}.teacher_model.server_url",
+        "a server computes at a temperature of 1",
+        [f"{ROLLOUT}.temperature=1"],
+    ),
+    "servers_return_log_probs_of_tokens": (
+        [*DISTILLS, f"{TEACHERS}.teacher_model.server_url=http://teacher:8000", f"{DISTILLATION}.loss_mode=full"],
+        f"{TEACHERS}.teacher_model.server_url",
+        "full (distillation.distillation_loss.loss_mode) compares distributions",
+        [f"{DISTILLATION}.loss_mode=k3"],
     ),
     "teachers_have_names": (
         ["distillation.enabled=True", f"{TEACHERS}={{a/b: {{model_path: large}}}}"],

@@ -15,6 +15,7 @@ from tests.runs.resume import assert_resume_is_exact
 from tests.runs.steps import built, stepped
 from tests.runs.tiny_run import LIGHT, base_overrides, measured, rows, train, write_jsonl
 from tests.text.learning.batches import gradients
+from tests.text.rewards.model_server import served
 from tests.tiny import save_tiny, tiny_tokenizer
 from tether.algorithms import count_valid
 from tether.batch import TrainBatch, filled
@@ -184,6 +185,38 @@ def test_each_row_learns_from_the_teacher_of_its_source(
     mean = sum(count * mean for count, mean in zip(counts, means, strict=True)) / sum(counts)
     assert metrics["distillation/kl"] == pytest.approx(mean)
     assert [key for key in metrics if describe(key) is None] == []
+
+
+def test_a_served_teacher_gives_what_the_same_one_gives_here(
+    inputs: Path, teacher: Path, other_teacher: Path, tmp_path: Path
+) -> None:
+    """Beside a teacher of the run; without one the run has no reference of its own."""
+    model = AutoModelForCausalLM.from_pretrained(other_teacher, dtype=torch.float32)
+    taught = [*SAMPLED, *of_two_teachers(tmp_path, teacher, other_teacher), f"{LOSS}.loss_mode=k3"]
+    here = stepped([*base_overrides(inputs, tmp_path / "here"), *taught])
+    with served() as server:
+
+        def log_probs(ids: list[int]) -> list[float]:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            return [float(logits[position, id_]) for position, id_ in enumerate(ids[1:])]
+
+        server.log_probs = log_probs
+        at_server = f"distillation.teacher_models.words.server_url={server.url}"
+        there = stepped([*base_overrides(inputs, tmp_path / "there"), *taught, at_server])
+        alone = ["distillation.enabled=True", f"{TEACHER}={other_teacher}"]
+        alone += [f"distillation.teacher_models.teacher_model.server_url={server.url}"]
+        single = stepped([*base_overrides(inputs, tmp_path / "single"), *SAMPLED, *alone, f"{LOSS}.loss_mode=k3"])
+    for one, other in zip(here.batches, there.batches, strict=True):
+        torch.testing.assert_close(filled(other.ref_log_probs), filled(one.ref_log_probs), rtol=1e-4, atol=1e-4)
+    assert there.metrics[0]["distillation/kl/words"] == pytest.approx(
+        here.metrics[0]["distillation/kl/words"], rel=1e-3
+    )
+    expected = log_probs_of(single.batches[0], model.to(DEVICE))
+    mask = single.batches[0].response_mask
+    torch.testing.assert_close(
+        filled(single.batches[0].ref_log_probs)[mask], expected.float()[mask], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_resume_asks_for_the_same_teachers(inputs: Path, teacher: Path, other_teacher: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ With distillation the reference is the teacher, or a model for each of several t
 from __future__ import annotations
 
 from tether.config.schema.root import RunConfig
-from tether.text.learning.config_distillation import TEACHERS, read_teachers
+from tether.text.learning.config_distillation import TEACHERS, TeacherConfig, read_teachers
 
 OVER_VOCABULARY = ("full", "forward_kl_topk")
 """Kinds of KL that compare distributions, not the probabilities of sampled tokens."""
@@ -51,6 +51,20 @@ def reference_models(cfg: RunConfig) -> dict[str, tuple[str, str]]:
     if len(named) == 1:
         return {"reference": named.popitem()[1]}
     return {f"teacher {name}": setting for name, setting in named.items()}
+
+
+def served_teachers(cfg: RunConfig) -> dict[str, TeacherConfig]:
+    """Return the teachers on servers, by the names of `reference_models`; the other models run on the run's devices."""
+    if not cfg.distillation.enabled:
+        return {}
+    teachers = read_teachers(cfg.distillation.teacher_models).values()
+    named = zip(reference_models(cfg), teachers, strict=True)
+    return {name: teacher for name, teacher in named if teacher.server_url is not None}
+
+
+def local_references(cfg: RunConfig) -> list[str]:
+    """Return the names of the reference's models on the run's devices."""
+    return [name for name in reference_models(cfg) if name not in served_teachers(cfg)]
 
 
 def has_reference(cfg: RunConfig) -> bool:

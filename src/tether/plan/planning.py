@@ -13,6 +13,7 @@ from tether.config import (
     asks_reference,
     device_count,
     full_kl_in_reward,
+    local_references,
     models_of,
     placed,
     reference_is_policy,
@@ -271,7 +272,8 @@ class Planner:
             sizes = self._sizes(critic.path, "critic.model.path", critic.override_config)
             results["critic"] = self._model("critic", sizes, config.critic)
         if ("reference" in used or reference_runs_with_actor(config)) and not reference_is_policy(config):
-            for name, (key, path) in reference_models(config).items():
+            for name in local_references(config):
+                key, path = reference_models(config)[name]
                 sizes = self._sizes(path, key) if config.distillation.enabled else self.policy
                 results[name] = self._model(name, sizes, settings.ref)
         path = config.reward_model.model.path

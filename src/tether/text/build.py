@@ -30,6 +30,7 @@ from tether.config import (
     LoadedConfig,
     RunConfig,
     changes_since,
+    local_references,
     reference_models,
     stored_weights,
     uses_megatron,
@@ -304,9 +305,9 @@ def _identity(config: RunConfig, inputs: Inputs) -> dict[str, str]:
     if config.distillation.enabled:
         settings = config.distillation.teacher_models
         identity[TEACHERS] = json.dumps(teacher_of_source(settings))
-        for name, (key, _) in reference_models(config).items():
+        for name in local_references(config):
             if isinstance(path := inputs.reference_paths[name], Path):
-                identity[key] = model_fingerprint(path)
+                identity[reference_models(config)[name][0]] = model_fingerprint(path)
     if isinstance(inputs.critic_path, Path):
         identity["critic.model.path"] = model_fingerprint(inputs.critic_path)
     if reference := stored_weights(config).get("reference"):  # a resumed run reads it, too

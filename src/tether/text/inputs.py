@@ -14,6 +14,7 @@ from tether.config import (
     RunConfig,
     device_count,
     full_kl_in_loss,
+    local_references,
     placed,
     reads_weights,
     reference_models,
@@ -31,6 +32,7 @@ from tether.text.data.prompts import PromptDataset, PromptOptions, dated_templat
 from tether.text.data.rows import RowAgent, Rows
 from tether.text.input_checks import check_turns_act, rows_of, trained_sections
 from tether.text.learning.config_distillation import check_has_teacher, teacher_of_source
+from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.models.load import load_config, load_tokenizer
 from tether.text.models.model_path import resolve_model_path
 from tether.text.models.saved_adapter import check_adapter
@@ -66,11 +68,15 @@ def build_inputs(config: RunConfig, tools: ToolPool | None = None) -> Inputs:
         of_files = reads_weights(config, "critic")
         critic_path = resolve_model_path(config.critic.model.path, cache_dir(), weights=of_files)
     if config.distillation.enabled:
-        named = reference_models(config).items()
-        reference_paths = {name: resolve_model_path(path, cache_dir()) for name, (_, path) in named}
+        local = local_references(config)
+        reference_paths = {
+            name: resolve_model_path(path, cache_dir(), weights=name in local)
+            for name, (_, path) in reference_models(config).items()
+        }
     _check_heads(config, model_path, reference_paths.values(), critic_path)
     tokenizer = build_tokenizer(data, model, resolve_model_path(model.tokenizer_path, cache_dir(), weights=False))
     if config.distillation.enabled:
+        build_served_teachers(config)  # whether their servers answer
         for name, setting in reference_models(config).items():
             _check_teacher(config, tokenizer, model_path, reference_paths[name], "=".join(setting))
     agent = config.actor_rollout_ref.rollout.agent.default_agent_loop

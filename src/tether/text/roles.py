@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tether.batch import TrainBatch
 from tether.config import (
     RunConfig,
+    local_references,
     models_of,
     placed,
     reference_is_policy,
@@ -55,6 +56,7 @@ from tether.text.learning.engines.local import LocalEngine
 from tether.text.learning.engines.one_rank import OneRankEngine
 from tether.text.learning.losses import PolicyOutputs, ReferenceModel, ValueOutputs
 from tether.text.learning.packing import MicroBatching, balanced, in_order
+from tether.text.learning.served_teacher import build_served_teachers
 from tether.text.loading import DTYPES
 from tether.text.models.expert_choice import follow_choice
 from tether.text.models.layers import use_tether_attention
@@ -150,9 +152,9 @@ def build_roles(
     handles: dict[str, Any] = {
         component: ShardedEngine[Any](groups.of[name], component, replicas, assign, copies=ahead and name == "actor")
         for name, replicas in _replicas(config, groups).items()
-        for component in (reference_models(config) if name == "reference" else (name,))
+        for component in (local_references(config) if name == "reference" else (name,))
     }
-    references = {name: handles.pop(name) for name in reference_models(config) if name in handles}
+    references = {name: handles.pop(name) for name in local_references(config) if name in handles}
     engines = Engines(**handles, references=references)
     if config.actor_rollout_ref.rollout.name in SERVERS:
         card = _of_first_rank(groups.of["actor"], "card", "read")
@@ -378,9 +380,11 @@ def _copy_to_sample(compute_dtype: str, policy: PreTrainedModel) -> PreTrainedMo
 
 def _roles(config: RunConfig, engines: Engines, sampler: RolloutEngine, total_steps: int) -> Roles:
     assert engines.actor is not None
+    references: dict[str, Any] = {**engines.references, **build_served_teachers(config)}
+    scoring = [references[name] for name in reference_models(config) if name in references]
     return Roles(
         build_actor(config, engines.actor, total_steps),
         build_critic(config, engines.critic) if engines.critic is not None else None,
-        build_reference(config.actor_rollout_ref, list(engines.references.values())) if engines.references else None,
+        build_reference(config.actor_rollout_ref, scoring) if scoring else None,
         sampler,
     )

@@ -22,6 +22,7 @@ from tether.config import (
     full_kl_in_loss,
     full_kl_in_reward,
     has_reference,
+    local_references,
     reference_is_policy,
     reference_runs_with_actor,
     replay_of,
@@ -340,7 +341,7 @@ def load_references(
         override_config=None if config.distillation.enabled else settings.model.override_config,
         lazy_device=device if unread and not reference_runs_with_actor(config) else None,
     )
-    return {name: ReferenceModel(on_device(load(path), device)) for name, path in paths.items()}
+    return {name: ReferenceModel(on_device(load(paths[name]), device)) for name in local_references(config)}
 
 
 def reference_engine(config: RunConfig, reference: ReferenceModel, make: MakeEngine = LocalEngine) -> Any:

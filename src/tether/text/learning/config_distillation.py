@@ -37,8 +37,21 @@ class TeacherConfig(Section):
     """The `data_source` of the rows that it scores; one teacher alone scores all rows."""
     model_path: str | None = None
     """Directory or hub id of a model with the policy's tokenizer."""
+    server_url: str | None = None
+    """Address of a vLLM server that runs it, http://HOST:PORT; null: it runs here. (tether's own, as those below.)"""
+    served_model: str | None = None
+    """The model's name on the server; null: model_path."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key."""
+    timeout: PositiveFloat = 300.0
+    """Seconds that a row may take, all attempts included."""
+    attempts: Positive = 4
+    """Requests for one row, where the server is busy or fails."""
+    max_concurrent: Positive = 64
+    """Requests at once."""
 
 
+OF_SERVER = ("served_model", "api_key_env", "timeout", "attempts", "max_concurrent")
 TEACHERS = "distillation.teacher_models"
 SERVER_SETTINGS = {"inference": (None, {}), "num_replicas": (None, 0)}
 """Settings of verl's teachers without effect here, with the values that ask for nothing."""
@@ -55,13 +68,17 @@ def _without_empty(value: object) -> object:
         else entry
         for name, entry in value.items()
     }
-    return {name: entry for name, entry in read.items() if not isinstance(entry, dict) or set(entry.values()) - {None}}
+    return {
+        name: entry
+        for name, entry in read.items()
+        if not isinstance(entry, dict) or any(item is not None for item in entry.values())
+    }
 
 
 def teacher_problems(teachers: Mapping[str, object]) -> list[Problem]:
     """Return the problems of the teachers of a run that has some."""
     problems: list[Problem] = []
-    name_of = dict[object, str]()
+    name_of = dict[str, str]()
     if not teachers:
         fix = "give a larger model with the policy's tokenizer"
         return [Problem(f"{TEACHERS}.teacher_model.model_path", "missing with distillation.enabled=True", fix)]
@@ -74,8 +91,7 @@ def teacher_problems(teachers: Mapping[str, object]) -> list[Problem]:
             problems.append(Problem(path, f"{entry!r} is not a teacher", "give {key: DATA_SOURCE, model_path: MODEL}"))
         else:
             problems += _problems_of(path, entry, len(teachers))
-            key = entry.get("key")
-            if len(teachers) > 1 and key is not None and key in name_of:
+            if (key := str(entry.get("key"))) in name_of and "key" in entry:
                 what = f"{key!r} is the key of {name_of[key]} as well, and a row has one teacher"
                 problems.append(Problem(f"{path}.key", what, "give each teacher a data_source of its own"))
             name_of.setdefault(key, name)
@@ -90,6 +106,9 @@ def _problems_of(path: str, entry: Mapping[str, object], count: int) -> list[Pro
     if teacher.model_path is None:
         fix = "give a larger model with the policy's tokenizer"
         return [Problem(f"{path}.model_path", "missing: the teacher has no model", fix)]
+    if idle := [name for name in OF_SERVER if name in entry and teacher.server_url is None]:
+        what = "is of a teacher on a server, and this one runs here"
+        return [Problem(f"{path}.{idle[0]}", what, f"give {path}.server_url, or leave it out")]
     if teacher.key is None and count > 1:
         what = f"missing: with {count} teachers each needs the data_source of the rows that it scores"
         return [Problem(f"{path}.key", what, f"give it, for example {path}.key=openai/gsm8k")]
