@@ -830,6 +830,10 @@ NOT_TAKEN_BY_VERL = {
     *("training_data_is_named", "actor_mini_batch_fits", "critic_mini_batch_fits", "gae_has_a_critic"),
     *(
         "distillation_has_a_teacher",
+        "a_teacher_has_a_model",
+        "teachers_have_known_settings",
+        "several_teachers_have_keys",
+        "a_row_has_one_teacher",
         "k1_is_no_loss",
         "rejection_modes_have_bounds",
         "bypass_has_no_token_baseline",
@@ -848,6 +852,8 @@ NOT_VERLS = {
     *("servers_sample_where_their_addresses_are", "weights_of_several_devices_pass_through_the_host"),
     *("servers_are_named_once", "servers_are_named_once_by_any_name", "servers_are_where_they_are_looked_for"),
     "routers_can_be_told",
+    *("a_server_has_settings_of_its_own", "servers_compute_at_a_temperature_of_1", "teachers_have_names"),
+    "servers_return_log_probs_of_tokens",
     *("an_endpoint_has_a_program", "programs_hold_their_conversations", "programs_score_alone"),
     *("experts_of_programs_are_not_recorded", "turns_of_programs_end"),
 }

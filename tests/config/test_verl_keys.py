@@ -556,7 +556,7 @@ def test_teachers_have_any_name_and_verls_empty_entry_is_none(defaults, tmp_path
     }
     assert loaded.config.distillation.teacher_models == expected
     (note,) = (note for note in loaded.notes if "a teacher is no server" in note and TEACHERS in note)
-    assert f"{TEACHERS}.gsm8k.num_replicas, {TEACHERS}.geo3k.num_replicas (" in note
+    assert f"{TEACHERS}.geo3k.num_replicas, {TEACHERS}.gsm8k.num_replicas (" in note
     assert "teacher_model.inference" not in note
     other = problems_of(*TEACHER, "distillation.teacher_key=task")["distillation.teacher_key"]
     assert "the column that data.reward_fn_key names" in other

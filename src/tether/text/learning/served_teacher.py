@@ -60,7 +60,7 @@ class ServedTeacher:
             except EndpointError as error:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise ValueError(f"{self.key}: {error}") from None
-        return PolicyOutputs(log_probs=log_probs * batch.response_mask, batch_size=batch.batch_size)
+        return PolicyOutputs(log_probs=log_probs.where(batch.response_mask, 0.0), batch_size=batch.batch_size)
 
     def _log_probs(self, row: TrainBatch) -> Tensor:
         """Return the log-probs of the response tokens of a row."""
