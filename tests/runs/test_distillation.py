@@ -296,9 +296,10 @@ def test_two_devices_score_by_several_teachers_as_one(
         measured(train([*base_overrides(inputs, tmp_path / devices), *taught, f"trainer.n_gpus_per_node={devices}"]))
         for devices in ("1", "2")
     )
-    for step in (1, 2, 3):
-        for name in ("distillation/loss", "distillation/kl/sums", "distillation/kl/words", "actor/grad_norm"):
-            assert two[step].get(name) == pytest.approx(one[step].get(name), rel=1e-3), (step, name)
+    compared = ("distillation/loss", "distillation/kl/sums", "distillation/kl/words", "actor/grad_norm")
+    for step in (1, 2, 3):  # not every step has rows of both
+        expected, found = ({name: run[step][name] for name in compared if name in run[step]} for run in (one, two))
+        assert found == pytest.approx(expected, rel=1e-3), step
 
 
 @pytest.mark.slow

@@ -273,8 +273,8 @@ class Planner:
             results["critic"] = self._model("critic", sizes, config.critic)
         if ("reference" in used or reference_runs_with_actor(config)) and not reference_is_policy(config):
             for name in local_references(config):
-                key, path = reference_models(config)[name]
-                sizes = self._sizes(path, key) if config.distillation.enabled else self.policy
+                key, model = reference_models(config)[name]
+                sizes = self._sizes(model, key) if config.distillation.enabled else self.policy
                 results[name] = self._model(name, sizes, settings.ref)
         path = config.reward_model.model.path
         if "reward_model" in used and path:

@@ -274,8 +274,8 @@ def _of_text(config: RunConfig, first: int | None) -> Named:
     if config.critic.enable:
         yield "critic.model.path", config.critic.model.path, partial(_model, weights=reads_weights(config, "critic"))
     if config.distillation.enabled and not teacher_problems(config.distillation.teacher_models):
-        for name, (key, path) in reference_models(config).items():
-            yield key, path, partial(_model, weights=name in local_references(config))
+        for name, (key, named) in reference_models(config).items():
+            yield key, named, partial(_model, weights=name in local_references(config))
         for name, teacher in read_teachers(config.distillation.teacher_models).items():
             if teacher.server_url is not None:
                 key = f"{TEACHERS}.{name}.server_url"
