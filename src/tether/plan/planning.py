@@ -288,8 +288,9 @@ class Planner:
         return [name for name in reference_models(self.config) if name in self.models]
 
     def _model(self, name: str, sizes: Architecture, role: Role) -> Model:
-        config, places = self.config, placed(self.config)
-        devices = len(places.get("reference" if isinstance(role, RefConfig) else name, places["actor"]))
+        config, devices_by_model = self.config, placed(self.config)
+        placement = "reference" if isinstance(role, RefConfig) else name
+        devices = len(devices_by_model.get(placement, devices_by_model["actor"]))
         trained = isinstance(role, ActorConfig | CriticConfig)
         fsdp = role.model.fsdp_config if isinstance(role, CriticConfig) else role.fsdp_config
         section = config.critic.model if isinstance(role, CriticConfig) else config.actor_rollout_ref.model
@@ -484,9 +485,9 @@ class Planner:
 
     def _phases(self, names: list[str]) -> dict[str, Parts]:
         kind = "cpu" if self.device.is_cpu else "gpu"
-        scores_here = "reference" in names or ("actor" in names and reference_runs_with_actor(self.config))
-        here = {*names, *(self.references if scores_here else ())}
-        local = {name: model for name, model in self.models.items() if name in here}
+        scores = "reference" in names or ("actor" in names and reference_runs_with_actor(self.config))
+        local_names = {*names, *(self.references if scores else ())}
+        local = {name: model for name, model in self.models.items() if name in local_names}
         base: Parts = {"process": OVERHEAD[kind]}
         if kind == "gpu" and self.cluster.count > 1:
             base["communication"] = COMMUNICATION
@@ -525,10 +526,10 @@ class Planner:
         for name, phase in (("critic", "values"), ("reward_model", "reward")):
             if name in local:
                 added[phase] = memory.inference(local[name], self._inference_tokens(name))
-        scores = [name for name in self.references if name in local]
-        scoring = [memory.inference(local[name], self._inference_tokens(name)) for name in scores]
-        if scoring:
-            added["reference"] = max(scoring, key=total)
+        scoring = [name for name in self.references if name in local]
+        passes = [memory.inference(local[name], self._inference_tokens(name)) for name in scoring]
+        if passes:
+            added["reference"] = max(passes, key=total)
         if "critic" in local:
             critic = local["critic"]
             added["update_critic"] = memory.update(critic, self._update_tokens(critic, self.config.critic))
